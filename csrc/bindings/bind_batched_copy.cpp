@@ -14,10 +14,10 @@
 namespace moe::bindings {
 
 namespace py = pybind11;
-using host::BatchedCopy;
-using host::CopyItem;
-using host::PreparedCopies;
 using layout::ReceiveEntry;
+using ops::BatchedCopy;
+using ops::CopyItem;
+using ops::PreparedCopies;
 
 namespace {
 
@@ -166,7 +166,7 @@ std::shared_ptr<PreparedCopies> prepare(const BatchedCopy& engine,
 }
 
 py::dict run(BatchedCopy& engine, const std::shared_ptr<PreparedCopies>& prepared) {
-  host::CopyStats stats;
+  ops::CopyStats stats;
   {
     const py::gil_scoped_release no_gil;
     stats = engine.run(prepared, signal_check());
@@ -185,7 +185,7 @@ uint64_t checksum_of(py::handle tensor) {
   CopyItem item;
   reader.read(tensor, &item);
   const py::gil_scoped_release no_gil;
-  return host::checksum(item.place(), item.shape.bytes);
+  return cpu::checksum(item.place(), item.shape.bytes);
 }
 
 }  // namespace

@@ -11,20 +11,20 @@ namespace moe::bindings {
 
 namespace {
 
-std::shared_ptr<host::Endpoint> create_endpoint(py::handle settings,
-                                                std::string isa,
-                                                std::shared_ptr<Rail> rail) {
+std::shared_ptr<ops::Endpoint> create_endpoint(py::handle settings,
+                                               std::string isa,
+                                               std::shared_ptr<Rail> rail) {
   const auto native = native_group_of(settings);
-  host::EndpointConfig config = endpoint_config_of(settings);
+  ops::EndpointConfig config = endpoint_config_of(settings);
   config.isa = std::move(isa);
   config.rail = std::move(rail);
   const py::gil_scoped_release no_gil;
-  auto endpoint = host::Endpoint::create(native->group, std::move(config), signal_check());
+  auto endpoint = ops::Endpoint::create(native->group, std::move(config), signal_check());
   endpoint->put_beside(native->kept);
   return drop_without_gil(std::move(endpoint));
 }
 
-void weighted_gradient(host::Endpoint& endpoint,
+void weighted_gradient(ops::Endpoint& endpoint,
                        py::handle gradient,
                        py::handle expert_out,
                        py::handle weights,
@@ -37,7 +37,7 @@ void weighted_gradient(host::Endpoint& endpoint,
   const bool is_wide = factors.element_bytes == 8;
   const py::gil_scoped_release no_gil;
   endpoint.for_tokens(rows.num_rows, 3 * rows.bytes(), [&](int64_t begin, int64_t end) {
-    const host::FloatingPointScope scope;
+    const cpu::FloatingPointScope scope;
     for (int64_t row = begin; row < end; ++row) {
       const double factor = is_wide ? reinterpret_cast<const double*>(factors.data)[row]
                                     : reinterpret_cast<const float*>(factors.data)[row];
@@ -54,29 +54,29 @@ void weighted_gradient(host::Endpoint& endpoint,
   });
 }
 
-std::shared_ptr<host::Plan> import_plan(host::Endpoint& endpoint,
-                                        py::handle counts,
-                                        py::handle topk_idx,
-                                        int layout,
-                                        int64_t expert_alignment) {
-  return std::make_shared<host::Plan>(
+std::shared_ptr<ops::Plan> import_plan(ops::Endpoint& endpoint,
+                                       py::handle counts,
+                                       py::handle topk_idx,
+                                       int layout,
+                                       int64_t expert_alignment) {
+  return std::make_shared<ops::Plan>(
       plan_of_tensors(endpoint, counts, topk_idx, layout, expert_alignment));
 }
 
 }  // namespace
 
 void bind_buffer(py::module_& module) {
-  bind_plan<host::Plan>(module);
-  py::class_<host::Endpoint, std::shared_ptr<host::Endpoint>> endpoint(module, "Endpoint");
-  bind_endpoint<host::Endpoint, host::Plan>(module, endpoint);
+  bind_plan<ops::Plan>(module);
+  py::class_<ops::Endpoint, std::shared_ptr<ops::Endpoint>> endpoint(module, "Endpoint");
+  bind_endpoint<ops::Endpoint, ops::Plan>(module, endpoint);
   endpoint
       .def_static("create", &create_endpoint, py::arg("settings"), py::arg("isa"), py::arg("rail"))
       .def("weighted_gradient", &weighted_gradient)
       .def("import_plan", &import_plan)
       .def("export_plan",
-           [](const host::Endpoint&, const host::Plan& plan) { return plan_tensors(plan); })
-      .def_property_readonly("isa", [](const host::Endpoint& self) { return self.kernels().name; })
-      .def("internode_bytes", [](const host::Endpoint& self) {
+           [](const ops::Endpoint&, const ops::Plan& plan) { return plan_tensors(plan); })
+      .def_property_readonly("isa", [](const ops::Endpoint& self) { return self.kernels().name; })
+      .def("internode_bytes", [](const ops::Endpoint& self) {
         const auto bytes = self.internode_bytes();
         return std::make_pair(bytes.sent, bytes.received);
       });

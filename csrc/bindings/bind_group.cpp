@@ -25,22 +25,22 @@ std::shared_ptr<NativeGroup> create_group(std::shared_ptr<heap::PeerMesh> mesh,
                                           int num_local_ranks,
                                           int num_machine_ranks,
                                           const py::object& check) {
-  const host::InterruptCheck interrupt_check = interrupt_check_with(check);
+  const group::InterruptCheck interrupt_check = interrupt_check_with(check);
   const py::gil_scoped_release no_gil;
   std::vector<int> members(static_cast<size_t>(mesh->num_ranks()));
   std::iota(members.begin(), members.end(), 0);
-  auto group = std::make_shared<host::Group>(mesh,
-                                             heap,
-                                             members,
-                                             mesh->rank_idx(),
-                                             channel,
-                                             stall_timeout_s,
-                                             arrival_timeout_s,
-                                             num_threads,
-                                             false,
-                                             interrupt_check,
-                                             num_local_ranks,
-                                             num_machine_ranks);
+  auto group = std::make_shared<group::Group>(mesh,
+                                              heap,
+                                              members,
+                                              mesh->rank_idx(),
+                                              channel,
+                                              stall_timeout_s,
+                                              arrival_timeout_s,
+                                              num_threads,
+                                              false,
+                                              interrupt_check,
+                                              num_local_ranks,
+                                              num_machine_ranks);
   return std::make_shared<NativeGroup>(NativeGroup{mesh, heap, group, true});
 }
 
@@ -57,18 +57,18 @@ std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& pa
   std::vector<int> members;
   for (const int parent_rank : parent_ranks)
     members.push_back(parent->group->members().at(static_cast<size_t>(parent_rank)));
-  auto group = std::make_shared<host::Group>(parent->mesh,
-                                             parent->heap,
-                                             members,
-                                             rank_idx,
-                                             channel,
-                                             stall_timeout_s,
-                                             arrival_timeout_s,
-                                             num_threads,
-                                             true,
-                                             signal_check(),
-                                             num_local_ranks,
-                                             num_machine_ranks);
+  auto group = std::make_shared<group::Group>(parent->mesh,
+                                              parent->heap,
+                                              members,
+                                              rank_idx,
+                                              channel,
+                                              stall_timeout_s,
+                                              arrival_timeout_s,
+                                              num_threads,
+                                              true,
+                                              signal_check(),
+                                              num_local_ranks,
+                                              num_machine_ranks);
   return std::make_shared<NativeGroup>(NativeGroup{parent->mesh, parent->heap, group, false});
 }
 
@@ -119,7 +119,7 @@ py::object resolve_bytes(
   {
     const py::gil_scoped_release no_gil;
     native.group->check_process("resolve");
-    host::WaitSite site;
+    group::WaitSite site;
     site.interrupt_check = &signal_check();
     site.call = "resolve";
     data = native.group->resolve(rank_idx, Offer{segment_idx, 0, offset, bytes}, site);
@@ -196,7 +196,7 @@ void bind_group(py::module_& module) {
            [](const NativeGroup& self) { return heap_stats_dict(self.heap->stats()); })
       .def("recover",
            [](NativeGroup& self) {
-             host::RecoveryResult result;
+             group::RecoveryResult result;
              {
                const py::gil_scoped_release no_gil;
                result = self.group->recover(signal_check());

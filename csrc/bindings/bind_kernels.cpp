@@ -14,12 +14,12 @@
 namespace moe::bindings {
 namespace {
 
-using host::RoofKernels;
+using cpu::RoofKernels;
 
 const RoofKernels& roof_kernels(const std::optional<std::string>& isa) {
   if (!isa)
-    return host::best_roof_kernels();
-  const RoofKernels* kernels = host::find_roof_kernels(*isa);
+    return cpu::best_roof_kernels();
+  const RoofKernels* kernels = cpu::find_roof_kernels(*isa);
   MOE_CHECK(kernels, "no roofs named '", *isa, "' on this machine");
   return *kernels;
 }
@@ -27,7 +27,7 @@ const RoofKernels& roof_kernels(const std::optional<std::string>& isa) {
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const char* name : {"portable", "avx2", "avx512"})
-    if (host::find_row_kernels(name))
+    if (cpu::find_row_kernels(name))
       names.emplace_back(name);
   return names;
 }
@@ -60,7 +60,7 @@ void roof_fan_out(const py::buffer& src,
                     row_bytes,
                     copies.data(),
                     copies.size(),
-                    host::store_mode(streaming));
+                    cpu::store_mode(streaming));
 }
 
 void roof_sum(const std::vector<py::buffer>& src,
@@ -75,8 +75,7 @@ void roof_sum(const std::vector<py::buffer>& src,
   const ByteRows streams(src, sum.size(), 64, false, "source");
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
-    kernels.sum(
-        streams.data(), streams.size(), sum.size(), sum.data(), host::store_mode(streaming));
+    kernels.sum(streams.data(), streams.size(), sum.size(), sum.data(), cpu::store_mode(streaming));
 }
 
 void roof_copy(const py::buffer& src,
@@ -92,7 +91,7 @@ void roof_copy(const py::buffer& src,
   to.check(from.size(), 64, "destination");
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
-    kernels.copy(from.data(), to.data(), from.size(), host::store_mode(streaming));
+    kernels.copy(from.data(), to.data(), from.size(), cpu::store_mode(streaming));
 }
 
 }  // namespace
@@ -103,7 +102,7 @@ void roof_copy(const py::buffer& src,
 void bind_kernels(py::module_& parent) {
   py::module_ m = parent.def_submodule("kernels", "Roofs of the inner loops over rows.");
   m.def("instruction_sets", &instruction_sets, "Names usable as `isa` here, slowest first.");
-  m.def("best_instruction_set", [] { return host::best_row_kernels().name; });
+  m.def("best_instruction_set", [] { return cpu::best_row_kernels().name; });
   m.def("roof_fan_out",
         &roof_fan_out,
         py::arg("src"),

@@ -13,7 +13,7 @@ namespace py = pybind11;
 
 namespace {
 
-using host::QueuedRail;
+using group::QueuedRail;
 using Request = QueuedRail::Request;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 

@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-py::tuple to_tuple(const host::ShrinkDecision& decision) {
+py::tuple to_tuple(const group::ShrinkDecision& decision) {
   return py::make_tuple(decision.failed_ranks, decision.survivors, decision.completed_epochs);
 }
 
@@ -24,12 +24,12 @@ py::tuple shrink_agree(NativeGroup& native,
                        std::string agreed,
                        std::string problem,
                        bool needs_majority) {
-  host::ShrinkAgreement::Arguments arguments{std::move(failed_ranks),
-                                             std::move(call),
-                                             std::move(agreed),
-                                             std::move(problem),
-                                             needs_majority};
-  host::ShrinkDecision decision;
+  group::ShrinkAgreement::Arguments arguments{std::move(failed_ranks),
+                                              std::move(call),
+                                              std::move(agreed),
+                                              std::move(problem),
+                                              needs_majority};
+  group::ShrinkDecision decision;
   {
     const py::gil_scoped_release no_gil;
     decision = native.group->shrink_agreement().agree(arguments, signal_check());
@@ -50,7 +50,7 @@ py::list shrink_gather(NativeGroup& native, const std::string& payload) {
 }
 
 py::object shrink_finish(NativeGroup& native, bool has_group) {
-  std::optional<host::ShrinkDecision> decision;
+  std::optional<group::ShrinkDecision> decision;
   {
     const py::gil_scoped_release no_gil;
     decision = native.group->shrink_agreement().finish(has_group, signal_check());

@@ -47,17 +47,17 @@ void copy_chunks(
     NativeGroup& native, py::handle src, py::handle dst, py::handle bytes, bool is_streaming) {
   native.group->check_process("copy_chunks");
   const int64_t num_chunks = view_tensor(src).num_rows;
-  const host::ChunkList chunks{view_numbers(src, num_chunks),
-                               view_numbers(dst, num_chunks),
-                               view_numbers(bytes, num_chunks),
-                               num_chunks};
+  const ops::ChunkList chunks{view_numbers(src, num_chunks),
+                              view_numbers(dst, num_chunks),
+                              view_numbers(bytes, num_chunks),
+                              num_chunks};
   const py::gil_scoped_release no_gil;
-  host::copy_chunks(chunks, is_streaming);
+  ops::copy_chunks(chunks, is_streaming);
 }
 
 void post_signal(NativeGroup& native, py::handle word, uint64_t value, int peer_rank) {
   check_peer(native, peer_rank);
-  host::post_signal(*native.group, view_word(word), value, peer_rank);
+  ops::post_signal(*native.group, view_word(word), value, peer_rank);
 }
 
 void await_signal(
@@ -65,7 +65,7 @@ void await_signal(
   check_peer(native, peer_rank);
   const uint64_t& seen = view_word(word);
   const py::gil_scoped_release no_gil;
-  host::await_signal(*native.group, seen, value, peer_rank, what, signal_check());
+  ops::await_signal(*native.group, seen, value, peer_rank, what, signal_check());
 }
 
 }  // namespace
@@ -89,7 +89,7 @@ void bind_slots(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
           "give_up_slots",
           [](NativeGroup& self, const std::string& message) {
             self.group->check_fork("give_up_slots");
-            host::give_up_slots(*self.group, message);
+            ops::give_up_slots(*self.group, message);
           },
           py::arg("message"));
 }

@@ -11,7 +11,7 @@
 // Rows to e4m3, written once. Included by row_kernels_impl.h behind a simd_*.h, which names `Simd`;
 // nothing here may exist outside its translation unit.
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 /// Elements that are quantized between two stores: whole blocks of either size, two lines of codes.
@@ -303,4 +303,4 @@ void quantize_row(const RowQuantization& quantization,
 }
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -6,7 +6,7 @@
 
 #include "cpu/row_kernels.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 /// How fast this machine moves the bytes of an operation when nothing else has to be done: what the
 /// benchmark divides an operation's bandwidth by. One table per instruction set.
@@ -42,4 +42,4 @@ const RoofKernels* find_roof_kernels(std::string_view name);
 /// The best table of this machine.
 const RoofKernels& best_roof_kernels();
 
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -9,7 +9,7 @@
 // The roofs, written once; see row_kernels_impl.h for how it is compiled. They share no loop with
 // the row kernels, so that a slow kernel cannot lower its own roof.
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 constexpr int64_t kRoofLineBytes = 64;
@@ -119,4 +119,4 @@ constexpr RoofKernels make_roof_kernels(const char* name) {
 }
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -11,7 +11,7 @@
 #include <cfenv>
 #endif
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "rows are read as little-endian words");
@@ -113,4 +113,4 @@ FloatingPointScope::~FloatingPointScope() {
 
 #endif
 
-}  // namespace moe::host
+}  // namespace moe::cpu

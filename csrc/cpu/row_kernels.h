@@ -6,7 +6,7 @@
 
 #include "core/dtype.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 /// How a kernel stores: through the caches, or past them (non-temporal; pays above cache size).
 enum class StoreMode { kCached, kStreaming };
@@ -123,4 +123,4 @@ class FloatingPointScope {
   uint64_t saved_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -6,11 +6,11 @@
 #include "cpu/row_kernels_impl.h"
 #include "cpu/row_kernels_tables.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 constinit const RowKernels kAvx2RowKernels = make_row_kernels("avx2");
 constinit const RoofKernels kAvx2RoofKernels = make_roof_kernels("avx2");
 
-}  // namespace moe::host
+}  // namespace moe::cpu
 
 #endif

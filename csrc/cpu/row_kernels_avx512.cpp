@@ -6,11 +6,11 @@
 #include "cpu/row_kernels_impl.h"
 #include "cpu/row_kernels_tables.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 constinit const RowKernels kAvx512RowKernels = make_row_kernels("avx512");
 constinit const RoofKernels kAvx512RoofKernels = make_roof_kernels("avx512");
 
-}  // namespace moe::host
+}  // namespace moe::cpu
 
 #endif

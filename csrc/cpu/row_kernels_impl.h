@@ -13,7 +13,7 @@
 // then this file, and is compiled for that instruction set with -ffp-contract=off. Everything is in
 // an unnamed namespace or forced inline, so no code of one instruction set can reach another.
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 /// Sums of up to this many rows have a loop of their own, without counting rows.
@@ -424,4 +424,4 @@ constexpr RowKernels make_row_kernels(const char* name) {
 }
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

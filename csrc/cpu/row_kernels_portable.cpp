@@ -4,9 +4,9 @@
 #include "cpu/row_kernels_impl.h"
 #include "cpu/row_kernels_tables.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 constinit const RowKernels kPortableRowKernels = make_row_kernels("portable");
 constinit const RoofKernels kPortableRoofKernels = make_roof_kernels("portable");
 
-}  // namespace moe::host
+}  // namespace moe::cpu

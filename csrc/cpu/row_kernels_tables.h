@@ -3,7 +3,7 @@
 #include "cpu/roof.h"
 #include "cpu/row_kernels.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 // One pair of tables per instruction set, each defined in row_kernels_<name>.cpp. They are
 // constants: nothing of a translation unit runs before find_row_kernels() has asked the processor.
@@ -16,4 +16,4 @@ extern const RowKernels kAvx512RowKernels;
 extern const RoofKernels kAvx512RoofKernels;
 #endif
 
-}  // namespace moe::host
+}  // namespace moe::cpu

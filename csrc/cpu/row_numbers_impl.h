@@ -9,7 +9,7 @@
 // How one register of row elements becomes registers of numbers that are added, and back. Included
 // by row_kernels_impl.h behind a simd_*.h, which names `Simd`.
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 constexpr int64_t kLineBytes = 64;
@@ -131,4 +131,4 @@ double add_lanes(const typename Number::Register* acc) {
 }
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

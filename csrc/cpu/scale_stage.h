@@ -7,7 +7,7 @@
 
 #include "core/sync.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 /// Collects the scale factors of successive rows of a stream (an expert's rows of one sender), so
 /// that column-major ones are written a cache line at a time.
@@ -94,4 +94,4 @@ class ScaleStage {
   std::vector<std::byte> staged_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::cpu

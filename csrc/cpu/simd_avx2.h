@@ -4,7 +4,7 @@
 
 #include "cpu/simd_registers.h"
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 /// What row_kernels_impl.h and roof_impl.h are written in, for AVX2 with F16C.
@@ -48,4 +48,4 @@ struct Simd : Registers<32> {
 };
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

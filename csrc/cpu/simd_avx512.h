@@ -4,7 +4,7 @@
 
 #include "cpu/simd_registers.h"
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 /// What row_kernels_impl.h and roof_impl.h are written in, for AVX-512 (F, BW, VL and DQ).
@@ -49,4 +49,4 @@ struct Simd : Registers<64> {
 };
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

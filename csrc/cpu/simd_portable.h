@@ -6,7 +6,7 @@
 #include "core/dtype.h"
 #include "cpu/simd_registers.h"
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 /// What row_kernels_impl.h and roof_impl.h are written in, for any machine. It knows no
@@ -65,4 +65,4 @@ struct Simd : Registers<16> {
 };
 
 }  // namespace
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -7,7 +7,7 @@
 /// the linker could hand such a copy to code that runs on any machine.
 #define MOE_FORCE_INLINE inline __attribute__((always_inline))
 
-namespace moe::host {
+namespace moe::cpu {
 
 /// Vector types of @p kBytes. GCC and clang give them arithmetic, shifts, comparison and selection,
 /// element by element, with the instructions that the translation unit is compiled for.
@@ -21,4 +21,4 @@ struct Registers {
   typedef double Doubles __attribute__((vector_size(kBytes)));
 };
 
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-namespace moe::host {
+namespace moe::cpu {
 
 namespace {
 
@@ -212,4 +212,4 @@ uint64_t checksum(const Place& place, int64_t bytes) {
   return absorb(sum, 0);
 }
 
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -6,7 +6,7 @@
 #include "cpu/row_kernels.h"
 #include "layout/strided.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 /// Bytes in logical row-major order; without a shape they are adjacent.
 struct Place {
@@ -32,4 +32,4 @@ void copy_strided(const RowKernels& kernels,
 /// sum.
 uint64_t checksum(const Place& place, int64_t bytes);
 
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -8,7 +8,7 @@
 #include "cpu/roof.h"
 #include "cpu/row_kernels.h"
 
-namespace moe::host {
+namespace moe::cpu {
 
 namespace {
 
@@ -59,4 +59,4 @@ const RoofKernels& best_roof_kernels() {
   return best;
 }
 
-}  // namespace moe::host
+}  // namespace moe::cpu

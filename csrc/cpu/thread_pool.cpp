@@ -7,7 +7,7 @@
 
 #include "core/sync.h"
 
-namespace moe::host {
+namespace moe::cpu {
 namespace {
 
 /// So many that the last ones end at about the same time, so few that taking them costs nothing.
@@ -89,4 +89,4 @@ void ThreadPool::work() {
   }
 }
 
-}  // namespace moe::host
+}  // namespace moe::cpu

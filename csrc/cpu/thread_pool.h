@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-namespace moe::host {
+namespace moe::cpu {
 
 /// Threads that split one loop between them. One caller at a time.
 class ThreadPool {
@@ -47,4 +47,4 @@ class ThreadPool {
 /// thread.
 std::thread start_quiet_thread(std::function<void()> body);
 
-}  // namespace moe::host
+}  // namespace moe::cpu

@@ -11,7 +11,7 @@
 
 namespace moe::device {
 
-/// What a scale factor is stored as; the numbers are those of host::ScaleFormat.
+/// What a scale factor is stored as; the numbers are those of cpu::ScaleFormat.
 enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
 
 constexpr int kLaneElements = 16;

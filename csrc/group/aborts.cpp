@@ -7,7 +7,7 @@
 #include "core/error.h"
 #include "core/text.h"
 
-namespace moe::host {
+namespace moe::group {
 
 void Aborts::abort(layout::AbortCause cause,
                    const WaitSite& site,
@@ -115,4 +115,4 @@ void Aborts::throw_cause() const {
   throw PeerFailed(record.message, std::move(site));
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -9,7 +9,7 @@
 #include "group/membership.h"
 #include "group/wait_site.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// What ended the operations of a communicator, on this rank and as it tells the others: one record
 /// until a recovery ends. Thread-safe.
@@ -57,4 +57,4 @@ class Aborts {
   std::atomic<uint32_t> posted_{0};  ///< 1 + generation of the last abort sent to other nodes
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

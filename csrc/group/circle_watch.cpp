@@ -8,7 +8,7 @@
 #include "group/pace.h"
 #include "group/peer_wait.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -147,4 +147,4 @@ void answer_probe(const EntryTable& entries, const std::string& message) {
     send(*wait, std::move(probe));
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -9,7 +9,7 @@
 #include "group/entry_waits.h"
 #include "group/group.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// A wait for a peer that probes of others follow as long as it lives.
 class ShownWait {
@@ -63,4 +63,4 @@ class CircleWatch {
 /// Hands on a probe that a peer has sent. Called by the service thread.
 void answer_probe(const EntryTable& entries, const std::string& message);
 
-}  // namespace moe::host
+}  // namespace moe::group

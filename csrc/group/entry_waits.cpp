@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace moe::host {
+namespace moe::group {
 
 void EntryWait::conclude(const std::string& circle) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -144,4 +144,4 @@ std::shared_ptr<EntryWait> EntryTable::wait_of_caller() const {
   return only == nullptr ? nullptr : only->wait();
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -12,7 +12,7 @@
 
 #include "core/peer_link.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// A wait of this rank for a peer to enter an operation, for the search for circles of waits.
 /// Independent of the communicator that it belongs to, which may end before the last look at it.
@@ -150,4 +150,4 @@ class AwaitedScope {
   std::shared_ptr<CallerThread> thread_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

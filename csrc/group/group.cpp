@@ -6,7 +6,7 @@
 
 #include "group/peer_wait.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -212,4 +212,4 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
   return payloads;
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

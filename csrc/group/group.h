@@ -16,7 +16,7 @@
 #include "group/retired_memory.h"
 #include "group/wait_site.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// The ranks of one communicator, and what they do together besides the operations of buffers: one
 /// of its parts each for what aborted them, for small messages, for memory that peers may still
@@ -152,4 +152,4 @@ class Group : public Membership {
   int listener_id_ = -1;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

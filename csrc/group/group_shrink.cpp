@@ -8,7 +8,7 @@
 #include "group/message.h"
 #include "group/peer_wait.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -453,4 +453,4 @@ void ShrinkAgreement::abort_evicted(const std::vector<int>& ranks) {
                concat("rank ", group_.rank_idx(), " declared ", rank_list(ranks), " failed"));
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

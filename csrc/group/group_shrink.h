@@ -11,7 +11,7 @@
 #include "group/shrink_members.h"
 #include "group/wait_site.h"
 
-namespace moe::host {
+namespace moe::group {
 
 class Group;
 
@@ -158,4 +158,4 @@ class ShrinkAgreement {
   int64_t named_after_ = -1;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -6,7 +6,7 @@
 
 // What ranks say to each other while survivors of failures agree, and how they hear it.
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -137,4 +137,4 @@ void ShrinkAgreement::post(const std::string& message) {
   group_.post_to_peers(Topic::kShrink, attempt_, message);
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

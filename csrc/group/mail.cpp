@@ -6,7 +6,7 @@
 #include "group/circle_watch.h"
 #include "group/message.h"
 
-namespace moe::host {
+namespace moe::group {
 
 void Mail::take_all() {
   if (ranks_.nodes().num_nodes() > 1) {
@@ -125,4 +125,4 @@ void Mail::answer_probes() {
       answer_probe(*entries_, message);
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

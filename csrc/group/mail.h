@@ -14,7 +14,7 @@
 #include "group/entry_waits.h"
 #include "group/membership.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// What the link's service thread does for one communicator of this rank: it stores what ranks of
 /// other nodes say and ranks of this node store themselves (aborts, and ends of buffers) as soon as
@@ -69,4 +69,4 @@ class Mail {
   std::shared_ptr<EntryTable> entries_ = std::make_shared<EntryTable>();
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

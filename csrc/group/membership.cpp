@@ -8,7 +8,7 @@
 
 #include "core/error.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -180,4 +180,4 @@ std::string Membership::location(int rank_idx) const {
                 sync::load_relaxed(shown.epoch));
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

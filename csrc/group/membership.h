@@ -12,7 +12,7 @@
 #include "layout/control.h"
 #include "layout/row.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// What messages of one communicator are about: a channel of the link each.
 enum class Topic : uint64_t {
@@ -148,4 +148,4 @@ class Membership {
   std::atomic<bool> is_destroyed_{false};
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace moe::host {
+namespace moe::group {
 
 /// Appends the bytes of @p value to a message for ranks of this machine type.
 template <typename Value>
@@ -32,4 +32,4 @@ struct BufferEpochs {
   uint64_t last_completed;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

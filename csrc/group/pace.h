@@ -6,7 +6,7 @@
 // whose ranks are fibers of one thread and whose runs are short, has a file of this name in front
 // of this one.
 
-namespace moe::host {
+namespace moe::group {
 
 /// How long a waiter spins and yields before it sleeps.
 struct WaitLadder {
@@ -33,4 +33,4 @@ inline constexpr bool kRanksHaveThreads = true;
 /// Of the number of an exchange between survivors, which wraps.
 inline constexpr uint32_t kGatherBits = 20;
 
-}  // namespace moe::host
+}  // namespace moe::group

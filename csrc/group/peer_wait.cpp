@@ -6,7 +6,7 @@
 
 #include "group/warn.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -173,4 +173,4 @@ int find_culprit(Group& group, const WaitSite& site, int peer_rank) {
   }
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -13,7 +13,7 @@
 // order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
 // of a rank for others is made of this, on every engine.
 
-namespace moe::host {
+namespace moe::group {
 
 // ---- How a waiter polls.
 
@@ -255,4 +255,4 @@ std::string describe_stall(const Group& group,
 /// stopped one has written down is old.
 int find_culprit(Group& group, const WaitSite& site, int peer_rank);
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -11,7 +11,7 @@
 
 #include "core/error.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// What the rail and its requests share, so that a request may end after its rail is gone.
 class QueuedRail::Queues {
@@ -280,4 +280,4 @@ bool QueuedRail::is_given_up() const {
   return queues_->is_given_up();
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

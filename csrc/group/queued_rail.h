@@ -9,7 +9,7 @@
 
 #include "core/rail.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// A rail whose bytes are moved by threads of somebody else, who knows an engine that this package
 /// does not link: they take requests from queues, move the bytes and say how that ended.
@@ -98,4 +98,4 @@ class QueuedRail final : public Rail {
   std::shared_ptr<Queues> queues_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

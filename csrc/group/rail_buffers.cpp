@@ -10,7 +10,7 @@
 
 #include "core/sync.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -87,4 +87,4 @@ uint64_t RailBuffers::kept_bytes() const {
   return store_->kept_bytes();
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

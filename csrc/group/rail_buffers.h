@@ -5,7 +5,7 @@
 
 #include "core/rail.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// Memory for messages between nodes, kept between operations up to a limit.
 ///
@@ -27,4 +27,4 @@ class RailBuffers {
   std::shared_ptr<Store> store_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

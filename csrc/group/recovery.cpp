@@ -8,7 +8,7 @@
 #include "group/message.h"
 #include "group/peer_wait.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -265,4 +265,4 @@ void Recovery::add(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer) {
   buffers_.emplace(buffer_number, std::move(buffer));
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

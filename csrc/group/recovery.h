@@ -10,7 +10,7 @@
 #include "core/sync.h"
 #include "group/wait_site.h"
 
-namespace moe::host {
+namespace moe::group {
 
 class Group;
 
@@ -92,4 +92,4 @@ class Recovery {
   std::map<uint64_t, std::weak_ptr<Recoverable>> buffers_;  ///< by number
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

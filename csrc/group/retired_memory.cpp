@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-namespace moe::host {
+namespace moe::group {
 
 RetiredMemory::~RetiredMemory() {
   if (ranks_.is_forked_child())
@@ -71,4 +71,4 @@ void RetiredMemory::free_closed() {
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

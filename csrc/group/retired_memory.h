@@ -7,7 +7,7 @@
 #include "core/sync.h"
 #include "group/membership.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// Memory of this rank that it has no more use for and that peers may still write to. Thread-safe.
 class RetiredMemory {
@@ -58,4 +58,4 @@ class RetiredMemory {
   std::vector<ClosedControl> closed_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -9,7 +9,7 @@
 
 // What a rank takes the others for while survivors of failures agree: one byte per rank.
 
-namespace moe::host {
+namespace moe::group {
 
 inline constexpr char kFailed = 1;
 inline constexpr char kEnded = 2;  // it cannot become part of another group
@@ -64,4 +64,4 @@ inline void unite(std::string* members, const std::string& others) {
     (*members)[rank] = static_cast<char>((*members)[rank] | others[rank]);
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

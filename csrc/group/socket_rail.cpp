@@ -12,7 +12,7 @@
 #include "core/sync.h"
 #include "group/group.h"
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 
@@ -380,4 +380,4 @@ std::shared_ptr<Rail> make_socket_rail(Group& group, uint64_t buffer_number) {
       SocketRailStream{group.channel(Topic::kRail), buffer_number, group.generation()});
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

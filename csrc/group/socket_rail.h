@@ -9,7 +9,7 @@
 #include "core/peer_link.h"
 #include "core/rail.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// Which stream of messages a SocketRail uses of the sockets: no two rails of a communicator tree
 /// have the same, so that nothing one has left on the way is taken by another.
@@ -72,4 +72,4 @@ class Group;
 /// made after every recovery. Local.
 std::shared_ptr<Rail> make_socket_rail(Group& group, uint64_t buffer_number);
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -6,7 +6,7 @@
 
 #include "layout/row.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// One stretch of time of one operation; times are CLOCK_MONOTONIC.
 struct TraceRecord {
@@ -53,4 +53,4 @@ class Tracer {
   size_t next_ = 0;
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -5,7 +5,7 @@
 
 #include "layout/row.h"
 
-namespace moe::host {
+namespace moe::group {
 
 /// Lets a blocked operation answer its caller's signals; may throw. Empty on progress threads.
 using InterruptCheck = std::function<void()>;
@@ -20,4 +20,4 @@ struct WaitSite {
   const char* call = "a collective call of the communicator";  ///< where it is no operation
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-namespace moe::host {
+namespace moe::group {
 
 namespace {
 std::atomic<WarningSink> warning_sink{nullptr};
@@ -26,4 +26,4 @@ void set_warning_interval_ns(int64_t value_ns) {
   interval_ns.store(value_ns, std::memory_order_relaxed);
 }
 
-}  // namespace moe::host
+}  // namespace moe::group

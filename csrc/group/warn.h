@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-namespace moe::host {
+namespace moe::group {
 
 /// Where warnings go, such as a peer that has not arrived for a minute; set once, by the bindings.
 /// May be called on any thread.
@@ -17,4 +17,4 @@ void warn(const std::string& message);
 int64_t warning_interval_ns();
 void set_warning_interval_ns(int64_t interval_ns);
 
-}  // namespace moe::host
+}  // namespace moe::group

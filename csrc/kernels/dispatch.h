@@ -13,7 +13,7 @@ struct Quantize {
   int32_t is_on = 0;
   DType dtype = DType::kBFloat16;  ///< of the source
   int32_t block = 128;             ///< channels per scale factor
-  int32_t scale_format = 0;        ///< host::ScaleFormat: float32, float32 power of 2, UE8M0 byte
+  int32_t scale_format = 0;        ///< cpu::ScaleFormat: float32, float32 power of 2, UE8M0 byte
 };
 
 struct DispatchParams {

@@ -117,9 +117,9 @@ std::string World::sharing() const {
   }
 }
 
-std::shared_ptr<std::byte> World::allocate(host::Group& group,
+std::shared_ptr<std::byte> World::allocate(group::Group& group,
                                            int64_t bytes,
-                                           const host::InterruptCheck& interrupt_check) {
+                                           const group::InterruptCheck& interrupt_check) {
   MOE_CHECK(bytes > 0, "memory between nodes must have > 0 bytes, got ", bytes);
   MOE_CHECK(group.num_ranks() == num_ranks_ && group.rank_idx() == rank_idx_,
             "NVSHMEM's memory is that of all its PEs: this communicator's rank ",

@@ -39,9 +39,9 @@ class World final : public runtime::SymmetricRegions, public std::enable_shared_
   /// by side.
   std::string sharing() const;
 
-  std::shared_ptr<std::byte> allocate(host::Group& group,
+  std::shared_ptr<std::byte> allocate(group::Group& group,
                                       int64_t bytes,
-                                      const host::InterruptCheck& interrupt_check) override;
+                                      const group::InterruptCheck& interrupt_check) override;
 
   int64_t total_bytes() const { return pool_.total_bytes(); }
 

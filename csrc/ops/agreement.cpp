@@ -4,7 +4,7 @@
 
 #include "core/rank_list.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -61,7 +61,7 @@ std::vector<std::string> split_config(const std::string& text, size_t from) {
   return parts;
 }
 
-bool is_agreed(const Rows& rows, const Group& group) {
+bool is_agreed(const Rows& rows, const group::Group& group) {
   const Row* first = nullptr;
   bool is_needed = false;
   bool is_apart = false;
@@ -82,7 +82,7 @@ bool is_agreed(const Rows& rows, const Group& group) {
 }
 
 /// What keeps ranks that do the same from running its backward together, "" for nothing.
-std::string describe_gradient_clash(const Rows& rows, const Group& group) {
+std::string describe_gradient_clash(const Rows& rows, const group::Group& group) {
   std::vector<int> disabled;
   std::vector<int> needing;
   int first_rank = -1;
@@ -211,7 +211,7 @@ std::string describe(const layout::OperationArguments& arguments) {
   return text + ")";
 }
 
-int32_t unite_gradients(const Rows& rows, const Group& group) {
+int32_t unite_gradients(const Rows& rows, const group::Group& group) {
   using layout::GradientWord;
   int32_t united = 0;
   for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
@@ -256,7 +256,7 @@ std::exception_ptr join_problems(const std::vector<RankProblem>& problems) {
   return std::make_exception_ptr(error);
 }
 
-std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
+std::exception_ptr find_disagreement(const Rows& rows, const group::Group& group) {
   if (is_agreed(rows, group)) [[likely]]
     return nullptr;
   if (auto error = join_problems(rows.problems))
@@ -283,4 +283,4 @@ std::exception_ptr find_disagreement(const Rows& rows, const Group& group) {
   return clash.empty() ? nullptr : std::make_exception_ptr(InvalidArgument(clash));
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -12,7 +12,7 @@
 
 // What ranks make of each other's rows: the same on every rank, as all see the same rows.
 
-namespace moe::host {
+namespace moe::ops {
 
 /// What a rank says in its row.
 struct RowMessage {
@@ -58,13 +58,13 @@ struct Rows {
 std::string describe(const layout::OperationArguments& arguments);
 
 /// What all ranks together say of gradients, see layout::GradientWord.
-int32_t unite_gradients(const Rows& rows, const Group& group);
+int32_t unite_gradients(const Rows& rows, const group::Group& group);
 
 /// What every rank throws where some have a problem, else null. The message names all that have.
 /// @param problems  [num_ranks], none for ranks that are excluded.
 std::exception_ptr join_problems(const std::vector<RankProblem>& problems);
 
 /// What every rank throws where some rank found something wrong or rows disagree, else null.
-std::exception_ptr find_disagreement(const Rows& rows, const Group& group);
+std::exception_ptr find_disagreement(const Rows& rows, const group::Group& group);
 
-}  // namespace moe::host
+}  // namespace moe::ops

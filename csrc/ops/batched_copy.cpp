@@ -9,7 +9,7 @@
 #include "cpu/this_machine.h"
 #include "ops/copy_run.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -24,7 +24,7 @@ constexpr int64_t kCacheShare = 2;
 /// Slots of all pairs together stay in the last-level cache: bytes then go through memory once.
 int64_t default_slot_bytes(int num_ranks, int num_slots) {
   const int64_t num_pairs = std::max<int64_t>(1, int64_t{num_ranks} * (num_ranks - 1));
-  const int64_t bytes = last_level_cache_bytes() / kCacheShare / (num_pairs * num_slots);
+  const int64_t bytes = cpu::last_level_cache_bytes() / kCacheShare / (num_pairs * num_slots);
   return round_up(std::clamp(bytes, kLeastDefaultSlotBytes, kMostDefaultSlotBytes), 4096);
 }
 
@@ -71,9 +71,9 @@ class RunGuard {
 
 }  // namespace
 
-std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
+std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<group::Group> group,
                                                  BatchedCopyConfig config,
-                                                 const InterruptCheck& interrupt_check) {
+                                                 const group::InterruptCheck& interrupt_check) {
   const auto engine = share_buffer(new BatchedCopy(std::move(group), config));
   try {
     engine->connect(interrupt_check);
@@ -90,11 +90,11 @@ std::shared_ptr<BatchedCopy> BatchedCopy::create(std::shared_ptr<Group> group,
   return engine;
 }
 
-BatchedCopy::BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config)
+BatchedCopy::BatchedCopy(std::shared_ptr<group::Group> group, BatchedCopyConfig config)
     : BufferBase(std::move(group)),
       config_(config),
-      kernels_(&best_row_kernels()),
-      cache_bytes_(last_level_cache_bytes()),
+      kernels_(&cpu::best_row_kernels()),
+      cache_bytes_(cpu::last_level_cache_bytes()),
       workspaces_(static_cast<size_t>(this->group().num_ranks())),
       slots_(static_cast<size_t>(this->group().num_ranks())),
       threads_(this->group().num_threads()) {
@@ -108,7 +108,7 @@ BatchedCopy::~BatchedCopy() {
   destroy();
 }
 
-void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
+void BatchedCopy::connect(const group::InterruptCheck& interrupt_check) {
   group().check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::CopyWorkspace::bytes(num_ranks());
   Introduction own{};
@@ -140,7 +140,7 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
             " slots of ",
             config_.slot_bytes,
             " bytes are beyond any machine");
-  WaitSite site;
+  group::WaitSite site;
   site.interrupt_check = &interrupt_check;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     if (!group().is_active(peer_rank))
@@ -153,7 +153,7 @@ void BatchedCopy::connect(const InterruptCheck& interrupt_check) {
 }
 
 CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
-                           const InterruptCheck& interrupt_check) {
+                           const group::InterruptCheck& interrupt_check) {
   const RunGuard guard(runner_);
   return run_operation<CopyRun>(
       *this, layout::Operation::kBatchedCopy, interrupt_check, [&](CopyRun& run) {
@@ -161,7 +161,7 @@ CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
       });
 }
 
-void BatchedCopy::reject(const std::string& message, const InterruptCheck& interrupt_check) {
+void BatchedCopy::reject(const std::string& message, const group::InterruptCheck& interrupt_check) {
   const RunGuard guard(runner_);
   run_rejected<CopyRun>(*this,
                         layout::Operation::kBatchedCopy,
@@ -185,7 +185,7 @@ void BatchedCopy::quarantine_slots() {
 void BatchedCopy::end_run() {
   const auto give_up = [this] {
     group().abort(layout::AbortCause::kPeerFailed,
-                  WaitSite{layout::Operation::kBatchedCopy},
+                  group::WaitSite{layout::Operation::kBatchedCopy},
                   {rank_idx()},
                   concat("rank ",
                          rank_idx(),
@@ -221,4 +221,4 @@ void BatchedCopy::destroy() {
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

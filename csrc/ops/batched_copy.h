@@ -13,7 +13,7 @@
 #include "ops/buffer_base.h"
 #include "ops/prepared_copies.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 struct BatchedCopyConfig {
   int64_t slot_bytes = 0;  ///< a multiple of 64; 0 for what suits the machine's cache
@@ -36,9 +36,9 @@ struct CopyStats {
 class BatchedCopy : public BufferBase {
  public:
   /// Collective. @throws InvalidArgument  ranks configure it differently; on every rank.
-  static std::shared_ptr<BatchedCopy> create(std::shared_ptr<Group> group,
+  static std::shared_ptr<BatchedCopy> create(std::shared_ptr<group::Group> group,
                                              BatchedCopyConfig config,
-                                             const InterruptCheck& interrupt_check);
+                                             const group::InterruptCheck& interrupt_check);
   ~BatchedCopy() override;
 
   const BatchedCopyConfig& config() const { return config_; }
@@ -47,10 +47,11 @@ class BatchedCopy : public BufferBase {
   /// Collective. @throws InvalidArgument, CapacityError  on every rank, before data moves;
   /// PeerFailed, PeerTimeout  the communicator is aborted, destinations are undefined.
   CopyStats run(const std::shared_ptr<PreparedCopies>& prepared,
-                const InterruptCheck& interrupt_check);
+                const group::InterruptCheck& interrupt_check);
 
   /// Takes part in a run that cannot be, and throws @p message as every rank does.
-  [[noreturn]] void reject(const std::string& message, const InterruptCheck& interrupt_check);
+  [[noreturn]] void reject(const std::string& message,
+                           const group::InterruptCheck& interrupt_check);
 
   bool is_idle() const override { return runner_.load() == std::thread::id(); }
 
@@ -64,8 +65,8 @@ class BatchedCopy : public BufferBase {
     return workspaces_[static_cast<size_t>(rank_idx)];
   }
   const layout::CopyWorkspace& own_workspace() const { return workspace(rank_idx()); }
-  const RowKernels& kernels() const { return *kernels_; }
-  ThreadPool& threads() { return threads_; }
+  const cpu::RowKernels& kernels() const { return *kernels_; }
+  cpu::ThreadPool& threads() { return threads_; }
   int64_t cache_bytes() const { return cache_bytes_; }
   uint64_t take_table_number() { return ++last_table_number_; }
 
@@ -79,19 +80,19 @@ class BatchedCopy : public BufferBase {
   void quarantine_slots();
 
  private:
-  BatchedCopy(std::shared_ptr<Group> group, BatchedCopyConfig config);
-  void connect(const InterruptCheck& interrupt_check);
+  BatchedCopy(std::shared_ptr<group::Group> group, BatchedCopyConfig config);
+  void connect(const group::InterruptCheck& interrupt_check);
   void end_run();
 
   BatchedCopyConfig config_;
-  const RowKernels* kernels_;
+  const cpu::RowKernels* kernels_;
   int64_t cache_bytes_;
   std::shared_ptr<Window> own_window_;
   std::vector<layout::CopyWorkspace> workspaces_;
   std::vector<std::shared_ptr<Window>> slots_;  ///< [num_ranks], filled by that rank
   uint64_t last_table_number_ = 0;
   std::atomic<std::thread::id> runner_{};  ///< who is in a run; nobody when default
-  ThreadPool threads_;
+  cpu::ThreadPool threads_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -9,21 +9,21 @@
 #include "group/group.h"
 #include "group/trace.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// What collective operations are made on, one after the other, under epochs of its own: a buffer,
 /// or a batched copy. Peers know it by its number.
-class BufferBase : public Recoverable {
+class BufferBase : public group::Recoverable {
  public:
-  Group& group() const { return *group_; }
-  const std::shared_ptr<Group>& shared_group() const { return group_; }
+  group::Group& group() const { return *group_; }
+  const std::shared_ptr<group::Group>& shared_group() const { return group_; }
   int rank_idx() const { return group_->rank_idx(); }
   int num_ranks() const { return group_->num_ranks(); }
   uint64_t buffer_number() const { return buffer_number_; }
   /// "buffer": what errors call it.
   virtual const char* noun() const { return "buffer"; }
   virtual bool is_on_progress_thread() const { return false; }
-  Tracer& tracer() { return tracer_; }
+  group::Tracer& tracer() { return tracer_; }
   bool is_destroyed() const { return is_destroyed_.load(); }
 
   uint64_t next_epoch() const { return next_epoch_; }
@@ -38,7 +38,7 @@ class BufferBase : public Recoverable {
   void restart(uint64_t next_epoch) override { next_epoch_ = next_epoch; }
 
  protected:
-  explicit BufferBase(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  explicit BufferBase(std::shared_ptr<group::Group> group) : group_(std::move(group)) {}
 
   /// It is named by the collective call that makes it, which comes next.
   void take_number() { buffer_number_ = group_->next_gather_sequence(); }
@@ -62,12 +62,12 @@ class BufferBase : public Recoverable {
   }
 
  private:
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<group::Group> group_;
   uint64_t buffer_number_ = 0;
   uint64_t next_epoch_ = 1;  // 0 is the flag of memory that was never written
   std::atomic<uint64_t> last_completed_{0};
   std::atomic<bool> is_destroyed_{false};
-  Tracer tracer_;
+  group::Tracer tracer_;
 };
 
 /// A shared buffer. A forked child has neither the threads nor the memory: its copy cannot be taken
@@ -80,4 +80,4 @@ std::shared_ptr<Buffer> share_buffer(Buffer* made) {
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -2,9 +2,9 @@
 
 #include "core/sync.h"
 
-namespace moe::host {
+namespace moe::ops {
 
-void check_rails(const Group& group, layout::Operation operation) {
+void check_rails(const group::Group& group, layout::Operation operation) {
   const NodeLayout& nodes = group.nodes();
   if (nodes.num_nodes() == 1)
     return;
@@ -26,7 +26,7 @@ void check_rails(const Group& group, layout::Operation operation) {
 
 BufferOperation::BufferOperation(BufferBase& buffer,
                                  layout::Operation operation,
-                                 const InterruptCheck& interrupt_check)
+                                 const group::InterruptCheck& interrupt_check)
     : group_(buffer.group()),
       operation_(operation),
       interrupt_check_(interrupt_check),
@@ -42,7 +42,7 @@ BufferOperation::BufferOperation(BufferBase& buffer,
 
 BufferOperation::BufferOperation(BufferBase& buffer,
                                  LeftOperation left,
-                                 const InterruptCheck& interrupt_check)
+                                 const group::InterruptCheck& interrupt_check)
     : group_(buffer.group()),
       operation_(left.operation),
       interrupt_check_(interrupt_check),
@@ -123,7 +123,7 @@ void BufferOperation::learn_epoch(uint64_t epoch) {
 }
 
 void BufferOperation::flush_early_records() {
-  for (TraceRecord& record : early_records_) {
+  for (group::TraceRecord& record : early_records_) {
     record.epoch = static_cast<int64_t>(epoch_);
     buffer_.tracer().add(std::move(record));
   }
@@ -171,8 +171,8 @@ void BufferOperation::quarantine_offers() {
     group_.retired().quarantine(std::move(window));
 }
 
-WaitSite BufferOperation::site(layout::Phase phase) const {
-  return WaitSite{
+group::WaitSite BufferOperation::site(layout::Phase phase) const {
+  return group::WaitSite{
       operation_, phase, static_cast<int64_t>(epoch_), buffer_.buffer_number(), &interrupt_check_};
 }
 
@@ -188,11 +188,12 @@ void BufferOperation::enter(const char* phase) {
 void BufferOperation::record(int64_t start_ns, int64_t end_ns, int peer_rank) {
   if (phase_ == nullptr || end_ns <= start_ns)
     return;
-  TraceRecord made{static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank};
+  group::TraceRecord made{
+      static_cast<int64_t>(epoch_), operation_, phase_, start_ns, end_ns, peer_rank};
   if (is_epoch_known_)
     buffer_.tracer().add(std::move(made));
   else
     early_records_.push_back(std::move(made));
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

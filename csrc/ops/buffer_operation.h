@@ -10,18 +10,18 @@
 #include "ops/agreement.h"
 #include "ops/buffer_base.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Across nodes, before anything else is looked at, so that every rank says the same.
 /// @throws InvalidArgument  a rank has failed through which rows came to living ones of its node.
-void check_rails(const Group& group, layout::Operation operation);
+void check_rails(const group::Group& group, layout::Operation operation);
 
 /// The first peer that takes no part in operation @p epoch, as it has destroyed its buffer; -1 for
 /// none.
 /// @param epoch  0 before the operation has one.
 /// @param closed_epoch  See BufferOperation::check_closed().
 template <typename ClosedEpoch>
-int find_closed_peer(const Group& group, uint64_t epoch, ClosedEpoch&& closed_epoch) {
+int find_closed_peer(const group::Group& group, uint64_t epoch, ClosedEpoch&& closed_epoch) {
   for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank) {
     if (peer_rank == group.rank_idx() || !group.is_active(peer_rank))
       continue;
@@ -80,8 +80,10 @@ class BufferOperation {
   ///   communicator from being used.
   BufferOperation(BufferBase& buffer,
                   layout::Operation operation,
-                  const InterruptCheck& interrupt_check);
-  BufferOperation(BufferBase& buffer, LeftOperation left, const InterruptCheck& interrupt_check);
+                  const group::InterruptCheck& interrupt_check);
+  BufferOperation(BufferBase& buffer,
+                  LeftOperation left,
+                  const group::InterruptCheck& interrupt_check);
   /// Ends this part. What is left belongs to the caller, who completes the epoch.
   LeftOperation leave();
   virtual ~BufferOperation() = default;
@@ -124,12 +126,12 @@ class BufferOperation {
   /// Keeps aside what peers may still write to.
   void quarantine_offers();
 
-  WaitSite site(layout::Phase phase) const;
+  group::WaitSite site(layout::Phase phase) const;
   void record(int64_t start_ns, int64_t end_ns, int peer_rank);
 
-  Group& group_;
+  group::Group& group_;
   layout::Operation operation_;
-  const InterruptCheck& interrupt_check_;
+  const group::InterruptCheck& interrupt_check_;
   uint64_t epoch_ = 0;
   layout::Phase step_ = layout::Phase::kRows;
   std::vector<std::shared_ptr<Window>> offered_;
@@ -142,7 +144,7 @@ class BufferOperation {
   BufferBase& buffer_;
   bool is_open_ = true;
   bool is_epoch_known_ = true;
-  std::vector<TraceRecord> early_records_;  ///< of before the epoch was known
+  std::vector<group::TraceRecord> early_records_;  ///< of before the epoch was known
   const char* phase_ = "prepare";
 };
 
@@ -167,9 +169,9 @@ auto run_to_end(Exchange& exchange, Body&& body) {
 template <typename Exchange, typename Buffer, typename Body>
 auto run_operation(Buffer& buffer,
                    layout::Operation operation,
-                   const InterruptCheck& interrupt_check,
+                   const group::InterruptCheck& interrupt_check,
                    Body&& body) {
-  const Group::OperationScope scope(buffer.group());
+  const group::Group::OperationScope scope(buffer.group());
   Exchange exchange(buffer, operation, interrupt_check);
   return run_to_end(exchange, [&] { return body(exchange); });
 }
@@ -182,7 +184,7 @@ template <typename Exchange, typename Buffer, typename Prepare>
                                layout::Operation operation,
                                layout::RowStatus status,
                                const std::string& message,
-                               const InterruptCheck& interrupt_check,
+                               const group::InterruptCheck& interrupt_check,
                                Prepare&& prepare) {
   run_operation<Exchange>(buffer, operation, interrupt_check, [&](Exchange& exchange) -> int {
     prepare();
@@ -198,8 +200,8 @@ template <typename Exchange, typename Buffer>
                                layout::Operation operation,
                                layout::RowStatus status,
                                const std::string& message,
-                               const InterruptCheck& interrupt_check) {
+                               const group::InterruptCheck& interrupt_check) {
   run_rejected<Exchange>(buffer, operation, status, message, interrupt_check, [] {});
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -11,7 +11,7 @@
 #include "ops/cpu_engine.h"
 #include "ops/internode_combine.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -36,7 +36,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
 
   void copy_in(std::byte* target, const std::byte* source, int64_t bytes) {
     const auto& kernels = endpoint_.kernels();
-    const StoreMode mode = endpoint_.store_mode(bytes * endpoint_.num_ranks());
+    const cpu::StoreMode mode = endpoint_.store_mode(bytes * endpoint_.num_ranks());
     constexpr int64_t kBlockBytes = int64_t{1} << 18;
     const int64_t num_blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
     endpoint_.for_tokens(num_blocks, bytes, [&](int64_t begin, int64_t end) {
@@ -123,10 +123,10 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
     if (row_bytes_ == 0)
       return;
     const int64_t pulled_bytes = plan_.num_slots * row_bytes_;
-    const StoreMode mode =
+    const cpu::StoreMode mode =
         endpoint_.store_mode(plan_.num_tokens * pulled_bytes * endpoint_.num_ranks());
     endpoint_.for_tokens(last - first, (last - first) * pulled_bytes, [&](auto begin, auto end) {
-      const FloatingPointScope scope;
+      const cpu::FloatingPointScope scope;
       if (remote_ && is_reduced())
         add_tokens_by_node(first + begin, first + end, begin == 0, mode);
       else if (adds_by_rank(endpoint_.config(), params_))
@@ -140,7 +140,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
   struct NodeTerms {
     std::vector<const std::byte*> places;
     std::vector<std::byte> weights;             ///< one by one; those of sums are 1
-    SourceGroup own;                            ///< rows of the own node
+    cpu::SourceGroup own;                       ///< rows of the own node
     std::vector<std::pair<int, int64_t>> sums;  ///< other nodes, and the position of a slot there
   };
 
@@ -194,7 +194,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
     terms->weights.insert(terms->weights.end(), weight, weight + added_bytes());
   }
 
-  void add_tokens_by_node(int64_t begin, int64_t end, bool shows_progress, StoreMode mode) {
+  void add_tokens_by_node(int64_t begin, int64_t end, bool shows_progress, cpu::StoreMode mode) {
     NodeTerms terms;
     for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
       list_terms(token_idx, &terms);
@@ -214,7 +214,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
 
   /// With EpConfig.rank_reduction: the rows of each rank, rounded as where only their sum crosses;
   /// these in the order of the ranks.
-  void add_tokens_by_rank(int64_t begin, int64_t end, bool shows_progress, StoreMode mode) {
+  void add_tokens_by_rank(int64_t begin, int64_t end, bool shows_progress, cpu::StoreMode mode) {
     const auto num_slots = static_cast<size_t>(plan_.num_slots);
     std::vector<std::pair<int, int64_t>> by_rank;  ///< rank and position of a slot
     std::vector<const std::byte*> rows(num_slots);
@@ -255,7 +255,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
                                      num_rows,
                                      params_.hidden,
                                      sum,
-                                     StoreMode::kCached,
+                                     cpu::StoreMode::kCached,
                                      nullptr,
                                      0);
         terms.push_back(sum);
@@ -303,7 +303,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
   }
 
   /// @param shows_progress  True for one of the threads that add.
-  void add_tokens(int64_t begin, int64_t end, bool shows_progress, StoreMode mode) {
+  void add_tokens(int64_t begin, int64_t end, bool shows_progress, cpu::StoreMode mode) {
     const auto& kernels = endpoint_.kernels();
     const auto num_slots = static_cast<size_t>(plan_.num_slots);
     std::vector<const std::byte*> places(num_slots);
@@ -329,8 +329,8 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
                        params_.hidden,
                        offset_ptr(sums_, token_idx, row_bytes_),
                        mode,
-                       mode == StoreMode::kStreaming ? next_places.data() : nullptr,
-                       mode == StoreMode::kStreaming ? num_next : 0);
+                       mode == cpu::StoreMode::kStreaming ? next_places.data() : nullptr,
+                       mode == cpu::StoreMode::kStreaming ? num_next : 0);
       if (!go_on(token_idx, shows_progress))
         break;
     }
@@ -408,11 +408,11 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
 
 CombineOutcome combine(Endpoint& endpoint,
                        const CombineParams& params,
-                       const InterruptCheck& interrupt_check) {
+                       const group::InterruptCheck& interrupt_check) {
   return run_operation<Exchange>(
       endpoint, layout::Operation::kCombine, interrupt_check, [&](Exchange& exchange) {
         return CombineOperation(endpoint, params, exchange).run();
       });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -9,7 +9,7 @@
 #include "ops/endpoint.h"
 #include "ops/plan.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 struct CombineParams {
   const std::byte* x = nullptr;    ///< [M, row_bytes]; null to pull weights only
@@ -47,6 +47,6 @@ struct CombineOutcome {
 /// @throws as dispatch()
 CombineOutcome combine(Endpoint& endpoint,
                        const CombineParams& params,
-                       const InterruptCheck& interrupt_check);
+                       const group::InterruptCheck& interrupt_check);
 
-}  // namespace moe::host
+}  // namespace moe::ops

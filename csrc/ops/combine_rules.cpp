@@ -2,7 +2,7 @@
 
 #include "core/math.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 int64_t combined_row_bytes(const CombineParams& params) {
   return params.has_rows ? params.hidden * element_bytes(params.dtype) : 0;
@@ -30,7 +30,7 @@ layout::OperationArguments combine_arguments(const CombineParams& params) {
   return arguments;
 }
 
-std::string find_failed_sources(const PlanHeader& plan, const Group& group) {
+std::string find_failed_sources(const PlanHeader& plan, const group::Group& group) {
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx)
     if (!group.is_active(rank_idx) && layout::sends_rows(plan.counts, group.rank_idx(), rank_idx))
       return concat("the handle has rows on rank ", rank_idx, ", which has failed");
@@ -57,4 +57,4 @@ void point_into_sums(const CombineParams& params, std::byte* base, CombineOutcom
     outcome->weights = base + sums_window(params).weights_offset;
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

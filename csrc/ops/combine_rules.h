@@ -9,7 +9,7 @@
 
 // What every rank works out alike from one combine's arguments, on every engine.
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Of one row, 0 when only weights are pulled.
 int64_t combined_row_bytes(const CombineParams& params);
@@ -17,7 +17,7 @@ int64_t combined_row_bytes(const CombineParams& params);
 layout::OperationArguments combine_arguments(const CombineParams& params);
 
 /// What is wrong where rows were sent to ranks that have failed since, "" for nothing.
-std::string find_failed_sources(const PlanHeader& plan, const Group& group);
+std::string find_failed_sources(const PlanHeader& plan, const group::Group& group);
 
 /// Weights that peers pull from this rank, all together.
 int64_t num_row_weights(const PlanHeader& plan);
@@ -62,4 +62,4 @@ SumsWindow sums_window(const CombineParams& params);
 /// @param base  Of the memory that sums_window() lays out; null where it has no bytes.
 void point_into_sums(const CombineParams& params, std::byte* base, CombineOutcome* outcome);
 
-}  // namespace moe::host
+}  // namespace moe::ops

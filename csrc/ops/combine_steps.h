@@ -8,7 +8,7 @@
 #include "ops/agreement.h"
 #include "ops/combine_rules.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// The steps of a combine of every engine: a rank says where those rows lie that peers pull,
 /// hears the same of all, and has them added.
@@ -106,4 +106,4 @@ class CombineSteps {
   }
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -6,7 +6,7 @@
 // Who moves what: a sender compares its sends with its peers' tables, and tells receivers in which
 // order bytes come through the slots.
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -198,12 +198,12 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
     const ReceiveEntry& entry = tables[peer].entries()[rows_[peer].first_entry + entry_idx];
     if (entry.is_in_heap == 0) {
       route.order[peer].push_back(entry_idx);
-      route.outgoing[peer].add(send.place(), Place{}, send.shape.bytes);
+      route.outgoing[peer].add(send.place(), cpu::Place{}, send.shape.bytes);
       route.slot_bytes += send.shape.bytes;
       continue;
     }
-    Place target{group_.resolve(send.peer_rank, entry.place, site(layout::Phase::kVerdicts)),
-                 nullptr};
+    cpu::Place target{group_.resolve(send.peer_rank, entry.place, site(layout::Phase::kVerdicts)),
+                      nullptr};
     if (entry.num_dims > 0)
       target.shape = &route.peer_shapes.emplace_back(shape_of(entry, tables[peer]));
     route.direct.add(send.place(), target, send.shape.bytes);
@@ -254,11 +254,11 @@ void CopyRun::route_incoming(PreparedCopies& prepared) {
       sync::read_shared(&place, table.order() + first + num_ordered++, sizeof(place));
       const CopyItem& receive = prepared.receives()[first + place];
       route.incoming[static_cast<size_t>(peer_rank)].add(
-          Place{}, receive.place(), receive.shape.bytes);
+          cpu::Place{}, receive.place(), receive.shape.bytes);
     }
   });
   for (const CopyRow& row : rows_)
     route.numbers.push_back(row.prepared_number);
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -4,7 +4,7 @@
 
 // The data: one loop that fills slots of peers, empties its own, and writes in place between.
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -66,8 +66,8 @@ int64_t CopyRun::ready_slots(const Channel& channel) const {
   return std::min(limit, channel.num_slots_needed) - channel.num_moved;
 }
 
-void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, StoreMode mode) {
-  const RowKernels& kernels = engine_.kernels();
+void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cpu::StoreMode mode) {
+  const cpu::RowKernels& kernels = engine_.kernels();
   if (part.channel == nullptr) {
     const int64_t begin = part.idx * kDirectPartBytes;
     route.direct.copy(kernels, begin, std::min(begin + kDirectPartBytes, route.direct.end()), mode);
@@ -107,9 +107,9 @@ void CopyRun::move(PreparedCopies::Route& route) {
   int64_t total_bytes = route.direct.end();
   for (const Channel& channel : channels)
     total_bytes += channel.stream->end();
-  const StoreMode mode = total_bytes * group_.num_ranks() > engine_.cache_bytes()
-                             ? StoreMode::kStreaming
-                             : StoreMode::kCached;
+  const cpu::StoreMode mode = total_bytes * group_.num_ranks() > engine_.cache_bytes()
+                                  ? cpu::StoreMode::kStreaming
+                                  : cpu::StoreMode::kCached;
   const int64_t num_direct = (route.direct.end() + kDirectPartBytes - 1) / kDirectPartBytes;
   const int num_threads = group_.num_threads();
   int64_t next_direct = 0;
@@ -169,4 +169,4 @@ void CopyRun::await_done(const PreparedCopies::Route& route) {
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -3,7 +3,7 @@
 #include "core/text.h"
 #include "group/peer_wait.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -20,7 +20,7 @@ constexpr int64_t kStopNs = 100'000'000;
 
 CopyRun::CopyRun(BatchedCopy& engine,
                  layout::Operation operation,
-                 const InterruptCheck& interrupt_check)
+                 const group::InterruptCheck& interrupt_check)
     : BufferOperation(engine, operation, interrupt_check),
       engine_(engine),
       rows_(static_cast<size_t>(engine.num_ranks())) {
@@ -247,13 +247,13 @@ void CopyRun::await_row(int peer_rank) {
   const auto ready = [&] { return has_row(peer_rank); };
   if (ready()) [[likely]]
     return;
-  const WaitSite where = site(Phase::kRows);
-  ArrivalWatch arrival(group_, where, peer_rank);
-  await_peer(group_, where, ready, [&](int64_t now_ns) {
+  const group::WaitSite where = site(Phase::kRows);
+  group::ArrivalWatch arrival(group_, where, peer_rank);
+  group::await_peer(group_, where, ready, [&](int64_t now_ns) {
     progress();
     check_closed();
     // Nobody is done before it has this rank's verdict, which follows all rows.
-    check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
+    group::check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
     arrival.check(now_ns, [&](int rank_idx) { return !has_row(rank_idx); });
   });
 }
@@ -275,13 +275,13 @@ void CopyRun::await_entered(Phase phase,
     signs[static_cast<size_t>(peer_rank)] = {
         sync::load_relaxed(engine_.workspace(peer_rank).activity().progress), start_ns};
   });
-  const WaitSite where = site(phase);
+  const group::WaitSite where = site(phase);
   const auto give_up = [&](int peer_rank, int64_t limit_ns) {
-    give_up_stalled(group_, where, peer_rank, limit_ns, concat("rank ", peer_rank));
+    group::give_up_stalled(group_, where, peer_rank, limit_ns, concat("rank ", peer_rank));
   };
-  await_peer(group_, where, ready, [&](int64_t now_ns) {
+  group::await_peer(group_, where, ready, [&](int64_t now_ns) {
     progress();
-    check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
+    group::check_gone(group_, where, [&](int gone_rank) { return is_missing(gone_rank); });
     for_active_peers([&](int peer_rank) {
       Sign& sign = signs[static_cast<size_t>(peer_rank)];
       const uint64_t now = sync::load_relaxed(engine_.workspace(peer_rank).activity().progress);
@@ -296,4 +296,4 @@ void CopyRun::await_entered(Phase phase,
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -9,7 +9,7 @@
 #include "ops/batched_copy.h"
 #include "ops/buffer_operation.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// One run of a batched copy: its epoch, and the steps it is made of.
 ///
@@ -18,7 +18,9 @@ namespace moe::host {
 /// the slots of others and empty their own, in whatever order peers allow.
 class CopyRun : public BufferOperation {
  public:
-  CopyRun(BatchedCopy& engine, layout::Operation operation, const InterruptCheck& interrupt_check);
+  CopyRun(BatchedCopy& engine,
+          layout::Operation operation,
+          const group::InterruptCheck& interrupt_check);
 
   CopyStats execute(const std::shared_ptr<PreparedCopies>& prepared);
 
@@ -52,7 +54,7 @@ class CopyRun : public BufferOperation {
   void move(PreparedCopies::Route& route);
   std::vector<Channel> open_channels(const PreparedCopies::Route& route);
   int64_t ready_slots(const Channel& channel) const;
-  void copy_part(const PreparedCopies::Route& route, const Part& part, StoreMode mode);
+  void copy_part(const PreparedCopies::Route& route, const Part& part, cpu::StoreMode mode);
   void end_part(const Part& part);
   void await_done(const PreparedCopies::Route& route);
 
@@ -81,4 +83,4 @@ class CopyRun : public BufferOperation {
   std::vector<layout::CopyRow> rows_;         ///< [num_ranks], private copies
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -4,7 +4,7 @@
 
 #include "core/math.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -12,7 +12,7 @@ constexpr int64_t kLineBytes = 64;
 
 }  // namespace
 
-void CopyStream::add(const Place& src, const Place& dst, int64_t bytes) {
+void CopyStream::add(const cpu::Place& src, const cpu::Place& dst, int64_t bytes) {
   const int64_t position = round_up(end_, kLineBytes);
   pieces_.push_back({src, dst, bytes, position});
   end_ = position + bytes;
@@ -35,32 +35,36 @@ void CopyStream::for_parts(int64_t begin, int64_t end, Copy&& copy) const {
   }
 }
 
-void CopyStream::copy(const RowKernels& kernels, int64_t begin, int64_t end, StoreMode mode) const {
+void CopyStream::copy(const cpu::RowKernels& kernels,
+                      int64_t begin,
+                      int64_t end,
+                      cpu::StoreMode mode) const {
   for_parts(begin, end, [&](const Piece& piece, int64_t from, int64_t bytes) {
-    copy_strided(kernels, piece.src, from, piece.dst, from, bytes, mode);
+    cpu::copy_strided(kernels, piece.src, from, piece.dst, from, bytes, mode);
   });
 }
 
-void CopyStream::pack(const RowKernels& kernels,
+void CopyStream::pack(const cpu::RowKernels& kernels,
                       int64_t begin,
                       int64_t end,
                       std::byte* slot) const {
   for_parts(begin, end, [&](const Piece& piece, int64_t from, int64_t bytes) {
-    const Place packed{slot + (piece.position + from - begin), nullptr};
-    copy_strided(kernels, piece.src, from, packed, 0, bytes, StoreMode::kCached);
+    const cpu::Place packed{slot + (piece.position + from - begin), nullptr};
+    cpu::copy_strided(kernels, piece.src, from, packed, 0, bytes, cpu::StoreMode::kCached);
   });
 }
 
-void CopyStream::unpack(const RowKernels& kernels,
+void CopyStream::unpack(const cpu::RowKernels& kernels,
                         int64_t begin,
                         int64_t end,
                         const std::byte* slot,
-                        StoreMode mode) const {
+                        cpu::StoreMode mode) const {
   for_parts(begin, end, [&](const Piece& piece, int64_t from, int64_t bytes) {
     // A place that is only read.
-    const Place packed{const_cast<std::byte*>(slot) + (piece.position + from - begin), nullptr};
-    copy_strided(kernels, packed, 0, piece.dst, from, bytes, mode);
+    const cpu::Place packed{const_cast<std::byte*>(slot) + (piece.position + from - begin),
+                            nullptr};
+    cpu::copy_strided(kernels, packed, 0, piece.dst, from, bytes, mode);
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -5,7 +5,7 @@
 
 #include "cpu/strided_copy.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Pieces that are copied one after another, and places in that order.
 ///
@@ -15,27 +15,27 @@ class CopyStream {
  public:
   /// @p src and @p dst have @p bytes > 0 logical bytes; one of them is unused where parts are
   /// packed or unpacked. Shapes must outlive the stream.
-  void add(const Place& src, const Place& dst, int64_t bytes);
+  void add(const cpu::Place& src, const cpu::Place& dst, int64_t bytes);
 
   int64_t end() const { return end_; }
 
   /// Copies what lies between two positions from its source to its destination.
-  void copy(const RowKernels& kernels, int64_t begin, int64_t end, StoreMode mode) const;
+  void copy(const cpu::RowKernels& kernels, int64_t begin, int64_t end, cpu::StoreMode mode) const;
 
   /// Copies sources between two positions to @p slot, which holds them from @p begin on.
-  void pack(const RowKernels& kernels, int64_t begin, int64_t end, std::byte* slot) const;
+  void pack(const cpu::RowKernels& kernels, int64_t begin, int64_t end, std::byte* slot) const;
 
   /// Copies @p slot to the destinations between two positions.
-  void unpack(const RowKernels& kernels,
+  void unpack(const cpu::RowKernels& kernels,
               int64_t begin,
               int64_t end,
               const std::byte* slot,
-              StoreMode mode) const;
+              cpu::StoreMode mode) const;
 
  private:
   struct Piece {
-    Place src;
-    Place dst;
+    cpu::Place src;
+    cpu::Place dst;
     int64_t bytes;
     int64_t position;
   };
@@ -47,4 +47,4 @@ class CopyStream {
   int64_t end_ = 0;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

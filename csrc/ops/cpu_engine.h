@@ -3,13 +3,13 @@
 #include "ops/exchange.h"
 #include "ops/plan.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// The CPU as what moves rows, for the steps of operations (DispatchSteps, CombineSteps).
 struct CpuEngine {
-  using Endpoint = host::Endpoint;
-  using Exchange = host::Exchange;
-  using Plan = host::Plan;
+  using Endpoint = ops::Endpoint;
+  using Exchange = ops::Exchange;
+  using Plan = ops::Plan;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -13,7 +13,7 @@
 #include "ops/internode_dispatch.h"
 #include "ops/row_writer.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -120,7 +120,7 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
     for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
       total_rows +=
           layout::num_window_rows(plan_->counts, endpoint_.placement(), arrangement_, rank_idx);
-    const StoreMode mode = endpoint_.store_mode(total_rows * params_.row_bytes);
+    const cpu::StoreMode mode = endpoint_.store_mode(total_rows * params_.row_bytes);
     const RowTargets targets{windows_, bases_, with_topk_idx_};
     if (exchange_.relay() != nullptr) {
       InternodeDispatch(endpoint_, params_, *plan_, targets, exchange_).run(mode, [this] {
@@ -223,7 +223,7 @@ std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
   if (copy == nullptr)
     throw std::bad_alloc();
   std::shared_ptr<void> owner(copy, [](void* memory) { std::free(memory); });
-  const StoreMode store_mode = endpoint.store_mode(static_cast<int64_t>(bytes));
+  const cpu::StoreMode store_mode = endpoint.store_mode(static_cast<int64_t>(bytes));
   endpoint.kernels().copy(window->data(), copy, static_cast<int64_t>(bytes), store_mode);
   endpoint.kernels().store_fence();
   *data = copy;
@@ -246,7 +246,7 @@ void point_into_window(const DispatchParams& params,
 
 DispatchOutcome dispatch(Endpoint& endpoint,
                          const DispatchParams& params,
-                         const InterruptCheck& interrupt_check) {
+                         const group::InterruptCheck& interrupt_check) {
   const auto operation =
       params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
   return run_operation<Exchange>(endpoint, operation, interrupt_check, [&](Exchange& exchange) {
@@ -254,4 +254,4 @@ DispatchOutcome dispatch(Endpoint& endpoint,
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -9,7 +9,7 @@
 #include "ops/endpoint.h"
 #include "ops/plan.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Bytes that the fan-out kernel copies in. Rows are a multiple of it; those that come quantized
 /// need not be.
@@ -26,7 +26,7 @@ class CallerJoin {
   virtual ~CallerJoin() = default;
   /// What the caller's stream is given from now on runs after the end; where the caller is the
   /// host, blocks until the end. Idempotent. @throws what ended it, the same every time.
-  virtual void join(const InterruptCheck& interrupt_check) = 0;
+  virtual void join(const group::InterruptCheck& interrupt_check) = 0;
   /// Whether join() would return or throw at once. Who asks wants the end: what join() would start
   /// is started.
   virtual bool is_complete() { return true; }
@@ -49,7 +49,7 @@ struct DispatchParams {
   /// format is 0 for rows that come with their scale factors.
   int32_t quantization_code = 0;
   bool is_quantized_here = false;
-  RowQuantization row_quantization;
+  cpu::RowQuantization row_quantization;
   int64_t num_scales = 0;             ///< per row, as they travel
   int32_t scale_bytes = 0;            ///< of one
   const std::byte* scales = nullptr;  ///< of rows that are quantized already
@@ -134,7 +134,7 @@ layout::ReceiveWindow low_latency_window(const EndpointBase& endpoint,
 /// @throws PeerFailed, PeerTimeout  the communicator is aborted.
 DispatchOutcome dispatch(Endpoint& endpoint,
                          const DispatchParams& params,
-                         const InterruptCheck& interrupt_check);
+                         const group::InterruptCheck& interrupt_check);
 
 /// Whether @p mode wants a finished window of so many bytes copied out of the heap.
 bool is_copied_out(EndpointBase& endpoint, uint64_t bytes, CopyOut mode);
@@ -152,4 +152,4 @@ std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
                                       CopyOut mode,
                                       std::byte** data);
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace moe::host {
+namespace moe::ops {
 
 using layout::ReceiveWindow;
 using layout::RowLayout;
@@ -104,7 +104,7 @@ std::vector<int64_t> JudgedCounts::num_dropped_per_expert(const PlanHeader& plan
   return std::move(num_asked_per_expert);
 }
 
-void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank) {
+void mask_ranks(const std::vector<int>& masked_ranks, const group::Group& group, int32_t* to_rank) {
   for (const int rank_idx : masked_ranks)
     to_rank[rank_idx] = layout::CountMatrix::kMasked;
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx)
@@ -114,7 +114,7 @@ void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_
 
 std::vector<int> find_short_ranks(const std::vector<ReceiveWindow>& windows,
                                   const std::vector<Offer>& offers,
-                                  const Group& group) {
+                                  const group::Group& group) {
   std::vector<int> short_ranks;
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx)
     if (group.is_active(rank_idx) &&
@@ -163,14 +163,14 @@ std::string describe_failed_rank(int64_t num_tokens, int rank_idx) {
       num_tokens, " tokens are routed to experts of rank ", rank_idx, ", which has failed");
 }
 
-std::string find_failed_ranks(const int32_t* to_rank, const Group& group) {
+std::string find_failed_ranks(const int32_t* to_rank, const group::Group& group) {
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx)
     if (!group.is_active(rank_idx) && to_rank[rank_idx] > 0)
       return describe_failed_rank(to_rank[rank_idx], rank_idx);
   return "";
 }
 
-std::string find_failed_ranks(const PlanHeader& plan, const Group& group) {
+std::string find_failed_ranks(const PlanHeader& plan, const group::Group& group) {
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
     if (group.is_active(rank_idx))
       continue;
@@ -218,4 +218,4 @@ bool is_copied_out(EndpointBase& endpoint, uint64_t bytes, CopyOut mode) {
   return endpoint.memory().largest_available_bytes() < further_bytes + further_bytes / 8;
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -11,7 +11,7 @@
 // What every rank works out alike from one dispatch's arguments and count matrix, on every
 // engine; and the texts of what is wrong.
 
-namespace moe::host {
+namespace moe::ops {
 
 layout::OperationArguments dispatch_arguments(const DispatchParams& params,
                                               const layout::Arrangement& arrangement);
@@ -53,12 +53,12 @@ JudgedCounts judge_counts(layout::CountMatrix asked,
 
 /// Ranks agree in the count matrix on which are masked; every rank masks those that have failed.
 /// @param to_rank  [num_ranks] of this rank's row.
-void mask_ranks(const std::vector<int>& masked_ranks, const Group& group, int32_t* to_rank);
+void mask_ranks(const std::vector<int>& masked_ranks, const group::Group& group, int32_t* to_rank);
 
 /// Ranks whose offer is too small for what they receive.
 std::vector<int> find_short_ranks(const std::vector<layout::ReceiveWindow>& windows,
                                   const std::vector<Offer>& offers,
-                                  const Group& group);
+                                  const group::Group& group);
 
 /// What every rank throws where a second offer is too small, else null.
 /// @param seconds  Of @p short_ranks, in their order.
@@ -74,8 +74,8 @@ std::string describe_failed_rank(int64_t num_tokens, int rank_idx);
 
 /// What is wrong where rows go to ranks that have failed, "" for nothing.
 /// @param to_rank  [num_ranks] tokens bound for every rank.
-std::string find_failed_ranks(const int32_t* to_rank, const Group& group);
+std::string find_failed_ranks(const int32_t* to_rank, const group::Group& group);
 /// The same for the rows of a plan, which also has places for those of other ranks.
-std::string find_failed_ranks(const PlanHeader& plan, const Group& group);
+std::string find_failed_ranks(const PlanHeader& plan, const group::Group& group);
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -12,7 +12,7 @@
 #include "ops/agreement.h"
 #include "ops/dispatch_rules.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// The steps of a dispatch of every engine: a rank says what it sends where and what memory
 /// it offers, hears the same of all, judges it as every rank does, and has the rows moved.
@@ -237,4 +237,4 @@ class DispatchSteps {
   std::string shortage_cause_;  ///< where this rank could not make its second offer
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

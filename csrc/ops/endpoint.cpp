@@ -5,7 +5,7 @@
 #include "cpu/this_machine.h"
 #include "group/socket_rail.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -14,24 +14,24 @@ namespace {
 constexpr int64_t kBytesWorthAThread = int64_t{4} << 20;
 constexpr uint64_t kMostKeptRailBytes = uint64_t{256} << 20;
 
-const RowKernels& choose_kernels(const std::string& isa) {
+const cpu::RowKernels& choose_kernels(const std::string& isa) {
   if (isa.empty())
-    return best_row_kernels();
-  const RowKernels* kernels = find_row_kernels(isa);
+    return cpu::best_row_kernels();
+  const cpu::RowKernels* kernels = cpu::find_row_kernels(isa);
   MOE_CHECK(kernels != nullptr,
             "instruction set \"",
             isa,
             "\" is not available here; the best is \"",
-            best_row_kernels().name,
+            cpu::best_row_kernels().name,
             "\"");
   return *kernels;
 }
 
 }  // namespace
 
-std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
+std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<group::Group> group,
                                            EndpointConfig config,
-                                           const InterruptCheck& interrupt_check) {
+                                           const group::InterruptCheck& interrupt_check) {
   if (group->nodes().num_nodes() > 1)
     config.agreed.emplace_back("rail", config.rail ? config.rail->name() : "sockets");
   const auto endpoint = share_buffer(new Endpoint(std::move(group), std::move(config)));
@@ -47,10 +47,10 @@ std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Group> group,
   return endpoint;
 }
 
-Endpoint::Endpoint(std::shared_ptr<Group> group, EndpointConfig config)
+Endpoint::Endpoint(std::shared_ptr<group::Group> group, EndpointConfig config)
     : EndpointBase(std::move(group), std::move(config)),
       kernels_(&choose_kernels(this->config().isa)),
-      cache_bytes_(last_level_cache_bytes()),
+      cache_bytes_(cpu::last_level_cache_bytes()),
       threads_(this->group().num_threads()),
       rail_(this->config().rail),
       rail_buffers_(kMostKeptRailBytes) {
@@ -69,7 +69,7 @@ void Endpoint::listen() {
 Rail& Endpoint::rail() {
   const std::lock_guard<sync::Mutex> lock(rail_mutex_);
   if (rail_ == nullptr) {
-    rail_ = make_socket_rail(group(), buffer_number());
+    rail_ = group::make_socket_rail(group(), buffer_number());
     listen();
   }
   return *rail_;
@@ -109,10 +109,10 @@ void Endpoint::retire_rail(const std::string& reason) {
   bytes_of_former_rails_.received += rail->received_bytes();
 }
 
-StoreMode Endpoint::store_mode(int64_t total_bytes) const {
+cpu::StoreMode Endpoint::store_mode(int64_t total_bytes) const {
   // A caller often holds the last result while the next one is written.
   constexpr int64_t kResultsHeld = 2;
-  return host::store_mode(total_bytes > cache_bytes_ / kResultsHeld);
+  return cpu::store_mode(total_bytes > cache_bytes_ / kResultsHeld);
 }
 
 void Endpoint::for_tokens(int64_t num_tokens,
@@ -124,4 +124,4 @@ void Endpoint::for_tokens(int64_t num_tokens,
     threads_.parallel_for(num_tokens, body);
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

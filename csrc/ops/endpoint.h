@@ -10,19 +10,19 @@
 #include "group/rail_buffers.h"
 #include "ops/endpoint_base.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// One buffer on one rank, whose rows the CPU moves; see EndpointBase.
 class Endpoint : public EndpointBase {
  public:
   /// Collective. @throws InvalidArgument  configurations differ; names both values, on every rank.
-  static std::shared_ptr<Endpoint> create(std::shared_ptr<Group> group,
+  static std::shared_ptr<Endpoint> create(std::shared_ptr<group::Group> group,
                                           EndpointConfig config,
-                                          const InterruptCheck& interrupt_check);
+                                          const group::InterruptCheck& interrupt_check);
   ~Endpoint() override;
 
-  const RowKernels& kernels() const { return *kernels_; }
-  ThreadPool& threads() { return threads_; }
+  const cpu::RowKernels& kernels() const { return *kernels_; }
+  cpu::ThreadPool& threads() { return threads_; }
   SymmetricMemory& memory() const override { return group().memory(); }
   int32_t dlpack_device_type() const override { return 1; }  // kDLCPU
   int32_t device_idx() const override { return 0; }
@@ -31,7 +31,7 @@ class Endpoint : public EndpointBase {
   bool is_across_nodes() const { return group().nodes().num_nodes() > 1; }
   /// Of a buffer across nodes.
   Rail& rail();
-  RailBuffers& rail_buffers() { return rail_buffers_; }
+  group::RailBuffers& rail_buffers() { return rail_buffers_; }
   /// Bytes of all messages that have moved between nodes, out of this rank and into it.
   struct InternodeBytes {
     uint64_t sent = 0;
@@ -41,7 +41,7 @@ class Endpoint : public EndpointBase {
 
   /// Whether @p total_bytes written by all ranks outgrow their share of the caches, so that
   /// streaming stores pay.
-  StoreMode store_mode(int64_t total_bytes) const;
+  cpu::StoreMode store_mode(int64_t total_bytes) const;
 
   /// Threads split a loop only where it moves enough to pay for waking them.
   void for_tokens(int64_t num_tokens,
@@ -52,17 +52,17 @@ class Endpoint : public EndpointBase {
   void end_device_operations() override;
 
  private:
-  Endpoint(std::shared_ptr<Group> group, EndpointConfig config);
+  Endpoint(std::shared_ptr<group::Group> group, EndpointConfig config);
   void listen();
   void retire_rail(const std::string& reason);
 
-  const RowKernels* kernels_;
+  const cpu::RowKernels* kernels_;
   int64_t cache_bytes_;
-  ThreadPool threads_;
+  cpu::ThreadPool threads_;
   mutable sync::Mutex rail_mutex_;  ///< the rail changes while bytes are asked for
   std::shared_ptr<Rail> rail_;
   InternodeBytes bytes_of_former_rails_;
-  RailBuffers rail_buffers_;
+  group::RailBuffers rail_buffers_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -6,7 +6,7 @@
 
 #include "ops/agreement.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -22,7 +22,7 @@ std::shared_ptr<std::byte> zeroed_memory(int64_t bytes) {
 
 }  // namespace
 
-EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
+EndpointBase::EndpointBase(std::shared_ptr<group::Group> group, EndpointConfig config)
     : BufferBase(std::move(group)),
       config_(std::move(config)),
       placement_(config_.expert_rank, this->group().num_ranks()),
@@ -33,7 +33,7 @@ EndpointBase::EndpointBase(std::shared_ptr<Group> group, EndpointConfig config)
 
 std::vector<std::string> EndpointBase::connect(int depth,
                                                const std::string& extra,
-                                               const InterruptCheck& interrupt_check) {
+                                               const group::InterruptCheck& interrupt_check) {
   group().check_usable(layout::Operation::kNone);
   const int64_t bytes = layout::Workspace::bytes(num_ranks(), config_.num_experts, depth);
   control_windows_.push_back(group().memory().allocate(static_cast<uint64_t>(bytes)));
@@ -51,7 +51,7 @@ std::vector<std::string> EndpointBase::connect(int depth,
   payload += config_text(config_.agreed);
   const auto payloads = group().all_gather(payload, interrupt_check);
   check_same_config(noun(), payloads, sizeof(Offer) + extra.size());
-  WaitSite site;
+  group::WaitSite site;
   site.interrupt_check = &interrupt_check;
   std::vector<std::string> extras(static_cast<size_t>(num_ranks()));
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
@@ -138,9 +138,9 @@ void EndpointBase::restart(uint64_t next_epoch) {
   first_epoch_ = next_epoch;
 }
 
-void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
+void EndpointBase::end_operations(const group::InterruptCheck& interrupt_check) {
   const auto give_up = [this] {
-    WaitSite site;
+    group::WaitSite site;
     group().abort(layout::AbortCause::kPeerFailed,
                   site,
                   {rank_idx()},
@@ -163,7 +163,7 @@ void EndpointBase::end_operations(const InterruptCheck& interrupt_check) {
   }
 }
 
-void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
+void EndpointBase::destroy(const group::InterruptCheck& interrupt_check) {
   if (is_destroyed() || group().is_forked_child())
     return;
   end_operations(interrupt_check);
@@ -182,4 +182,4 @@ void EndpointBase::destroy(const InterruptCheck& interrupt_check) {
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -16,7 +16,7 @@
 #include "ops/buffer_base.h"
 #include "ops/progress.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 struct EndpointConfig {
   int num_experts = 0;
@@ -114,12 +114,12 @@ class EndpointBase : public BufferBase {
 
   /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
   /// peers, and gives the control area back once they all did. Local, idempotent.
-  void destroy(const InterruptCheck& interrupt_check);
+  void destroy(const group::InterruptCheck& interrupt_check);
   /// What ended an operation whose caller had not been told when the buffer was destroyed; once.
   std::exception_ptr take_untold_error() { return std::exchange(untold_error_, nullptr); }
 
  protected:
-  EndpointBase(std::shared_ptr<Group> group, EndpointConfig config);
+  EndpointBase(std::shared_ptr<group::Group> group, EndpointConfig config);
 
   /// Makes the control area, a ring of @p depth entries, and finds those of all peers. Collective.
   /// @param extra  Of one size on every rank.
@@ -127,7 +127,7 @@ class EndpointBase : public BufferBase {
   /// @throws InvalidArgument  configurations differ; names both values, on every rank.
   std::vector<std::string> connect(int depth,
                                    const std::string& extra,
-                                   const InterruptCheck& interrupt_check);
+                                   const group::InterruptCheck& interrupt_check);
   /// A further part of the control area, which goes back with it.
   void add_control_window(std::shared_ptr<Window> window) {
     control_windows_.push_back(std::move(window));
@@ -140,7 +140,7 @@ class EndpointBase : public BufferBase {
   virtual void start_last_phase() {}
   /// Waits until the ranks have said what they think of an operation whose call has returned, as
   /// long as the call would have waited; called by destroy() once all else has ended.
-  virtual void await_verdict(const InterruptCheck& /*interrupt_check*/) {}
+  virtual void await_verdict(const group::InterruptCheck& /*interrupt_check*/) {}
   /// What of operations is still in flight then; called by destroy().
   virtual void end_device_operations() {}
   void keep_untold_error(std::exception_ptr error) { untold_error_ = std::move(error); }
@@ -151,7 +151,7 @@ class EndpointBase : public BufferBase {
     std::atomic<int64_t> num_waits{0};
   };
 
-  void end_operations(const InterruptCheck& interrupt_check);
+  void end_operations(const group::InterruptCheck& interrupt_check);
 
   std::shared_ptr<void> beside_;
   EndpointConfig config_;
@@ -167,4 +167,4 @@ class EndpointBase : public BufferBase {
   ProgressThread progress_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

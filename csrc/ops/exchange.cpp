@@ -6,7 +6,7 @@
 
 #include "core/text.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 using layout::Phase;
 using layout::Row;
@@ -15,7 +15,7 @@ using layout::SecondOffer;
 
 Exchange::Exchange(Endpoint& endpoint,
                    layout::Operation operation,
-                   const InterruptCheck& interrupt_check)
+                   const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check),
       endpoint_(endpoint),
       first_local_rank_(group_.nodes().rank_of(group_.nodes().node_idx(group_.rank_idx()), 0)),
@@ -257,7 +257,7 @@ std::byte* Exchange::resolve(int peer_rank, const Offer& offer) {
 // entered.
 
 template <typename IsMissing>
-WaitLadder Exchange::ladder_for(const IsMissing& is_missing) {
+group::WaitLadder Exchange::ladder_for(const IsMissing& is_missing) {
   // Where ranks outnumber cores, too, this rank has its core alone once all that share it have done
   // their part: to yield would only go round among waiters, and each turn costs them their caches.
   const uint32_t own_core = sync::current_core();
@@ -269,8 +269,9 @@ WaitLadder Exchange::ladder_for(const IsMissing& is_missing) {
                   is_missing(peer_rank));
   });
   if (keeps_peer)
-    return wait_ladder_on_core_of_peer(group_.has_spare_cores());
-  return wait_ladder(group_.has_spare_cores() || relay_ == nullptr);  // a rail may have threads
+    return group::wait_ladder_on_core_of_peer(group_.has_spare_cores());
+  return group::wait_ladder(group_.has_spare_cores() ||
+                            relay_ == nullptr);  // a rail may have threads
 }
 
 void Exchange::await_row(int peer_rank) {
@@ -285,13 +286,13 @@ void Exchange::await_row(int peer_rank) {
   const auto is_missing = [&](int rank_idx) {
     return sync::load_acquire(endpoint_.own_workspace().row(epoch_, rank_idx).epoch) < epoch_;
   };
-  const WaitSite where = site(Phase::kRows);
-  ArrivalWatch arrival(group_, where, peer_rank);
-  GoneWatch gone;
-  await_peer(group_, ladder_for(is_missing), where, ready, [&](int64_t now_ns) {
+  const group::WaitSite where = site(Phase::kRows);
+  group::ArrivalWatch arrival(group_, where, peer_rank);
+  group::GoneWatch gone;
+  group::await_peer(group_, ladder_for(is_missing), where, ready, [&](int64_t now_ns) {
     show_wait(peer_rank, Phase::kRows, epoch_);
     check_closed();
-    check_gone(group_, where, [&](int gone_rank) {
+    group::check_gone(group_, where, [&](int gone_rank) {
       return is_missing(gone_rank) ? gone.has_ended(group_, gone_rank, now_ns)
                                    : gone.keeps_others(group_, gone_rank, now_ns);
     });
@@ -336,7 +337,7 @@ void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) 
       Phase::kIdle,
       site(Phase::kData),
       epoch_,
-      wait_ladder(group_.has_spare_cores()),
+      group::wait_ladder(group_.has_spare_cores()),
       is_ready,
       [] { return false; },
       [this] { return group_.stall_timeout_ns(); });
@@ -345,22 +346,22 @@ void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) 
 template <typename Ready, typename HasMoved, typename Limit>
 void Exchange::await_part(int peer_rank,
                           Phase shown_phase,
-                          const WaitSite& where,
+                          const group::WaitSite& where,
                           uint64_t epoch,
-                          const WaitLadder& ladder,
+                          const group::WaitLadder& ladder,
                           const Ready& ready,
                           const HasMoved& has_moved,
                           const Limit& limit_ns) {
   const int64_t start_ns = sync::now_ns();
   int64_t moved_ns = start_ns;
-  GoneWatch gone;
-  await_peer(group_, ladder, where, ready, [&](int64_t now_ns) {
+  group::GoneWatch gone;
+  group::await_peer(group_, ladder, where, ready, [&](int64_t now_ns) {
     show_wait(peer_rank, shown_phase, epoch);
     if (has_moved()) {
       moved_ns = now_ns;
       gone.restart();
     }
-    check_gone(group_, where, [&](int gone_rank) {
+    group::check_gone(group_, where, [&](int gone_rank) {
       return !is_done(gone_rank, epoch) && gone.has_ended(group_, gone_rank, now_ns);
     });
     if (const int64_t limit = limit_ns(); now_ns - moved_ns > limit)
@@ -375,15 +376,17 @@ bool Exchange::is_done(int peer_rank, uint64_t epoch) const {
 
 void Exchange::give_up_rail(int peer_rank, const std::string& text) {
   constexpr int64_t kLookNs = 1'000'000;
-  const int64_t end_ns = sync::now_ns() + std::min(kRemoteGraceNs, group_.stall_timeout_ns());
-  const WaitSite where = site(step_);
+  const int64_t end_ns =
+      sync::now_ns() + std::min(group::kRemoteGraceNs, group_.stall_timeout_ns());
+  const group::WaitSite where = site(step_);
   do {
-    look_up(
+    group::look_up(
         group_,
         where,
         [] { return false; },
         [&](int64_t) {
-          check_gone(group_, where, [&](int gone_rank) { return !is_done(gone_rank, epoch_); });
+          group::check_gone(
+              group_, where, [&](int gone_rank) { return !is_done(gone_rank, epoch_); });
         });
     sync::sleep_ns(kLookNs);
   } while (sync::now_ns() < end_ns);
@@ -412,10 +415,11 @@ void Exchange::show_wait(int peer_rank, Phase phase, uint64_t flag_epoch) {
   sync::store_relaxed(activity.waiting_for, static_cast<uint32_t>(peer_rank + 1));
 }
 
-void Exchange::give_up_stalled(int peer_rank, const WaitSite& where, int64_t limit_ns) {
+void Exchange::give_up_stalled(int peer_rank, const group::WaitSite& where, int64_t limit_ns) {
   const int first = watched_rank(peer_rank);
-  const int culprit = find_culprit(group_, where, first == group_.rank_idx() ? peer_rank : first);
-  host::give_up_stalled(group_, where, culprit, limit_ns, concat("rank ", peer_rank));
+  const int culprit =
+      group::find_culprit(group_, where, first == group_.rank_idx() ? peer_rank : first);
+  group::give_up_stalled(group_, where, culprit, limit_ns, concat("rank ", peer_rank));
 }
 
 void Exchange::end_wait(int64_t start_ns, int peer_rank) {
@@ -436,8 +440,8 @@ void reject_operation(Endpoint& endpoint,
                       layout::Operation operation,
                       RowStatus status,
                       const std::string& message,
-                      const InterruptCheck& interrupt_check) {
+                      const group::InterruptCheck& interrupt_check) {
   run_rejected<Exchange>(endpoint, operation, status, message, interrupt_check);
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -13,7 +13,7 @@
 #include "ops/endpoint.h"
 #include "ops/relay.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// How many tokens a loop over rows handles between two looks at the exchange.
 constexpr int64_t kTokensPerProgress = 64;
@@ -27,7 +27,9 @@ constexpr int64_t kTokensPerProgress = 64;
 /// exception after it took its epoch and before every rank knows the same end.
 class Exchange : public BufferOperation {
  public:
-  Exchange(Endpoint& endpoint, layout::Operation operation, const InterruptCheck& interrupt_check);
+  Exchange(Endpoint& endpoint,
+           layout::Operation operation,
+           const group::InterruptCheck& interrupt_check);
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
@@ -133,7 +135,7 @@ class Exchange : public BufferOperation {
   void await_row(int peer_rank);
   /// @param is_missing  Whether what is waited for is still to come from a rank.
   template <typename IsMissing>
-  WaitLadder ladder_for(const IsMissing& is_missing);
+  group::WaitLadder ladder_for(const IsMissing& is_missing);
   /// Waits for what a peer that has entered does in the operation of @p epoch, until @p ready().
   /// @param shown_phase  Of the flag, for peers that ask whom this rank waits for.
   /// @param has_moved  Whether the peer has shown progress since it was asked last.
@@ -141,14 +143,14 @@ class Exchange : public BufferOperation {
   template <typename Ready, typename HasMoved, typename Limit>
   void await_part(int peer_rank,
                   layout::Phase shown_phase,
-                  const WaitSite& where,
+                  const group::WaitSite& where,
                   uint64_t epoch,
-                  const WaitLadder& ladder,
+                  const group::WaitLadder& ladder,
                   const Ready& ready,
                   const HasMoved& has_moved,
                   const Limit& limit_ns);
   bool is_done(int peer_rank, uint64_t epoch) const;
-  [[noreturn]] void give_up_stalled(int peer_rank, const WaitSite& where, int64_t limit_ns);
+  [[noreturn]] void give_up_stalled(int peer_rank, const group::WaitSite& where, int64_t limit_ns);
 
   Endpoint& endpoint_;
   int first_local_rank_;
@@ -163,6 +165,6 @@ class Exchange : public BufferOperation {
                                    layout::Operation operation,
                                    layout::RowStatus status,
                                    const std::string& message,
-                                   const InterruptCheck& interrupt_check);
+                                   const group::InterruptCheck& interrupt_check);
 
-}  // namespace moe::host
+}  // namespace moe::ops

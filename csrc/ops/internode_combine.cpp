@@ -9,7 +9,7 @@
 
 #include "core/math.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -52,7 +52,7 @@ bool has_moved_or_failed(const Relay::Transfer& transfer) {
 
 }  // namespace
 
-bool InternodeCombine::is_pulled_here(const Plan& plan, const Group& group, int rank_idx) {
+bool InternodeCombine::is_pulled_here(const Plan& plan, const group::Group& group, int rank_idx) {
   const NodeLayout& nodes = group.nodes();
   if (!group.is_local(rank_idx))
     return false;
@@ -416,7 +416,7 @@ void InternodeCombine::add_rows(const PendingRows& pending,
                                 int64_t begin,
                                 int64_t end,
                                 std::byte* sums) const {
-  const FloatingPointScope scope;
+  const cpu::FloatingPointScope scope;
   const int64_t row_bytes = pending.pulled.row_bytes;
   const std::byte* const request = pending.request.buffer.get();
   const auto* const slots = reinterpret_cast<const int64_t*>(request);
@@ -435,7 +435,7 @@ void InternodeCombine::add_rows(const PendingRows& pending,
                                  static_cast<int>(rows.size()),
                                  addition_->hidden,
                                  offset_ptr(sums, i - begin, row_bytes),
-                                 StoreMode::kCached,
+                                 cpu::StoreMode::kCached,
                                  nullptr,
                                  0);
   }
@@ -489,4 +489,4 @@ void InternodeCombine::wait() {
   });
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

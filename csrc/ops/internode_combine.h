@@ -13,7 +13,7 @@
 #include "ops/plan.h"
 #include "ops/relay.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Where the ranks of this node have what peers pull; by rank, null where nothing is pulled here.
 struct PullBases {
@@ -55,7 +55,7 @@ class InternodeCombine {
 
   /// Whether anything is pulled from @p rank_idx, of this node, by this rank or on behalf of
   /// another node's.
-  static bool is_pulled_here(const Plan& plan, const Group& group, int rank_idx);
+  static bool is_pulled_here(const Plan& plan, const group::Group& group, int rank_idx);
 
   /// Calls @p add_tokens(begin, end) for all tokens, in ascending order, once row() and weights()
   /// have what they need, and serves the other nodes meanwhile. Returns when both are done; the
@@ -163,4 +163,4 @@ class InternodeCombine {
   int64_t num_passed_tokens_ = 0;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace moe::host {
+namespace moe::ops {
 
 using layout::InternodeChunk;
 using layout::InternodeCut;
@@ -63,7 +63,7 @@ bool InternodeDispatch::sends_to_node(int src_rank, int node_idx) const {
   return false;
 }
 
-void InternodeDispatch::run(StoreMode mode, const std::function<void()>& on_written) {
+void InternodeDispatch::run(cpu::StoreMode mode, const std::function<void()>& on_written) {
   split_slots();
   start();
   while (true) {
@@ -170,7 +170,7 @@ void InternodeDispatch::pack(const Departure& departure,
   clear(chunk.ids_at + chunk.num_rows * own_row_.num_ids * 4, chunk.bytes);
   endpoint_.for_tokens(
       chunk.num_rows, chunk.num_rows * own_row_.row_bytes, [&](int64_t begin, int64_t end) {
-        const FloatingPointScope scope;
+        const cpu::FloatingPointScope scope;
         for (int64_t row_idx = begin; row_idx < end; ++row_idx) {
           local_writer_.write_to_message(
               tokens[row_idx],
@@ -204,7 +204,7 @@ void InternodeDispatch::pack_choices(int64_t token_idx,
         static_cast<int32_t>(plan_.topk_idx[static_cast<size_t>(token_idx * plan_.num_topk + k)]);
 }
 
-bool InternodeDispatch::step_arrival(Arrival& arrival, StoreMode mode) {
+bool InternodeDispatch::step_arrival(Arrival& arrival, cpu::StoreMode mode) {
   if (arrival.header != nullptr) {
     if (!relay_.has_moved(arrival.header, arrival.node_idx))
       return false;
@@ -265,7 +265,7 @@ void InternodeDispatch::ask_for_chunks(Arrival& arrival) {
 /// Writes the rows of a chunk to their final places: those of a dispatch whose input they are.
 void InternodeDispatch::fan_out(const Arrival& arrival,
                                 const Arrival::Chunk& chunk,
-                                StoreMode mode) {
+                                cpu::StoreMode mode) {
   const std::byte* const message = chunk.buffer.get();
   const auto& row = arrival.row;
   const int64_t num_rows = chunk.layout.num_rows;
@@ -316,7 +316,7 @@ void InternodeDispatch::check_slots(const Arrival& arrival,
   }
 }
 
-bool InternodeDispatch::step_local(StoreMode mode, const std::function<void()>& on_written) {
+bool InternodeDispatch::step_local(cpu::StoreMode mode, const std::function<void()>& on_written) {
   if (is_written_)
     return false;
   const int64_t bytes_per_token =
@@ -348,4 +348,4 @@ void InternodeDispatch::wait() {
               is_ready);
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -12,7 +12,7 @@
 #include "ops/relay.h"
 #include "ops/row_writer.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// The data phase of a dispatch on several nodes.
 ///
@@ -31,7 +31,7 @@ class InternodeDispatch {
 
   /// Returns when this rank's rows are on their way and all that it relays are written and
   /// released. Calls @p on_written once its own rows for its node are written.
-  void run(StoreMode mode, const std::function<void()>& on_written);
+  void run(cpu::StoreMode mode, const std::function<void()>& on_written);
 
  private:
   /// Rows of this rank for another node.
@@ -71,15 +71,15 @@ class InternodeDispatch {
                     int node_idx,
                     const layout::InternodeChunk& chunk,
                     std::byte* message) const;
-  bool step_arrival(Arrival& arrival, StoreMode mode);
+  bool step_arrival(Arrival& arrival, cpu::StoreMode mode);
   void take_header(Arrival& arrival);
   void ask_for_chunks(Arrival& arrival);
-  void fan_out(const Arrival& arrival, const Arrival::Chunk& chunk, StoreMode mode);
+  void fan_out(const Arrival& arrival, const Arrival::Chunk& chunk, cpu::StoreMode mode);
   void check_slots(const Arrival& arrival, const int64_t* slots, int64_t count) const;
   bool has_ended(const Arrival& arrival) const {
     return arrival.header == nullptr && arrival.num_left == 0 && arrival.in_flight.empty();
   }
-  bool step_local(StoreMode mode, const std::function<void()>& on_written);
+  bool step_local(cpu::StoreMode mode, const std::function<void()>& on_written);
   void wait();
 
   Endpoint& endpoint_;
@@ -100,4 +100,4 @@ class InternodeDispatch {
   std::vector<Arrival> arrivals_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -1,6 +1,6 @@
 #include "ops/plan.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 PlanHeader PlanHeader::make(const layout::Arrangement& arrangement,
                             layout::CountMatrix counts,
@@ -44,4 +44,4 @@ Plan Plan::make(const layout::Arrangement& arrangement,
   return plan;
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

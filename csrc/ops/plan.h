@@ -8,7 +8,7 @@
 
 #include "layout/routing.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 class CallerJoin;
 
@@ -63,4 +63,4 @@ struct Plan : PlanHeader {
                    int64_t num_topk);
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -7,7 +7,7 @@
 #include "core/error.h"
 #include "core/sync.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 namespace {
 
@@ -164,4 +164,4 @@ std::shared_ptr<Window> PreparedCopies::take_table() {
   return std::move(table_window_);
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

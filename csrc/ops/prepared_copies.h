@@ -11,7 +11,7 @@
 #include "layout/strided.h"
 #include "ops/copy_stream.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// One end of one copy: a tensor of this rank, and the task it belongs to.
 struct CopyItem {
@@ -21,7 +21,7 @@ struct CopyItem {
   layout::StridedBytes shape;
   char dtype[layout::ReceiveEntry::kNameBytes] = {};  ///< zero-padded
 
-  Place place() const { return {data, shape.is_contiguous() ? nullptr : &shape}; }
+  cpu::Place place() const { return {data, shape.is_contiguous() ? nullptr : &shape}; }
 };
 
 /// What a rank moves in a batched copy: its sends and receives, in the orders that runs need, and
@@ -100,4 +100,4 @@ class PreparedCopies {
   Route route_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

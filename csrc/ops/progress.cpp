@@ -4,7 +4,7 @@
 
 #include "cpu/thread_pool.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 ProgressThread::~ProgressThread() {
   stop();
@@ -15,7 +15,7 @@ bool ProgressThread::is_idle() const {
   return tasks_.empty() && !is_running_task_;
 }
 
-bool ProgressThread::wait_idle(const InterruptCheck& interrupt_check, int64_t limit_ns) {
+bool ProgressThread::wait_idle(const group::InterruptCheck& interrupt_check, int64_t limit_ns) {
   const int64_t start_ns = sync::now_ns();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_idle = [this] { return tasks_.empty() && !is_running_task_; };
@@ -30,7 +30,8 @@ bool ProgressThread::wait_idle(const InterruptCheck& interrupt_check, int64_t li
   return true;
 }
 
-void ProgressThread::submit(std::function<void()> task, const InterruptCheck& interrupt_check) {
+void ProgressThread::submit(std::function<void()> task,
+                            const group::InterruptCheck& interrupt_check) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto has_room = [this] { return tasks_.size() + is_running_task_ < num_max_queued_; };
   while (!changed_.wait_for(lock, std::chrono::milliseconds(50), has_room)) {
@@ -40,7 +41,7 @@ void ProgressThread::submit(std::function<void()> task, const InterruptCheck& in
     lock.lock();
   }
   if (!thread_.joinable())
-    thread_ = start_quiet_thread([this] { work(); });
+    thread_ = cpu::start_quiet_thread([this] { work(); });
   tasks_.push_back(std::move(task));
   changed_.notify_all();
 }
@@ -73,4 +74,4 @@ void ProgressThread::work() {
   }
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

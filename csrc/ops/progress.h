@@ -14,7 +14,7 @@
 
 #include "group/group.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// An operation that may still run: its outcome, or what ended it.
 template <typename Outcome>
@@ -32,7 +32,7 @@ class Pending {
   }
 
   /// Blocks until the end, whatever that is.
-  void await(const InterruptCheck& interrupt_check) {
+  void await(const group::InterruptCheck& interrupt_check) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!end_.wait_for(lock, std::chrono::milliseconds(50), [this] { return is_complete_; })) {
       lock.unlock();
@@ -43,7 +43,7 @@ class Pending {
   }
 
   /// Blocks until the end; rethrows what ended it, the same every time.
-  const Outcome& wait(const InterruptCheck& interrupt_check) {
+  const Outcome& wait(const group::InterruptCheck& interrupt_check) {
     await(interrupt_check);
     if (error_)
       std::rethrow_exception(error_);
@@ -82,12 +82,12 @@ class ProgressThread {
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
-  void submit(std::function<void()> task, const InterruptCheck& interrupt_check);
+  void submit(std::function<void()> task, const group::InterruptCheck& interrupt_check);
   bool is_idle() const;
   bool is_current_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   /// Waits until every task submitted so far has ended; @return false after @p limit_ns.
-  bool wait_idle(const InterruptCheck& interrupt_check, int64_t limit_ns = INT64_MAX);
+  bool wait_idle(const group::InterruptCheck& interrupt_check, int64_t limit_ns = INT64_MAX);
 
   /// Ends after the tasks already submitted. Idempotent.
   void stop();
@@ -104,4 +104,4 @@ class ProgressThread {
   std::thread thread_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

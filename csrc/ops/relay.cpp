@@ -5,7 +5,7 @@
 
 #include "ops/exchange.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 using layout::Row;
 using layout::SecondOffer;
@@ -117,4 +117,4 @@ void Relay::finish_sends() {
   outgoing_.clear();
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

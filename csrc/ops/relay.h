@@ -10,7 +10,7 @@
 #include "layout/workspace.h"
 #include "ops/endpoint.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 class Exchange;
 
@@ -79,11 +79,11 @@ class Relay {
 
   Endpoint& endpoint_;
   Exchange& exchange_;
-  Group& group_;
+  group::Group& group_;
   Rail& rail_;
   std::vector<int> nodes_;
   std::vector<Incoming> incoming_;
   std::vector<Outgoing> outgoing_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace moe::host {
+namespace moe::ops {
 
 using layout::Slot;
 
@@ -13,7 +13,7 @@ RowWriter::RowWriter(Endpoint& endpoint,
                      Exchange& exchange)
     : endpoint_(endpoint), params_(params), table_(table), targets_(targets), exchange_(exchange) {}
 
-void RowWriter::write(int64_t begin, int64_t end, StoreMode mode) {
+void RowWriter::write(int64_t begin, int64_t end, cpu::StoreMode mode) {
   const int64_t num_tokens = end - begin;
   endpoint_.for_tokens(num_tokens,
                        num_tokens * table_.num_slots * params_.row_bytes,
@@ -26,15 +26,15 @@ void RowWriter::write_to_message(int64_t token_idx, std::byte* row, std::byte* s
   // The last of packed scale factors need not fill its word, and memory of messages is reused.
   if (params_.is_quantized_here)
     std::memset(scales, 0, static_cast<size_t>(params_.num_scales * params_.scale_bytes));
-  write_row(token_idx, &row, 1, scales, StoreMode::kCached);
+  write_row(token_idx, &row, 1, scales, cpu::StoreMode::kCached);
 }
 
-void RowWriter::write_tokens(int64_t begin, int64_t end, bool is_first, StoreMode mode) {
-  const FloatingPointScope scope;
+void RowWriter::write_tokens(int64_t begin, int64_t end, bool is_first, cpu::StoreMode mode) {
+  const cpu::FloatingPointScope scope;
   Scratch scratch;
   scratch.places.resize(static_cast<size_t>(table_.num_slots));
   scratch.scales.resize(static_cast<size_t>(params_.num_scales * params_.scale_bytes));
-  if (params_.num_scales > 0 && params_.is_column_major() && mode == StoreMode::kStreaming)
+  if (params_.num_scales > 0 && params_.is_column_major() && mode == cpu::StoreMode::kStreaming)
     scratch.stage.emplace(
         table_.is_by_rank ? endpoint_.num_ranks() : endpoint_.config().num_experts,
         params_.num_scales,
@@ -74,7 +74,7 @@ void RowWriter::write_row(int64_t token_idx,
                           std::byte* const* places,
                           int num_places,
                           std::byte* scales,
-                          StoreMode mode) const {
+                          cpu::StoreMode mode) const {
   const auto& kernels = endpoint_.kernels();
   const std::byte* const row = offset_ptr(params_.x, token_idx, params_.source_row_bytes);
   if (params_.is_quantized_here) {
@@ -170,4 +170,4 @@ void RowWriter::write_choices(int64_t token_idx, const int64_t* slots) const {
   }
 }
 
-}  // namespace moe::host
+}  // namespace moe::ops

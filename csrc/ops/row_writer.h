@@ -11,7 +11,7 @@
 #include "ops/exchange.h"
 #include "ops/plan.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Where the rows of tokens go, and what of their choices travels with them.
 struct SlotTable {
@@ -51,7 +51,7 @@ class RowWriter {
             Exchange& exchange);
 
   /// Writes the rows of tokens [begin, end). @param mode  how rows are stored.
-  void write(int64_t begin, int64_t end, StoreMode mode);
+  void write(int64_t begin, int64_t end, cpu::StoreMode mode);
 
   /// Writes one row, quantized if asked, and its scale factors, side by side, to a message.
   void write_to_message(int64_t token_idx, std::byte* row, std::byte* scales) const;
@@ -61,15 +61,15 @@ class RowWriter {
   struct Scratch {
     std::vector<std::byte*> places;
     std::vector<std::byte> scales;
-    std::optional<ScaleStage> stage;  ///< column-major scale factors of large calls
+    std::optional<cpu::ScaleStage> stage;  ///< column-major scale factors of large calls
   };
 
-  void write_tokens(int64_t begin, int64_t end, bool is_first, StoreMode mode);
+  void write_tokens(int64_t begin, int64_t end, bool is_first, cpu::StoreMode mode);
   void write_row(int64_t token_idx,
                  std::byte* const* places,
                  int num_places,
                  std::byte* scales,
-                 StoreMode mode) const;
+                 cpu::StoreMode mode) const;
   void gather_scales(int64_t token_idx, std::byte* scales) const;
   void write_scales(int64_t token_idx, const int64_t* slots, Scratch* scratch) const;
   void write_weights(int64_t token_idx, const int64_t* slots) const;
@@ -89,4 +89,4 @@ class RowWriter {
   Exchange& exchange_;
 };
 
-}  // namespace moe::host
+}  // namespace moe::ops

@@ -5,7 +5,7 @@
 
 #include "group/group.h"
 
-namespace moe::host {
+namespace moe::ops {
 
 /// Copies between slots that two ranks share and memory of this rank; sources and destinations do
 /// not overlap.
@@ -24,7 +24,7 @@ void copy_chunks(const ChunkList& chunks, bool is_streaming);
 
 /// Releases @p value to @p word, which lies in memory of @p peer_rank, and wakes that rank: who
 /// sees the value there also sees everything this rank stored before.
-void post_signal(Group& group, uint64_t& word, uint64_t value, int peer_rank);
+void post_signal(group::Group& group, uint64_t& word, uint64_t value, int peer_rank);
 
 /// Waits until @p word, in memory of this rank, holds at least @p value, which @p peer_rank posts.
 ///
@@ -33,15 +33,15 @@ void post_signal(Group& group, uint64_t& word, uint64_t value, int peer_rank);
 ///
 /// @param what  What is waited for, for the error.
 /// @throws PeerFailed, PeerTimeout  They name @p peer_rank, or what aborted the communicator.
-void await_signal(Group& group,
+void await_signal(group::Group& group,
                   const uint64_t& word,
                   uint64_t value,
                   int peer_rank,
                   const std::string& what,
-                  const InterruptCheck& interrupt_check);
+                  const group::InterruptCheck& interrupt_check);
 
 /// Tells every peer that this rank gave up an exchange of slots, because of @p message. Does
 /// nothing in a communicator that is aborted already.
-void give_up_slots(Group& group, const std::string& message);
+void give_up_slots(group::Group& group, const std::string& message);
 
-}  // namespace moe::host
+}  // namespace moe::ops

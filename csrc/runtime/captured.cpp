@@ -30,7 +30,7 @@ class Capture {
     MOE_CHECK(!endpoint.is_on_progress_thread(),
               layout::operation_name(operation),
               ": async_op has no meaning in a capture, the graph says when it runs");
-    host::check_rails(endpoint.group(), operation);
+    ops::check_rails(endpoint.group(), operation);
     endpoint.group().check_usable(operation);
     endpoint.device().activate();
     endpoint.settle_receive({});
@@ -56,7 +56,7 @@ class Capture {
     return window;
   }
 
-  void exchange(kernels::ExchangeParams row, const host::PlanHeader* plan) {
+  void exchange(kernels::ExchangeParams row, const ops::PlanHeader* plan) {
     row.buffer = endpoint_.buffer();
     row.tables.status = status_.get();
     if (plan != nullptr)
@@ -69,12 +69,12 @@ class Capture {
   std::shared_ptr<int32_t> status_;
 };
 
-void check_was_made(const host::PlanHeader& plan) {
+void check_was_made(const ops::PlanHeader& plan) {
   const std::string failure = find_failure(plan);
   MOE_CHECK(failure.empty(), failure);
 }
 
-void check_fixed(const host::DispatchParams& params) {
+void check_fixed(const ops::DispatchParams& params) {
   if (params.plan || params.layout == RowLayout::kLowLatency)
     return;
   MOE_CHECK(params.fixed_rows >= 0 && params.capacity.on_overflow != layout::OnOverflow::kGrow,
@@ -105,16 +105,15 @@ void check_has_counts(const DevicePlan& plan) {
             "captured operations only");
 }
 
-host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
-                                       const host::DispatchParams& params) {
+ops::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint, const ops::DispatchParams& params) {
   check_fixed(params);
   const layout::Arrangement arrangement =
       params.plan ? params.plan->arrangement
-                  : host::arrangement_of(endpoint, params.layout, params.expert_alignment);
+                  : ops::arrangement_of(endpoint, params.layout, params.expert_alignment);
   Capture capture(endpoint,
                   params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch);
   DispatchLaunches launches(endpoint, params, arrangement, Contents::kZero);
-  host::DispatchOutcome outcome;
+  ops::DispatchOutcome outcome;
   if (params.plan) {
     check_was_made(*params.plan);
     launches.take_plan(static_cast<const DevicePlan&>(*params.plan));
@@ -136,7 +135,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
 
   const int64_t num_rows = outcome.plan->num_rows();
   const layout::ReceiveWindow layout =
-      host::receive_window(arrangement, params, num_rows, outcome.plan->num_recv_topk);
+      ops::receive_window(arrangement, params, num_rows, outcome.plan->num_recv_topk);
   const auto window = params.window ? capture.keep(params.window) : capture.allocate(layout.bytes);
   kernels::ExchangeParams row = launches.row();
   row.offer = window->offer();
@@ -153,10 +152,10 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   capture.exchange(row, params.plan.get());
   launches.send_rows();
   const auto copy_out =
-      params.copy_out == host::CopyOut::kAlways && arrangement.layout != RowLayout::kLowLatency
-          ? host::CopyOut::kAlways
-          : host::CopyOut::kNever;
-  const bool receives_later = params.is_async && copy_out == host::CopyOut::kNever;
+      params.copy_out == ops::CopyOut::kAlways && arrangement.layout != RowLayout::kLowLatency
+          ? ops::CopyOut::kAlways
+          : ops::CopyOut::kNever;
+  const bool receives_later = params.is_async && copy_out == ops::CopyOut::kNever;
   if (!receives_later)
     endpoint.launch_receive(launches.receive_params());
   outcome.owner = capture.keep(copy_out_window(
@@ -168,7 +167,7 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   } else {
     endpoint.lead_caller();
   }
-  host::point_into_window(params, arrangement, layout, &outcome);
+  ops::point_into_window(params, arrangement, layout, &outcome);
   const DispatchTables& tables = launches.tables();
   outcome.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
   outcome.num_tokens_per_expert =
@@ -180,13 +179,13 @@ host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
   return outcome;
 }
 
-host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::CombineParams& params) {
+ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::CombineParams& params) {
   if (const std::string problem = find_shortage(endpoint, params); !problem.empty())
     throw InvalidArgument(problem);
   Capture capture(endpoint, layout::Operation::kCombine);
   check_was_made(*params.plan);
   capture.keep(params.plan);
-  host::CombineOutcome outcome;
+  ops::CombineOutcome outcome;
   kernels::ExchangeParams row = combine_row(endpoint, params);
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
   std::byte* requests = nullptr;
@@ -196,9 +195,9 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
     requests = window->data();
   }
   // What is copied is copied in each run.
-  outcome.was_copied_in = host::offer_rows(
+  outcome.was_copied_in = ops::offer_rows(
       params,
-      requests == nullptr ? host::combined_row_bytes(params) : 0,
+      requests == nullptr ? ops::combined_row_bytes(params) : 0,
       endpoint.memory(),
       [&](const std::byte* source, int64_t bytes) {
         const auto window = capture.allocate(bytes);
@@ -209,11 +208,11 @@ host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::Combi
       &row.weights_offer);
   capture.exchange(row, params.plan.get());
 
-  const host::SumsWindow sums = host::sums_window(params);
+  const ops::SumsWindow sums = ops::sums_window(params);
   const auto memory = capture.keep(endpoint.device().allocate(sums.bytes));
   outcome.owner = memory;
   std::byte* const pulled = memory.get() + sums.weights_offset;
-  host::point_into_sums(params, memory.get(), &outcome);
+  ops::point_into_sums(params, memory.get(), &outcome);
   kernels::Tables tables = row.tables;
   tables.status = capture.status().get();
   launch_sums(endpoint, params, tables, requests, outcome.sums, pulled);

@@ -21,14 +21,13 @@ namespace moe::runtime {
 /// and so are their graphs run. Talks to nobody.
 /// @throws InvalidArgument  the routing would decide the size of the result.
 /// @throws CapacityError    the heap cannot hold it.
-host::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint,
-                                       const host::DispatchParams& params);
+ops::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint, const ops::DispatchParams& params);
 
 /// Records a combine. Where the dispatch of its plan moved nothing in a run, so does this.
 ///
 /// Called by: as capture_dispatch().
 /// @throws CapacityError  the heap cannot hold the rows or the sums.
-host::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const host::CombineParams& params);
+ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::CombineParams& params);
 
 /// @throws InvalidArgument  the plan was made inside a capture.
 void check_has_counts(const DevicePlan& plan);

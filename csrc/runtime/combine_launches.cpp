@@ -9,7 +9,7 @@ namespace moe::runtime {
 
 namespace {
 
-kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const host::CombineParams& params) {
+kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const ops::CombineParams& params) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::CombineParams kernel;
   kernel.buffer = endpoint.buffer();
@@ -32,11 +32,11 @@ kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const host::Combi
 }
 
 /// Of a number of the type that rows are added in.
-int32_t added_bytes(const host::CombineParams& params) {
+int32_t added_bytes(const ops::CombineParams& params) {
   return params.dtype == DType::kFloat64 ? 8 : 4;
 }
 
-layout::RankSumsMap rank_sums_map(const host::CombineParams& params) {
+layout::RankSumsMap rank_sums_map(const ops::CombineParams& params) {
   return layout::RankSumsMap::make(
       params.plan->num_tokens, params.plan->num_slots, added_bytes(params));
 }
@@ -44,7 +44,7 @@ layout::RankSumsMap rank_sums_map(const host::CombineParams& params) {
 /// Adds the rows that lie here, and has the combine pull the sums of the others.
 /// @param kernel  of the combine
 void launch_rank_sums(DeviceEndpoint& endpoint,
-                      const host::CombineParams& params,
+                      const ops::CombineParams& params,
                       std::byte* requests,
                       kernels::CombineParams* kernel) {
   kernels::RankSumsParams sums;
@@ -67,21 +67,21 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
 
 }  // namespace
 
-Offer find_own_rows(const DeviceEndpoint& endpoint, const host::CombineParams& params) {
+Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& params) {
   Offer offer;
   const auto bytes =
-      static_cast<uint64_t>(params.plan->num_rows() * host::combined_row_bytes(params));
+      static_cast<uint64_t>(params.plan->num_rows() * ops::combined_row_bytes(params));
   const bool is_found = bytes > 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0 &&
                         endpoint.memory().find(params.x, bytes, &offer);
   return is_found ? offer : Offer{};
 }
 
-int64_t rank_sums_bytes(const host::CombineParams& params) {
-  return rank_sums_map(params).bytes(params.plan->num_rows(), host::combined_row_bytes(params));
+int64_t rank_sums_bytes(const ops::CombineParams& params) {
+  return rank_sums_map(params).bytes(params.plan->num_rows(), ops::combined_row_bytes(params));
 }
 
 Offer launch_requests(DeviceEndpoint& endpoint,
-                      const host::CombineParams& params,
+                      const ops::CombineParams& params,
                       const Window& window) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::RankRequestsParams requests;
@@ -102,31 +102,31 @@ Offer launch_requests(DeviceEndpoint& endpoint,
   return sums;
 }
 
-std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& params) {
+std::string find_shortage(DeviceEndpoint& endpoint, const ops::CombineParams& params) {
   const Internode* const internode = endpoint.internode();
   if (internode == nullptr)
     return "";
   return internode->find_shortage(
       internode->kernels().combine_bytes(kernel_params(endpoint, params), internode->rails()),
       params.plan->num_tokens,
-      host::combined_row_bytes(params));
+      ops::combined_row_bytes(params));
 }
 
 kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
-                                    const host::CombineParams& params) {
+                                    const ops::CombineParams& params) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::ExchangeParams row;
   row.tables = endpoint.tables();
-  row.arguments = host::combine_arguments(params);
+  row.arguments = ops::combine_arguments(params);
   row.num_tokens = static_cast<int32_t>(plan.num_tokens);
   row.arrangement = plan.arrangement;
   row.kept_counts = plan.device_counts;
-  row.adds_for_peers = host::adds_by_rank(endpoint.config(), params) ? 1 : 0;
+  row.adds_for_peers = ops::adds_by_rank(endpoint.config(), params) ? 1 : 0;
   return row;
 }
 
 void launch_sums(DeviceEndpoint& endpoint,
-                 const host::CombineParams& params,
+                 const ops::CombineParams& params,
                  const kernels::Tables& tables,
                  std::byte* requests,
                  std::byte* sums,

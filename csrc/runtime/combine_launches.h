@@ -10,23 +10,23 @@
 namespace moe::runtime {
 
 /// What is wrong with this combine for the memory between nodes, or "".
-std::string find_shortage(DeviceEndpoint& endpoint, const host::CombineParams& params);
+std::string find_shortage(DeviceEndpoint& endpoint, const ops::CombineParams& params);
 
 /// This rank's row of the combine, but for where peers pull from.
 kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
-                                    const host::CombineParams& params);
+                                    const ops::CombineParams& params);
 
-/// Of the window that a rank offers where host::adds_by_rank(): see layout::RankSumsMap.
-int64_t rank_sums_bytes(const host::CombineParams& params);
+/// Of the window that a rank offers where ops::adds_by_rank(): see layout::RankSumsMap.
+int64_t rank_sums_bytes(const ops::CombineParams& params);
 
 /// Where rows of this rank are pulled that are alone there: 0 bytes where they do not lie in its
 /// heap, in units of bulk copies.
-Offer find_own_rows(const DeviceEndpoint& endpoint, const host::CombineParams& params);
+Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& params);
 
 /// Launches what writes the requests of such a window, in front of the exchange. @return what
 /// peers are told of it.
 Offer launch_requests(DeviceEndpoint& endpoint,
-                      const host::CombineParams& params,
+                      const ops::CombineParams& params,
                       const Window& window);
 
 /// Launches what pulls and adds the rows of a combine, behind its exchange.
@@ -34,7 +34,7 @@ Offer launch_requests(DeviceEndpoint& endpoint,
 /// @param sums    [num_tokens, hidden]
 /// @param pulled  [num_tokens, num_topk], where weights are pulled
 void launch_sums(DeviceEndpoint& endpoint,
-                 const host::CombineParams& params,
+                 const ops::CombineParams& params,
                  const kernels::Tables& tables,
                  std::byte* requests,
                  std::byte* sums,

@@ -14,10 +14,10 @@ namespace moe::runtime {
 namespace {
 
 /// One combine whose rows kernels add.
-class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
+class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
  public:
   DeviceCombine(DeviceEndpoint& endpoint,
-                const host::CombineParams& params,
+                const ops::CombineParams& params,
                 DeviceExchange& exchange)
       : CombineSteps(endpoint, params, exchange) {}
 
@@ -26,13 +26,13 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
 
   void begin() {
     endpoint_.follow_caller(params_.caller_mark.get());
-    exchange_.tell_late_error(host::combine_arguments(params_));
-    exchange_.reject_if(find_failure(plan_), host::combine_arguments(params_));
+    exchange_.tell_late_error(ops::combine_arguments(params_));
+    exchange_.reject_if(find_failure(plan_), ops::combine_arguments(params_));
   }
   std::string find_problem() const { return find_shortage(endpoint_, params_); }
 
   bool offers_sums(Offer* offer) {
-    if (!host::adds_by_rank(endpoint_.config(), params_))
+    if (!ops::adds_by_rank(endpoint_.config(), params_))
       return false;
     const auto window = exchange_.allocate(static_cast<uint64_t>(rank_sums_bytes(params_)));
     exchange_.offer(window);
@@ -46,7 +46,7 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
     endpoint_.stream().copy(target, source, bytes);
   }
 
-  void publish(const host::RowMessage& message) {
+  void publish(const ops::RowMessage& message) {
     kernels::ExchangeParams row = combine_row(endpoint_, params_);
     row.offer = message.offer;
     row.weights_offer = message.weights_offer;
@@ -61,9 +61,9 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
                 window_->data() + sums_window_.weights_offset);
   }
 
-  void move(const host::Rows& /*rows*/) {}
+  void move(const ops::Rows& /*rows*/) {}
 
-  host::CombineOutcome outcome() {
+  ops::CombineOutcome outcome() {
     std::byte* base = nullptr;
     auto result = copy_out_window(
         endpoint_, window_, static_cast<uint64_t>(sums_window_.bytes), params_.copy_out, &base);
@@ -78,7 +78,7 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
             ? std::move(result)
             : std::make_shared<Kept>(
                   Kept{std::move(result), std::move(window_), std::move(copied_in_), params_.plan});
-    host::point_into_sums(params_, base, &outcome_);
+    ops::point_into_sums(params_, base, &outcome_);
     return std::move(outcome_);
   }
 
@@ -86,7 +86,7 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
     std::shared_ptr<void> result;
     std::shared_ptr<Window> window;
     std::vector<std::shared_ptr<Window>> copied_in;
-    std::shared_ptr<const host::PlanHeader> plan;
+    std::shared_ptr<const ops::PlanHeader> plan;
   };
 
   std::byte* requests_ = nullptr;  ///< where rows are added on their rank first
@@ -94,13 +94,13 @@ class DeviceCombine : public host::CombineSteps<DeviceEngine, DeviceCombine> {
 
 }  // namespace
 
-host::CombineOutcome combine(DeviceEndpoint& endpoint,
-                             const host::CombineParams& params,
-                             const host::InterruptCheck& interrupt_check) {
+ops::CombineOutcome combine(DeviceEndpoint& endpoint,
+                            const ops::CombineParams& params,
+                            const group::InterruptCheck& interrupt_check) {
   if (endpoint.is_capturing())
     return capture_combine(endpoint, params);
   check_has_counts(static_cast<const DevicePlan&>(*params.plan));
-  return host::run_operation<DeviceExchange>(
+  return ops::run_operation<DeviceExchange>(
       endpoint, layout::Operation::kCombine, interrupt_check, [&](DeviceExchange& exchange) {
         return DeviceCombine(endpoint, params, exchange).run();
       });

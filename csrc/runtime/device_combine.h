@@ -6,10 +6,10 @@
 
 namespace moe::runtime {
 
-/// host::combine() by kernels; see dispatch(). @p params.plan is a DevicePlan.
-host::CombineOutcome combine(DeviceEndpoint& endpoint,
-                             const host::CombineParams& params,
-                             const host::InterruptCheck& interrupt_check);
+/// ops::combine() by kernels; see dispatch(). @p params.plan is a DevicePlan.
+ops::CombineOutcome combine(DeviceEndpoint& endpoint,
+                            const ops::CombineParams& params,
+                            const group::InterruptCheck& interrupt_check);
 
 /// Launches, in the caller's stream, the local pass behind a combine that applied weights.
 void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradientParams& params);

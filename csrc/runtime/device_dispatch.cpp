@@ -20,10 +20,10 @@ using kernels::ExchangeParams;
 using kernels::OperationStatus;
 
 /// One dispatch whose rows kernels move.
-class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> {
+class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
  public:
   DeviceDispatch(DeviceEndpoint& endpoint,
-                 const host::DispatchParams& params,
+                 const ops::DispatchParams& params,
                  DeviceExchange& exchange)
       : DispatchSteps(endpoint, params, exchange),
         launches_(endpoint, params, arrangement_, Contents::kUnset) {}
@@ -80,35 +80,35 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
 
   std::shared_ptr<const DevicePlan> make_plan(layout::CountMatrix kept) {
     const std::shared_ptr<DevicePlan>& plan = launches_.made_plan();
-    static_cast<host::PlanHeader&>(*plan) = host::PlanHeader::make(arrangement_,
-                                                                   std::move(kept),
-                                                                   endpoint_.placement(),
-                                                                   endpoint_.rank_idx(),
-                                                                   params_.num_tokens,
-                                                                   params_.num_topk);
+    static_cast<ops::PlanHeader&>(*plan) = ops::PlanHeader::make(arrangement_,
+                                                                 std::move(kept),
+                                                                 endpoint_.placement(),
+                                                                 endpoint_.rank_idx(),
+                                                                 params_.num_tokens,
+                                                                 params_.num_topk);
     return plan;
   }
 
   std::shared_ptr<const DevicePlan> hear_counts_later() {
     launches_.foresee_plan();
-    const auto counts = std::make_shared<host::LateCounts>();
+    const auto counts = std::make_shared<ops::LateCounts>();
     outcome_.late_counts = counts;
     hear_ = [counts,
              plan = launches_.made_plan(),
              &endpoint = endpoint_,
              arrangement = arrangement_,
              capacity = params_.capacity,
-             row_bytes = params_.row_bytes](host::Rows rows) {
-      host::JudgedCounts judged =
-          host::judge_counts(std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
+             row_bytes = params_.row_bytes](ops::Rows rows) {
+      ops::JudgedCounts judged =
+          ops::judge_counts(std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
       if (judged.overflow)
         return judged.overflow;
-      plan->take_counts(host::PlanHeader::make(arrangement,
-                                               std::move(judged.kept),
-                                               endpoint.placement(),
-                                               endpoint.rank_idx(),
-                                               plan->num_tokens,
-                                               plan->num_topk));
+      plan->take_counts(ops::PlanHeader::make(arrangement,
+                                              std::move(judged.kept),
+                                              endpoint.placement(),
+                                              endpoint.rank_idx(),
+                                              plan->num_tokens,
+                                              plan->num_topk));
       counts->num_required_rows = judged.num_required_rows;
       counts->num_dropped_per_expert = std::move(judged).num_dropped_per_expert(*plan);
       return std::exception_ptr();
@@ -129,7 +129,7 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
   void settle_overflow() { exchange_.settle(OperationStatus::kOverflow); }
   void settle_shortage() { exchange_.settle(OperationStatus::kShort); }
 
-  void move(const host::Rows& /*rows*/) {
+  void move(const ops::Rows& /*rows*/) {
     if (!is_moving_)
       launch_rows();
   }
@@ -139,7 +139,7 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
     if (!are_rows_sent_)
       launches_.send_rows();
     is_copied_out_ = !is_low_latency() &&
-                     host::is_copied_out(endpoint_, needed(endpoint_.rank_idx()), params_.copy_out);
+                     ops::is_copied_out(endpoint_, needed(endpoint_.rank_idx()), params_.copy_out);
     // What is copied out has to be whole.
     receives_later_ = params_.is_async && !is_copied_out_;
     if (!receives_later_)
@@ -147,11 +147,11 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
     is_moving_ = true;
   }
 
-  host::DispatchOutcome outcome() {
+  ops::DispatchOutcome outcome() {
     const int own_rank = endpoint_.rank_idx();
     if (!window_)
       window_ = endpoint_.memory().allocate(0);
-    const auto copy_out = is_copied_out_ ? host::CopyOut::kAlways : host::CopyOut::kNever;
+    const auto copy_out = is_copied_out_ ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
     auto owner = copy_out_window(endpoint_, window_, needed(own_rank), copy_out, &outcome_.rows);
     if (receives_later_) {
       outcome_.end = exchange_.receive_later(launches_.receive_params());
@@ -168,7 +168,7 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
     outcome_.owner = std::move(owner);
     outcome_.plan = plan_;
     outcome_.waited_ns = endpoint_.take_waited_ns();
-    host::point_into_window(params_, arrangement_, own_layout(), &outcome_);
+    ops::point_into_window(params_, arrangement_, own_layout(), &outcome_);
     const DispatchTables& tables = launches_.tables();
     outcome_.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
     return std::move(outcome_);
@@ -187,9 +187,9 @@ class DeviceDispatch : public host::DispatchSteps<DeviceEngine, DeviceDispatch> 
 std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
                                       std::shared_ptr<Window> window,
                                       uint64_t bytes,
-                                      host::CopyOut mode,
+                                      ops::CopyOut mode,
                                       std::byte** data) {
-  if (!host::is_copied_out(endpoint, bytes, mode)) {
+  if (!ops::is_copied_out(endpoint, bytes, mode)) {
     *data = window->data();
     return window;
   }
@@ -199,16 +199,16 @@ std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
   return copy;
 }
 
-host::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
-                               const host::DispatchParams& params,
-                               const host::InterruptCheck& interrupt_check) {
+ops::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
+                              const ops::DispatchParams& params,
+                              const group::InterruptCheck& interrupt_check) {
   if (endpoint.is_capturing())
     return capture_dispatch(endpoint, params);
   if (params.plan)
     check_has_counts(static_cast<const DevicePlan&>(*params.plan));
   const auto operation =
       params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch;
-  return host::run_operation<DeviceExchange>(
+  return ops::run_operation<DeviceExchange>(
       endpoint, operation, interrupt_check, [&](DeviceExchange& exchange) {
         return DeviceDispatch(endpoint, params, exchange).run();
       });

@@ -35,8 +35,8 @@ constexpr int64_t kHostBytesAtOnce = 64 << 10;
 constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
 constexpr int64_t kMostLowLatencyBytes = int64_t{256} << 20;
 
-/// See host::CallerJoin.
-class StreamJoin : public host::CallerJoin {
+/// See ops::CallerJoin.
+class StreamJoin : public ops::CallerJoin {
  public:
   StreamJoin(std::shared_ptr<Stream> caller, std::shared_ptr<Event> end)
       : caller_(std::move(caller)), end_(std::move(end)) {}
@@ -48,7 +48,7 @@ class StreamJoin : public host::CallerJoin {
     }
   }
 
-  void join(const host::InterruptCheck&) override {
+  void join(const group::InterruptCheck&) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!end_)
       return;
@@ -69,12 +69,12 @@ class StreamJoin : public host::CallerJoin {
 }  // namespace
 
 std::shared_ptr<DeviceEndpoint> DeviceEndpoint::create(
-    std::shared_ptr<host::Group> group,
+    std::shared_ptr<group::Group> group,
     std::shared_ptr<SymmetricMemory> memory,
     std::shared_ptr<Device> device,
     DeviceEndpointConfig config,
-    const host::InterruptCheck& interrupt_check) {
-  const auto endpoint = host::share_buffer(new DeviceEndpoint(
+    const group::InterruptCheck& interrupt_check) {
+  const auto endpoint = ops::share_buffer(new DeviceEndpoint(
       std::move(group), std::move(memory), std::move(device), std::move(config)));
   try {
     endpoint->connect_areas(interrupt_check);
@@ -88,7 +88,7 @@ std::shared_ptr<DeviceEndpoint> DeviceEndpoint::create(
   return endpoint;
 }
 
-DeviceEndpoint::DeviceEndpoint(std::shared_ptr<host::Group> group,
+DeviceEndpoint::DeviceEndpoint(std::shared_ptr<group::Group> group,
                                std::shared_ptr<SymmetricMemory> memory,
                                std::shared_ptr<Device> device,
                                DeviceEndpointConfig config)
@@ -111,7 +111,7 @@ DeviceEndpoint::~DeviceEndpoint() {
   destroy({});
 }
 
-void DeviceEndpoint::connect_areas(const host::InterruptCheck& interrupt_check) {
+void DeviceEndpoint::connect_areas(const group::InterruptCheck& interrupt_check) {
   const int64_t bytes = Workspace::bytes(num_ranks(), config().num_experts, config().depth);
   const auto own_area = memory_->allocate(static_cast<uint64_t>(bytes));
   add_control_window(own_area);
@@ -162,10 +162,10 @@ void DeviceEndpoint::compare_devices(const std::vector<Announcement>& announced)
 
 void DeviceEndpoint::find_peers(const std::vector<Announcement>& announced,
                                 int64_t area_bytes,
-                                const host::InterruptCheck& interrupt_check) {
+                                const group::InterruptCheck& interrupt_check) {
   if (group().nodes().num_nodes() > 1)
     connect_nodes(area_bytes, interrupt_check);
-  host::WaitSite site;
+  group::WaitSite site;
   site.interrupt_check = &interrupt_check;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     if (!group().is_active(peer_rank))
@@ -215,7 +215,7 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
 
 /// Ranks have the same configuration, so that what is thrown here is thrown on all of them.
 void DeviceEndpoint::connect_nodes(int64_t area_bytes,
-                                   const host::InterruptCheck& interrupt_check) {
+                                   const group::InterruptCheck& interrupt_check) {
   MOE_CHECK(internode_config_.regions != nullptr,
             "kernels of this backend reach ranks of one node; these ",
             num_ranks(),
@@ -368,7 +368,7 @@ void DeviceEndpoint::launch_receive(kernels::ReceiveParams params) const {
 }
 
 void DeviceEndpoint::set_caller_stream(uintptr_t handle,
-                                       const host::InterruptCheck& interrupt_check) {
+                                       const group::InterruptCheck& interrupt_check) {
   std::shared_ptr<Stream> stream = device_->caller_stream(handle);
   if (stream == caller_stream_)
     return;
@@ -405,8 +405,8 @@ void DeviceEndpoint::lead_caller(const Event& end) {
   caller_stream().wait(end);
 }
 
-std::shared_ptr<host::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller,
-                                                              std::shared_ptr<Event> end) {
+std::shared_ptr<ops::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller,
+                                                             std::shared_ptr<Event> end) {
   return std::make_shared<StreamJoin>(std::move(caller), std::move(end));
 }
 
@@ -426,7 +426,7 @@ std::shared_ptr<ReceivePhase> DeviceEndpoint::receive_phase() const {
   return receive_phase_;
 }
 
-void DeviceEndpoint::settle_receive(const host::InterruptCheck& interrupt_check) {
+void DeviceEndpoint::settle_receive(const group::InterruptCheck& interrupt_check) {
   const std::shared_ptr<ReceivePhase> phase = receive_phase();
   if (phase == nullptr)
     return;
@@ -444,7 +444,7 @@ std::shared_ptr<LateVerdict> DeviceEndpoint::late_verdict() const {
   return late_verdict_;
 }
 
-std::exception_ptr DeviceEndpoint::settle_verdict(const host::InterruptCheck& interrupt_check) {
+std::exception_ptr DeviceEndpoint::settle_verdict(const group::InterruptCheck& interrupt_check) {
   const std::shared_ptr<LateVerdict> verdict = late_verdict();
   if (verdict == nullptr)
     return nullptr;
@@ -458,7 +458,7 @@ void DeviceEndpoint::start_last_phase() {
     phase->start();
 }
 
-void DeviceEndpoint::await_verdict(const host::InterruptCheck& interrupt_check) {
+void DeviceEndpoint::await_verdict(const group::InterruptCheck& interrupt_check) {
   const std::shared_ptr<LateVerdict> verdict = late_verdict();
   const int64_t start_ns = sync::now_ns();
   // Its kernel ends by the limits of kernels.
@@ -522,7 +522,7 @@ bool DeviceEndpoint::is_done(uint64_t epoch, int peer_rank) const {
   return read_word(own_area_.done(epoch, peer_rank).epoch) >= epoch;
 }
 
-bool DeviceEndpoint::lacks(int peer_rank, host::WaitSite* site) const {
+bool DeviceEndpoint::lacks(int peer_rank, group::WaitSite* site) const {
   const auto& state = *reinterpret_cast<const BufferState*>(state_.get());
   const uint64_t epoch = read_word(state.epoch);
   if (epoch < first_epoch())
@@ -541,8 +541,8 @@ bool DeviceEndpoint::lacks(int peer_rank, host::WaitSite* site) const {
   return true;
 }
 
-host::WaitStatistics DeviceEndpoint::wait_statistics() const {
-  host::WaitStatistics statistics;
+ops::WaitStatistics DeviceEndpoint::wait_statistics() const {
+  ops::WaitStatistics statistics;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
     const kernels::WaitTotals& totals = buffer_.waits[peer_rank];
     statistics.waited_ns.push_back(static_cast<int64_t>(sync::load_relaxed(totals.waited_ns)));
@@ -625,7 +625,7 @@ void DeviceEndpoint::keep(std::shared_ptr<const void> owned) {
   watch_->follow_always();
 }
 
-host::Recoverable::Epochs DeviceEndpoint::epochs() const {
+group::Recoverable::Epochs DeviceEndpoint::epochs() const {
   if (kept_.empty())
     return EndpointBase::epochs();
   const auto& state = *reinterpret_cast<const BufferState*>(state_.get());

@@ -34,7 +34,7 @@ struct LaunchShape {
 };
 
 struct DeviceEndpointConfig {
-  host::EndpointConfig common;
+  ops::EndpointConfig common;
   LaunchShape shape;
   InternodeConfig internode;
 };
@@ -44,17 +44,17 @@ struct DeviceEndpointConfig {
 /// Its kernels share one stream, so that they run in the order of the operations. Peers write into
 /// two control areas: one in the heap of the group, which the host reads (activity and closed flags
 /// only), and one in the memory of the device, with the ring of rows and flags.
-class DeviceEndpoint : public host::EndpointBase {
+class DeviceEndpoint : public ops::EndpointBase {
  public:
   /// Collective.
   /// @param memory  The heap that kernels address; of the same communicator tree as @p group.
   /// @throws InvalidArgument  configurations differ; names both values, on every rank. Or ranks lie
   ///   on several nodes and @p config has nothing that reaches them.
-  static std::shared_ptr<DeviceEndpoint> create(std::shared_ptr<host::Group> group,
+  static std::shared_ptr<DeviceEndpoint> create(std::shared_ptr<group::Group> group,
                                                 std::shared_ptr<SymmetricMemory> memory,
                                                 std::shared_ptr<Device> device,
                                                 DeviceEndpointConfig config,
-                                                const host::InterruptCheck& interrupt_check);
+                                                const group::InterruptCheck& interrupt_check);
   ~DeviceEndpoint() override;
 
   SymmetricMemory& memory() const override { return *memory_; }
@@ -64,7 +64,7 @@ class DeviceEndpoint : public host::EndpointBase {
   bool is_idle() const override;
   void restart(uint64_t next_epoch) override;
   Epochs epochs() const override;
-  host::WaitStatistics wait_statistics() const override;
+  ops::WaitStatistics wait_statistics() const override;
   /// Nanoseconds that kernels have waited for every rank since the last call, [num_ranks].
   /// Called by the thread that issues operations.
   std::vector<int64_t> take_waited_ns();
@@ -79,7 +79,7 @@ class DeviceEndpoint : public host::EndpointBase {
 
   /// The caller's stream for operations issued from now on, by the number Python knows it by. Waits
   /// for those still on the progress thread, which belong to another stream.
-  void set_caller_stream(uintptr_t handle, const host::InterruptCheck& interrupt_check);
+  void set_caller_stream(uintptr_t handle, const group::InterruptCheck& interrupt_check);
   /// For local work that is the caller's alone; the default stream where none was set.
   Stream& caller_stream() const { return *shared_caller_stream(); }
   const std::shared_ptr<Stream>& shared_caller_stream() const;
@@ -91,19 +91,19 @@ class DeviceEndpoint : public host::EndpointBase {
   /// The same behind @p end, which was recorded in the stream.
   void lead_caller(const Event& end);
   /// Puts off until somebody joins that @p caller waits for @p end.
-  static std::shared_ptr<host::CallerJoin> join_caller(std::shared_ptr<Stream> caller,
-                                                       std::shared_ptr<Event> end);
+  static std::shared_ptr<ops::CallerJoin> join_caller(std::shared_ptr<Stream> caller,
+                                                      std::shared_ptr<Event> end);
 
   /// The last operation is a dispatch that has sent and is yet to receive.
   void leave_to_receive(std::shared_ptr<ReceivePhase> phase);
   /// Before the next operation; see ReceivePhase::settle().
-  void settle_receive(const host::InterruptCheck& interrupt_check);
+  void settle_receive(const group::InterruptCheck& interrupt_check);
 
   /// The last operation is one whose rows the host has not heard.
   void leave_to_judge(std::shared_ptr<LateVerdict> verdict);
   std::shared_ptr<LateVerdict> late_verdict() const;  ///< null for none
   /// Before the next operation, and before the end; see LateVerdict::settle().
-  std::exception_ptr settle_verdict(const host::InterruptCheck& interrupt_check);
+  std::exception_ptr settle_verdict(const group::InterruptCheck& interrupt_check);
   /// An operation was found wrong that peers may hear of in the next one only: there the host hears
   /// rows at once, as does who refuses it, so that one call is enough.
   void hear_next_now() { hears_now_.store(true, std::memory_order_relaxed); }
@@ -189,7 +189,7 @@ class DeviceEndpoint : public host::EndpointBase {
   bool is_done(uint64_t epoch, int peer_rank) const;
   /// Whether the operation that began last needs what @p peer_rank has not written, and cannot any
   /// more if it was gone before the call. @p site is then where it waits.
-  bool lacks(int peer_rank, host::WaitSite* site) const;
+  bool lacks(int peer_rank, group::WaitSite* site) const;
   /// For peers that wait: this rank is obtaining memory, which takes its time.
   void show_phase(layout::Phase phase);
   /// In place of a peer that will write none.
@@ -210,16 +210,16 @@ class DeviceEndpoint : public host::EndpointBase {
     Device::Identity device;
   };
 
-  DeviceEndpoint(std::shared_ptr<host::Group> group,
+  DeviceEndpoint(std::shared_ptr<group::Group> group,
                  std::shared_ptr<SymmetricMemory> memory,
                  std::shared_ptr<Device> device,
                  DeviceEndpointConfig config);
-  void connect_areas(const host::InterruptCheck& interrupt_check);
+  void connect_areas(const group::InterruptCheck& interrupt_check);
   void find_peers(const std::vector<Announcement>& announced,
                   int64_t area_bytes,
-                  const host::InterruptCheck& interrupt_check);
+                  const group::InterruptCheck& interrupt_check);
   void compare_devices(const std::vector<Announcement>& announced);
-  void connect_nodes(int64_t area_bytes, const host::InterruptCheck& interrupt_check);
+  void connect_nodes(int64_t area_bytes, const group::InterruptCheck& interrupt_check);
   void make_tables();
   std::shared_ptr<Window> reserve_memory();
   void upload_constants();
@@ -230,7 +230,7 @@ class DeviceEndpoint : public host::EndpointBase {
   void write_word(Word& word, Word value);
   std::shared_ptr<ReceivePhase> receive_phase() const;
   void start_last_phase() override;
-  void await_verdict(const host::InterruptCheck& interrupt_check) override;
+  void await_verdict(const group::InterruptCheck& interrupt_check) override;
   void end_device_operations() override;
 
   std::shared_ptr<SymmetricMemory> memory_;

@@ -5,7 +5,7 @@
 
 namespace moe::runtime {
 
-/// Kernels as what moves rows, for the steps of operations (host::DispatchSteps, CombineSteps).
+/// Kernels as what moves rows, for the steps of operations (ops::DispatchSteps, CombineSteps).
 struct DeviceEngine {
   using Endpoint = DeviceEndpoint;
   using Exchange = DeviceExchange;

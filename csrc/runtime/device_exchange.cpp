@@ -21,7 +21,7 @@ using layout::RowStatus;
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                layout::Operation operation,
-                               const host::InterruptCheck& interrupt_check)
+                               const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
   endpoint_.device().activate();
   endpoint_.settle_receive(interrupt_check);
@@ -49,15 +49,15 @@ bool DeviceExchange::knows_epoch() {
 }
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
-                               host::LeftOperation left,
-                               const host::InterruptCheck& interrupt_check)
+                               ops::LeftOperation left,
+                               const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, std::move(left), interrupt_check),
       endpoint_(endpoint),
       has_launched_(true) {}
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                LeftRows left,
-                               const host::InterruptCheck& interrupt_check)
+                               const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, std::move(left.operation), interrupt_check),
       endpoint_(endpoint),
       ticket_(left.ticket),
@@ -101,7 +101,7 @@ bool DeviceExchange::hears_later(const layout::OperationArguments& arguments) {
   return hears_later_;
 }
 
-std::shared_ptr<host::CallerJoin> DeviceExchange::judge_later(HearCounts hear) {
+std::shared_ptr<ops::CallerJoin> DeviceExchange::judge_later(HearCounts hear) {
   if (!hears_later_)
     return nullptr;
   step_ = Phase::kRows;
@@ -115,7 +115,7 @@ void DeviceExchange::hear_late() {
   // A row that stands for that of such a peer says nothing.
   if (knows_epoch())
     check_closed();
-  host::Rows rows = collect(hear_ != nullptr);
+  ops::Rows rows = collect(hear_ != nullptr);
   if (hear_ == nullptr)
     return;
   if (const std::exception_ptr error = hear_(std::move(rows))) {
@@ -135,11 +135,11 @@ void DeviceExchange::tell_late_error(const layout::OperationArguments& arguments
                 error_text(late_error_)));
 }
 
-host::Rows DeviceExchange::collect(bool with_counts) {
+ops::Rows DeviceExchange::collect(bool with_counts) {
   await_ticket(Phase::kRows, ticket_);
   knows_epoch();
   const int num_ranks = group_.num_ranks();
-  host::Rows rows;
+  ops::Rows rows;
   rows.headers.resize(static_cast<size_t>(num_ranks));
   rows.problems.resize(static_cast<size_t>(num_ranks));
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
@@ -147,7 +147,7 @@ host::Rows DeviceExchange::collect(bool with_counts) {
       continue;
     const Row& row = endpoint_.read_row(peer_rank);
     rows.headers[static_cast<size_t>(peer_rank)] = row;
-    host::RankProblem& problem = rows.problems[static_cast<size_t>(peer_rank)];
+    ops::RankProblem& problem = rows.problems[static_cast<size_t>(peer_rank)];
     switch (static_cast<RowStatus>(row.status)) {
       case RowStatus::kOk:
         break;
@@ -161,8 +161,8 @@ host::Rows DeviceExchange::collect(bool with_counts) {
         break;
       case RowStatus::kFailedRank:
         problem = {RowStatus::kInvalidArgument,
-                   host::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
-                                              static_cast<int>(row.available_bytes))};
+                   ops::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),
+                                             static_cast<int>(row.available_bytes))};
         break;
       default:
         problem = {static_cast<RowStatus>(row.status),
@@ -171,7 +171,7 @@ host::Rows DeviceExchange::collect(bool with_counts) {
                    row.available_bytes};
     }
   }
-  if (const std::exception_ptr error = host::find_disagreement(rows, group_)) {
+  if (const std::exception_ptr error = ops::find_disagreement(rows, group_)) {
     settle(OperationStatus::kRejected);
     std::rethrow_exception(error);
   }
@@ -187,7 +187,7 @@ host::Rows DeviceExchange::collect(bool with_counts) {
   return rows;
 }
 
-void DeviceExchange::exchange_rejection(const host::RowMessage& row) {
+void DeviceExchange::exchange_rejection(const ops::RowMessage& row) {
   ExchangeParams params;
   params.tables = endpoint_.tables();
   params.arguments = row.arguments;
@@ -242,7 +242,7 @@ void DeviceExchange::settle(OperationStatus status) {
   consume();
 }
 
-std::shared_ptr<host::CallerJoin> DeviceExchange::finish() {
+std::shared_ptr<ops::CallerJoin> DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
     auto end = endpoint_.leave_running();
     // What the caller puts into its stream until it asks for the results runs beside the rows.
@@ -265,7 +265,7 @@ void DeviceExchange::await_stream() {
   group_.check_abort();
 }
 
-std::shared_ptr<host::CallerJoin> DeviceExchange::receive_later(
+std::shared_ptr<ops::CallerJoin> DeviceExchange::receive_later(
     const kernels::ReceiveParams& params) {
   // The caller's inputs are read until then.
   if (endpoint_.is_host_caller())
@@ -298,14 +298,14 @@ void reject_operation(DeviceEndpoint& endpoint,
                       layout::Operation operation,
                       RowStatus status,
                       const std::string& message,
-                      const host::InterruptCheck& interrupt_check) {
+                      const group::InterruptCheck& interrupt_check) {
   // Peers hear of nothing while a graph is recorded.
   if (endpoint.is_capturing()) {
     if (status == RowStatus::kInvalidType)
       throw InvalidType(message);
     throw InvalidArgument(message);
   }
-  host::run_rejected<DeviceExchange>(endpoint, operation, status, message, interrupt_check, [&] {
+  ops::run_rejected<DeviceExchange>(endpoint, operation, status, message, interrupt_check, [&] {
     endpoint.follow_caller();  // epochs are taken in the order of the calls
   });
 }

@@ -16,11 +16,11 @@
 namespace moe::runtime {
 
 /// Takes the count matrix of rows that agree. @return what every rank finds wrong with it, or null.
-using HearCounts = std::function<std::exception_ptr(host::Rows)>;
+using HearCounts = std::function<std::exception_ptr(ops::Rows)>;
 
 /// An operation whose exchange was launched, and whose rows the host has yet to hear.
 struct LeftRows {
-  host::LeftOperation operation;
+  ops::LeftOperation operation;
   uint64_t former_epoch = 0;  ///< that the host knew of
   uint64_t ticket = 0;
   HearCounts hear;  ///< none where rows come without counts
@@ -31,35 +31,35 @@ struct LeftRows {
 class RowArrivals {
  public:
   /// @param site  The exchange, of a known epoch.
-  void check(const DeviceEndpoint& endpoint, const host::WaitSite& site, int64_t now_ns);
+  void check(const DeviceEndpoint& endpoint, const group::WaitSite& site, int64_t now_ns);
   void reset() { watch_.reset(); }
 
  private:
-  host::WaitSite site_;
-  std::optional<host::ArrivalWatch> watch_;  ///< of the first rank that has not come
+  group::WaitSite site_;
+  std::optional<group::ArrivalWatch> watch_;  ///< of the first rank that has not come
 };
 
 /// One operation of one buffer whose kernels the host launches and whose rows it reads: its epoch,
-/// and the steps every operation is made of. What is checked and said is what host::Exchange checks
+/// and the steps every operation is made of. What is checked and said is what ops::Exchange checks
 /// and says.
 ///
 /// Made by run_operation() only, which aborts the communicator when the operation ends by an
 /// exception after it took its epoch and before every rank knows the same end.
-class DeviceExchange : public host::BufferOperation {
+class DeviceExchange : public ops::BufferOperation {
  public:
   static constexpr bool kMayHearLater = true;
 
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,
-                 const host::InterruptCheck& interrupt_check);
+                 const group::InterruptCheck& interrupt_check);
   /// Goes on behind receive_later().
   DeviceExchange(DeviceEndpoint& endpoint,
-                 host::LeftOperation left,
-                 const host::InterruptCheck& interrupt_check);
+                 ops::LeftOperation left,
+                 const group::InterruptCheck& interrupt_check);
   /// Goes on behind judge_later().
   DeviceExchange(DeviceEndpoint& endpoint,
                  LeftRows left,
-                 const host::InterruptCheck& interrupt_check);
+                 const group::InterruptCheck& interrupt_check);
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
@@ -71,7 +71,7 @@ class DeviceExchange : public host::BufferOperation {
   /// Waits until the exchange has every active peer's row and reads them. Throws, on every rank
   /// alike, what some rank found wrong or where rows disagree; the epoch is then consumed and the
   /// buffer stays usable.
-  host::Rows collect(bool with_counts);
+  ops::Rows collect(bool with_counts);
 
   /// Whether the caller, a stream, gets its results before the host has heard the rows of this
   /// operation, of which it needs nothing: then judge_later() takes the place of collect(). Not
@@ -79,7 +79,7 @@ class DeviceExchange : public host::BufferOperation {
   bool hears_later(const layout::OperationArguments& arguments);
   /// Leaves what the rows say to a later call, the next operation at the latest. Null unless
   /// hears_later().
-  std::shared_ptr<host::CallerJoin> judge_later(HearCounts hear = nullptr);
+  std::shared_ptr<ops::CallerJoin> judge_later(HearCounts hear = nullptr);
 
   /// What a LateVerdict does.
   void hear_late();
@@ -101,11 +101,11 @@ class DeviceExchange : public host::BufferOperation {
   /// Everything launched: results are there for the caller when this returns (where it is the
   /// host), or once its stream comes to what it puts there from now on.
   /// @return on the progress thread of a caller that is a stream: what is to be joined first.
-  std::shared_ptr<host::CallerJoin> finish();
+  std::shared_ptr<ops::CallerJoin> finish();
 
   /// In place of finish(): ends when this rank's rows are sent, where the caller is the host, and
   /// leaves it to the phase to receive. @return what is to be joined.
-  std::shared_ptr<host::CallerJoin> receive_later(const kernels::ReceiveParams& params);
+  std::shared_ptr<ops::CallerJoin> receive_later(const kernels::ReceiveParams& params);
   /// The rest, where the caller is the host. @return nanoseconds waited for every rank in it.
   std::vector<int64_t> receive(const kernels::ReceiveParams& params);
 
@@ -126,7 +126,7 @@ class DeviceExchange : public host::BufferOperation {
   void check_peers(layout::Phase phase, int64_t now_ns);
   /// Throws what made a kernel leave, if one did.
   void check_left();
-  void exchange_rejection(const host::RowMessage& row) override;
+  void exchange_rejection(const ops::RowMessage& row) override;
 
   DeviceEndpoint& endpoint_;
   uint64_t ticket_ = 0;
@@ -136,7 +136,7 @@ class DeviceExchange : public host::BufferOperation {
   bool hears_now_ = false;         ///< peers may refuse this operation
   std::exception_ptr late_error_;  ///< of the operation before
   HearCounts hear_;
-  host::GoneWatch gone_;
+  group::GoneWatch gone_;
   RowArrivals arrivals_;
 };
 
@@ -146,7 +146,7 @@ class DeviceExchange : public host::BufferOperation {
                                    layout::Operation operation,
                                    layout::RowStatus status,
                                    const std::string& message,
-                                   const host::InterruptCheck& interrupt_check);
+                                   const group::InterruptCheck& interrupt_check);
 
 /// Aborts and throws because a kernel that waited for a peer ran into the limit.
 [[noreturn]] void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& report);

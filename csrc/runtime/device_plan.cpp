@@ -68,7 +68,7 @@ DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
   return made;
 }
 
-std::string find_failure(const host::PlanHeader& plan) {
+std::string find_failure(const ops::PlanHeader& plan) {
   if (plan.verdict == nullptr)
     return "";
   try {
@@ -80,10 +80,10 @@ std::string find_failure(const host::PlanHeader& plan) {
   return "";
 }
 
-std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Plan& plan) {
+std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const ops::Plan& plan) {
   auto made = DevicePlan::allocate(
       endpoint, plan.layout(), plan.num_tokens, plan.num_topk, Contents::kUnset);
-  static_cast<host::PlanHeader&>(*made) = plan;
+  static_cast<ops::PlanHeader&>(*made) = plan;
   Stream& stream = endpoint.stream();
   const auto upload = [&](auto* target, const auto& values) {
     const auto bytes = static_cast<int64_t>(values.size() * sizeof(values[0]));
@@ -101,9 +101,9 @@ std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Pl
   return made;
 }
 
-host::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
-  host::Plan made;
-  static_cast<host::PlanHeader&>(made) = plan;
+ops::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
+  ops::Plan made;
+  static_cast<ops::PlanHeader&>(made) = plan;
   made.slots.resize(static_cast<size_t>(plan.num_tokens * plan.num_slots));
   made.topk_idx.resize(static_cast<size_t>(plan.num_tokens * plan.num_topk));
   const auto download = [&](auto& values, const auto* source) {

@@ -16,7 +16,7 @@ namespace moe::runtime {
 enum class Contents { kUnset, kZero };
 
 /// A plan whose slots lie in device memory. Immutable once the kernels that write it have run.
-struct DevicePlan : host::PlanHeader {
+struct DevicePlan : ops::PlanHeader {
   std::shared_ptr<std::byte> memory;  ///< owner of the rest
   int64_t* slots = nullptr;           ///< device [num_tokens, num_slots]
   int64_t* topk_idx = nullptr;        ///< device [num_tokens, num_topk], a private copy
@@ -50,7 +50,7 @@ struct DevicePlan : host::PlanHeader {
 /// What the dispatch of a handle was found to be where its caller got it nevertheless, "" for
 /// nothing: such a plan has neither counts nor slots. By an operation, once it has heard the ones
 /// before.
-std::string find_failure(const host::PlanHeader& plan);
+std::string find_failure(const ops::PlanHeader& plan);
 
 /// What a dispatch finds besides its plan, in device memory.
 struct DispatchTables {
@@ -68,10 +68,10 @@ struct DispatchTables {
   int64_t lay(Carver carver, const DeviceEndpoint& endpoint, const int32_t* counts);
 };
 
-/// The plan of a dispatch from its count matrix and this rank's choices, as host::Plan::make().
-std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const host::Plan& plan);
+/// The plan of a dispatch from its count matrix and this rank's choices, as ops::Plan::make().
+std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const ops::Plan& plan);
 
 /// The plan's slots and choices, in host memory.
-host::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan);
+ops::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan);
 
 }  // namespace moe::runtime

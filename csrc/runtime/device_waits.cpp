@@ -51,14 +51,14 @@ void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
   int64_t looked_ns = start_ns;
   int64_t now_ns = start_ns;
   gone_ = {};
-  const host::WaitSite where = site(phase);
+  const group::WaitSite where = site(phase);
   for (Polling polling; !is_ready();) {
     polling.rest(now_ns - start_ns);
     now_ns = sync::now_ns();
     if (now_ns - looked_ns < kLookEveryNs)
       continue;
     looked_ns = now_ns;
-    host::look_up(group_, where, is_ready, [&](int64_t) { look_around(phase, now_ns); });
+    group::look_up(group_, where, is_ready, [&](int64_t) { look_around(phase, now_ns); });
   }
   arrivals_.reset();
 }
@@ -118,8 +118,8 @@ void DeviceExchange::stand_in_for(int closed_rank) {
 }
 
 void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
-  const host::WaitSite where = site(phase);
-  host::check_gone(group_, where, [&](int gone_rank) {
+  const group::WaitSite where = site(phase);
+  group::check_gone(group_, where, [&](int gone_rank) {
     if (phase != Phase::kRows)
       return !endpoint_.is_done(epoch_, gone_rank) && gone_.has_ended(group_, gone_rank, now_ns);
     return endpoint_.has_row(epoch_, gone_rank) ? gone_.keeps_others(group_, gone_rank, now_ns)
@@ -128,9 +128,9 @@ void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
 }
 
 void RowArrivals::check(const DeviceEndpoint& endpoint,
-                        const host::WaitSite& site,
+                        const group::WaitSite& site,
                         int64_t now_ns) {
-  host::Group& group = endpoint.group();
+  group::Group& group = endpoint.group();
   const auto is_missing = [&](int rank_idx) {
     return rank_idx != group.rank_idx() && group.is_active(rank_idx) &&
            !endpoint.has_row(static_cast<uint64_t>(site.epoch), rank_idx);
@@ -145,7 +145,7 @@ void RowArrivals::check(const DeviceEndpoint& endpoint,
   if (!watch_ || watch_->peer_rank() != peer_rank) {
     watch_.reset();  // which refers to the site
     site_ = site;
-    watch_.emplace(group, site_, peer_rank, host::ArrivalWatch::kNoLimit);
+    watch_.emplace(group, site_, peer_rank, group::ArrivalWatch::kNoLimit);
   }
   watch_->check(now_ns, is_missing);
 }
@@ -161,15 +161,15 @@ void DeviceExchange::check_left() {
 }
 
 void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& report) {
-  host::WaitSite where;
+  group::WaitSite where;
   where.operation = static_cast<layout::Operation>(report.operation);
   where.phase = static_cast<Phase>(report.phase);
   where.epoch = static_cast<int64_t>(report.epoch);
   where.buffer_number = endpoint.buffer_number();
-  host::Group& group = endpoint.group();
+  group::Group& group = endpoint.group();
   if (where.phase == Phase::kRows)
-    host::give_up_absent(group, where, report.peer_rank);
-  host::give_up_stalled(
+    group::give_up_absent(group, where, report.peer_rank);
+  group::give_up_stalled(
       group, where, report.peer_rank, group.stall_timeout_ns(), concat("rank ", report.peer_rank));
 }
 

@@ -75,7 +75,7 @@ void DeviceWatch::take_active() {
 
 void DeviceWatch::start() {
   if (!thread_.joinable() && !is_stopping_)
-    thread_ = host::start_quiet_thread([this] { run(); });
+    thread_ = cpu::start_quiet_thread([this] { run(); });
   changed_.notify_all();
 }
 
@@ -127,12 +127,12 @@ void DeviceWatch::look_for_gone(int64_t now_ns) {
     // Here a rank of this node has a grace too: which operation the kernels are in, and what they
     // lack, are read one after the other while they run.
     const bool is_local = endpoint_.group().is_local(peer_rank);
-    if (!gone_[idx].has_passed(now_ns, is_local ? host::kDeathGraceNs : host::kRemoteGraceNs))
+    if (!gone_[idx].has_passed(now_ns, is_local ? group::kDeathGraceNs : group::kRemoteGraceNs))
       continue;
     endpoint_.device().activate();
-    host::WaitSite where;
+    group::WaitSite where;
     if (endpoint_.lacks(peer_rank, &where))
-      host::give_up_gone(endpoint_.group(), where, peer_rank);
+      group::give_up_gone(endpoint_.group(), where, peer_rank);
   }
 }
 

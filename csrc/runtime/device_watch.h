@@ -52,7 +52,7 @@ class DeviceWatch {
   DeviceEndpoint& endpoint_;
   std::mutex look_mutex_;  ///< held while it looks; never taken under mutex_
   std::vector<uint8_t> is_active_;
-  std::vector<host::GraceClock> gone_;  ///< by rank, since it was first seen to be gone
+  std::vector<group::GraceClock> gone_;  ///< by rank, since it was first seen to be gone
 
   std::mutex mutex_;
   std::condition_variable changed_;

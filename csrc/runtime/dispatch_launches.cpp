@@ -39,7 +39,7 @@ void DispatchLaunches::foresee_plan() {
   plan.num_slots =
       layout::num_slots_per_token(arrangement_.layout, params_.num_topk, endpoint_.num_ranks());
   plan.received.num_rows = arrangement_.layout == layout::RowLayout::kLowLatency
-                               ? host::num_low_latency_rows(endpoint_)
+                               ? ops::num_low_latency_rows(endpoint_)
                                : params_.fixed_rows;
   const auto num_local = static_cast<size_t>(endpoint_.num_local_experts());
   plan.received.num_tokens_per_expert.resize(num_local);
@@ -83,7 +83,7 @@ void DispatchLaunches::take_plan(const DevicePlan& plan) {
 ExchangeParams DispatchLaunches::row() const {
   ExchangeParams row;
   row.tables = tables_.tables;
-  row.arguments = host::dispatch_arguments(params_, arrangement_);
+  row.arguments = ops::dispatch_arguments(params_, arrangement_);
   row.num_tokens = static_cast<int32_t>(params_.num_tokens);
   row.is_dispatch = 1;
   row.rule = params_.capacity;

@@ -15,7 +15,7 @@ namespace moe::runtime {
 class DispatchLaunches {
  public:
   DispatchLaunches(DeviceEndpoint& endpoint,
-                   const host::DispatchParams& params,
+                   const ops::DispatchParams& params,
                    const layout::Arrangement& arrangement,
                    Contents contents)
       : endpoint_(endpoint), params_(params), arrangement_(arrangement), contents_(contents) {}
@@ -63,7 +63,7 @@ class DispatchLaunches {
   static int64_t lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices);
 
   DeviceEndpoint& endpoint_;
-  const host::DispatchParams& params_;
+  const ops::DispatchParams& params_;
   layout::Arrangement arrangement_;
   Contents contents_;  ///< of memory that is made
   std::shared_ptr<DevicePlan> made_plan_;

@@ -4,12 +4,12 @@
 
 namespace moe::runtime {
 
-Internode::Internode(host::Group& group,
+Internode::Internode(group::Group& group,
                      Device& device,
                      const InternodeConfig& config,
                      int num_experts,
                      int depth,
-                     const host::InterruptCheck& interrupt_check)
+                     const group::InterruptCheck& interrupt_check)
     : kernels_(config.kernels), largest_(config.largest) {
   rails_.nodes = group.nodes();
   rails_.map = layout::rail_region(largest_, rails_.nodes, num_experts, depth);

@@ -41,12 +41,12 @@ class Internode {
   /// Collective.
   /// @param num_experts, depth  Of the buffer.
   /// @throws CapacityError, InvalidArgument  on every rank alike.
-  Internode(host::Group& group,
+  Internode(group::Group& group,
             Device& device,
             const InternodeConfig& config,
             int num_experts,
             int depth,
-            const host::InterruptCheck& interrupt_check);
+            const group::InterruptCheck& interrupt_check);
 
   /// Behind this, kernels of the stream may use rails().
   void upload(Stream& stream) const;

@@ -50,7 +50,7 @@ std::shared_ptr<LateVerdict> LateVerdict::make(DeviceEndpoint& endpoint, LeftRow
 }
 
 void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
-                              const host::InterruptCheck& interrupt_check) {
+                              const group::InterruptCheck& interrupt_check) {
   if (endpoint.is_host_caller())
     return;
   std::shared_ptr<LateVerdict> verdict;
@@ -69,7 +69,7 @@ void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
     verdict->is_told_.store(true, std::memory_order_relaxed);
 }
 
-void LateVerdict::join(const host::InterruptCheck& interrupt_check) {
+void LateVerdict::join(const group::InterruptCheck& interrupt_check) {
   if (!is_judged_.load(std::memory_order_acquire)) {
     const auto active = endpoint_.device().activate_for_now();
     hear(interrupt_check);
@@ -95,11 +95,11 @@ bool LateVerdict::has_ticket() const {
 }
 
 uint64_t LateVerdict::epoch() const {
-  const host::LeftOperation& left = left_.operation;
+  const ops::LeftOperation& left = left_.operation;
   return left.is_epoch_known ? left.epoch : endpoint_.epoch_after(left_.former_epoch);
 }
 
-std::exception_ptr LateVerdict::settle(const host::InterruptCheck& interrupt_check) {
+std::exception_ptr LateVerdict::settle(const group::InterruptCheck& interrupt_check) {
   hear(interrupt_check);
   return is_told_.exchange(true) ? nullptr : error_;
 }
@@ -112,14 +112,14 @@ void LateVerdict::look(int64_t now_ns) {
       arrivals_.reset();
       return;
     }
-    const int closed_rank = host::find_closed_peer(endpoint_.group(), epoch, [this](int rank_idx) {
+    const int closed_rank = ops::find_closed_peer(endpoint_.group(), epoch, [this](int rank_idx) {
       return endpoint_.closed_epoch(rank_idx);
     });
     if (closed_rank >= 0) {
       judge({});
       return;
     }
-    host::WaitSite site;
+    group::WaitSite site;
     site.operation = left_.operation.operation;
     site.phase = layout::Phase::kRows;
     site.epoch = static_cast<int64_t>(epoch);
@@ -155,7 +155,7 @@ void LateVerdict::try_alone(const std::function<void()>& body) {
   body();
 }
 
-void LateVerdict::hear(const host::InterruptCheck& interrupt_check) {
+void LateVerdict::hear(const group::InterruptCheck& interrupt_check) {
   constexpr auto kAnswerEvery = std::chrono::milliseconds(50);
   if (is_judged_.load(std::memory_order_acquire))
     return;
@@ -183,9 +183,9 @@ void LateVerdict::hear(const host::InterruptCheck& interrupt_check) {
 
 /// @throws what a handler of a signal raised: the caller hears that, whoever asks later hears of
 /// the abort it has led to.
-void LateVerdict::judge(const host::InterruptCheck& interrupt_check) {
+void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
   bool is_interrupted = false;
-  const host::InterruptCheck check = [&] {
+  const group::InterruptCheck check = [&] {
     if (!interrupt_check)
       return;
     try {
@@ -197,9 +197,9 @@ void LateVerdict::judge(const host::InterruptCheck& interrupt_check) {
   };
   arrivals_.reset();
   try {
-    const host::Group::OperationScope scope(endpoint_.group());
+    const group::Group::OperationScope scope(endpoint_.group());
     DeviceExchange exchange(endpoint_, std::move(left_), check);
-    host::run_to_end(exchange, [&exchange] {
+    ops::run_to_end(exchange, [&exchange] {
       exchange.hear_late();
       return true;
     });

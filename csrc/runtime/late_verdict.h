@@ -21,24 +21,24 @@ namespace moe::runtime {
 /// disagree. The host hears so when somebody asks, or before the next operation of the buffer,
 /// which is refused on every rank where somebody had not been told; see
 /// DeviceExchange::tell_late_error(). Thread-safe.
-class LateVerdict final : public host::CallerJoin {
+class LateVerdict final : public ops::CallerJoin {
  public:
   static std::shared_ptr<LateVerdict> make(DeviceEndpoint& endpoint, LeftRows left);
 
   /// Blocks the host until it knows.
-  void join(const host::InterruptCheck& interrupt_check) override;
+  void join(const group::InterruptCheck& interrupt_check) override;
   bool is_complete() override;
 
   /// The same before the next operation, and for a buffer that ends: on a thread whose device is
   /// this one.
   /// @return what was found wrong where nobody has been told, else null.
-  std::exception_ptr settle(const host::InterruptCheck& interrupt_check);
+  std::exception_ptr settle(const group::InterruptCheck& interrupt_check);
 
   /// Hears the operation of another buffer that the caller's stream of @p endpoint is behind. Else
   /// the host could wait in one operation for a peer that waits in the other, and nobody would see
   /// that they wait for each other.
   static void hear_before(const DeviceEndpoint& endpoint,
-                          const host::InterruptCheck& interrupt_check);
+                          const group::InterruptCheck& interrupt_check);
 
   /// In place of a host that waits: ends it where a peer takes no part, as it has destroyed its
   /// buffer; warns of one that does not come. Does not wait for anybody.
@@ -50,17 +50,17 @@ class LateVerdict final : public host::CallerJoin {
   LateVerdict(DeviceEndpoint& endpoint, LeftRows left);
   /// Until it is judged, by this thread or another.
   /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
-  void hear(const host::InterruptCheck& interrupt_check);
+  void hear(const group::InterruptCheck& interrupt_check);
   /// Runs @p body, which has left_ and arrivals_ for itself; not where another thread does.
   void try_alone(const std::function<void()>& body);
-  void judge(const host::InterruptCheck& interrupt_check);
+  void judge(const group::InterruptCheck& interrupt_check);
   void finish(std::exception_ptr error, bool is_told);
   bool has_ticket() const;
   /// Of the operation, as far as the host can know; 0 before it has begun behind graphs.
   uint64_t epoch() const;
 
   DeviceEndpoint& endpoint_;  ///< it has settled this before its end
-  const host::Group* const group_;
+  const group::Group* const group_;
   const int64_t start_ns_;
   const pid_t process_id_;
   LeftRows left_;         ///< of the thread that is busy

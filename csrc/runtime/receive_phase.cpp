@@ -16,7 +16,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
  public:
   HostReceive(DeviceEndpoint& endpoint,
               const kernels::ReceiveParams& params,
-              host::LeftOperation left)
+              ops::LeftOperation left)
       : endpoint_(endpoint), params_(params), left_(std::move(left)) {}
 
   void start() override {
@@ -25,7 +25,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
       submit({});
   }
 
-  void settle(const host::InterruptCheck& interrupt_check) override {
+  void settle(const group::InterruptCheck& interrupt_check) override {
     if (endpoint_.is_on_progress_thread()) {
       run();
       return;
@@ -35,7 +35,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
     pending_.await(interrupt_check);
   }
 
-  void join(const host::InterruptCheck& interrupt_check) override {
+  void join(const group::InterruptCheck& interrupt_check) override {
     settle(interrupt_check);
     pending_.wait(interrupt_check);
   }
@@ -51,7 +51,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
   }
 
  private:
-  void submit(const host::InterruptCheck& interrupt_check) {
+  void submit(const group::InterruptCheck& interrupt_check) {
     endpoint_.progress().submit([self = shared_from_this()] { self->run(); }, interrupt_check);
   }
 
@@ -60,18 +60,18 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
     if (std::exchange(has_run_, true))
       return;
     pending_.run([this] {
-      const host::InterruptCheck nothing;
-      const host::Group::OperationScope scope(endpoint_.group());
+      const group::InterruptCheck nothing;
+      const group::Group::OperationScope scope(endpoint_.group());
       DeviceExchange exchange(endpoint_, std::move(left_), nothing);
-      return host::run_to_end(exchange, [&] { return exchange.receive(params_); });
+      return ops::run_to_end(exchange, [&] { return exchange.receive(params_); });
     });
   }
 
   DeviceEndpoint& endpoint_;
   kernels::ReceiveParams params_;
-  host::LeftOperation left_;
+  ops::LeftOperation left_;
   bool has_run_ = false;
-  host::Pending<std::vector<int64_t>> pending_;
+  ops::Pending<std::vector<int64_t>> pending_;
 };
 
 /// The caller is a stream, which waits for the kernel from the moment it joins.
@@ -79,7 +79,7 @@ class StreamReceive final : public ReceivePhase {
  public:
   StreamReceive(DeviceEndpoint& endpoint,
                 const kernels::ReceiveParams& params,
-                host::LeftOperation left)
+                ops::LeftOperation left)
       : endpoint_(endpoint),
         params_(params),
         left_(std::move(left)),
@@ -98,9 +98,9 @@ class StreamReceive final : public ReceivePhase {
       left_.offered.clear();
   }
 
-  void settle(const host::InterruptCheck&) override { start(); }
+  void settle(const group::InterruptCheck&) override { start(); }
 
-  void join(const host::InterruptCheck& interrupt_check) override {
+  void join(const group::InterruptCheck& interrupt_check) override {
     start();
     end_->join(interrupt_check);
   }
@@ -116,10 +116,10 @@ class StreamReceive final : public ReceivePhase {
  private:
   DeviceEndpoint& endpoint_;
   kernels::ReceiveParams params_;
-  host::LeftOperation left_;
+  ops::LeftOperation left_;
   std::shared_ptr<Stream> caller_;
   std::mutex mutex_;
-  std::shared_ptr<host::CallerJoin> end_;  ///< null until the kernel was launched
+  std::shared_ptr<ops::CallerJoin> end_;  ///< null until the kernel was launched
 };
 
 /// Part of a graph: the kernel belongs where the caller joins, or before the next operation of the
@@ -131,14 +131,14 @@ class CapturedReceive final : public ReceivePhase {
 
   void start() override {}
 
-  void settle(const host::InterruptCheck&) override {
+  void settle(const group::InterruptCheck&) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     // A capture that ended without it is void.
     if (endpoint_.stream().is_capturing())
       launch();
   }
 
-  void join(const host::InterruptCheck&) override {
+  void join(const group::InterruptCheck&) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (has_joined_)
       return;
@@ -176,16 +176,16 @@ std::shared_ptr<ReceivePhase> ReceivePhase::captured(DeviceEndpoint& endpoint,
 
 std::shared_ptr<ReceivePhase> ReceivePhase::make(DeviceEndpoint& endpoint,
                                                  const kernels::ReceiveParams& params,
-                                                 host::LeftOperation left) {
+                                                 ops::LeftOperation left) {
   if (endpoint.is_host_caller())
     return std::make_shared<HostReceive>(endpoint, params, std::move(left));
   return std::make_shared<StreamReceive>(endpoint, params, std::move(left));
 }
 
-std::shared_ptr<host::CallerJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {
-  host::CallerJoin* const end = phase.get();
-  return std::shared_ptr<host::CallerJoin>(
-      end, [phase = std::move(phase)](host::CallerJoin*) { phase->drop(); });
+std::shared_ptr<ops::CallerJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {
+  ops::CallerJoin* const end = phase.get();
+  return std::shared_ptr<ops::CallerJoin>(
+      end, [phase = std::move(phase)](ops::CallerJoin*) { phase->drop(); });
 }
 
 }  // namespace moe::runtime

@@ -20,7 +20,7 @@ class DeviceEndpoint;
 /// it: done flags are raised by those who send. The tables that it reads are the next operation's
 /// too, so that one starts it first, as do recover() and destroy(); windows that peers may still
 /// write to are kept until then. Thread-safe.
-class ReceivePhase : public host::CallerJoin {
+class ReceivePhase : public ops::CallerJoin {
  public:
   /// Of what has been captured: a plan's status says what came of it, and nobody waits.
   static std::shared_ptr<ReceivePhase> captured(DeviceEndpoint& endpoint,
@@ -28,18 +28,18 @@ class ReceivePhase : public host::CallerJoin {
   /// @param left  The operation; peers write to what it has offered.
   static std::shared_ptr<ReceivePhase> make(DeviceEndpoint& endpoint,
                                             const kernels::ReceiveParams& params,
-                                            host::LeftOperation left);
+                                            ops::LeftOperation left);
 
   /// Starts it, unless somebody has. Does not wait.
   virtual void start() = 0;
   /// Before the next operation: work put into the stream from now on runs behind it, and where the
   /// caller is the host, it has ended. What ended it is join()'s to say.
-  virtual void settle(const host::InterruptCheck& interrupt_check) = 0;
+  virtual void settle(const group::InterruptCheck& interrupt_check) = 0;
   /// Nobody will join it any more.
   virtual void drop() noexcept {}
 
   /// What the outcome has of @p phase.
-  static std::shared_ptr<host::CallerJoin> end_of(std::shared_ptr<ReceivePhase> phase);
+  static std::shared_ptr<ops::CallerJoin> end_of(std::shared_ptr<ReceivePhase> phase);
 };
 
 }  // namespace moe::runtime

@@ -7,7 +7,7 @@ namespace moe::runtime {
 
 using kernels::Buffer;
 
-SegmentBases::SegmentBases(std::shared_ptr<host::Group> group,
+SegmentBases::SegmentBases(std::shared_ptr<group::Group> group,
                            std::shared_ptr<SymmetricMemory> memory,
                            Device& device)
     : group_(std::move(group)),
@@ -50,7 +50,7 @@ void SegmentBases::refresh_from_link() noexcept {
   } catch (const std::exception& error) {
     // A kernel may wait for the entry: it leaves by the abort, which says why.
     group_->abort(layout::AbortCause::kPeerFailed,
-                  host::WaitSite{},
+                  group::WaitSite{},
                   {group_->rank_idx()},
                   concat("rank ",
                          group_->rank_idx(),

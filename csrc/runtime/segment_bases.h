@@ -16,7 +16,7 @@ namespace moe::runtime {
 /// whose entry is still 0 waits for it. Entries of ranks of other nodes stay 0.
 class SegmentBases {
  public:
-  SegmentBases(std::shared_ptr<host::Group> group,
+  SegmentBases(std::shared_ptr<group::Group> group,
                std::shared_ptr<SymmetricMemory> memory,
                Device& device);
   ~SegmentBases();
@@ -34,7 +34,7 @@ class SegmentBases {
  private:
   void refresh_from_link() noexcept;
 
-  std::shared_ptr<host::Group> group_;
+  std::shared_ptr<group::Group> group_;
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<std::byte> table_;
   std::mutex mutex_;

@@ -23,9 +23,9 @@ class SymmetricRegions {
   /// is handed out again once every rank has given its own back.
   /// @throws InvalidArgument  not every rank of the group is there, or sizes differ.
   /// @throws CapacityError    on every rank where one has no more memory.
-  virtual std::shared_ptr<std::byte> allocate(host::Group& group,
+  virtual std::shared_ptr<std::byte> allocate(group::Group& group,
                                               int64_t bytes,
-                                              const host::InterruptCheck& interrupt_check) = 0;
+                                              const group::InterruptCheck& interrupt_check) = 0;
 };
 
 }  // namespace moe::runtime

@@ -62,9 +62,9 @@ struct Region {
 
 class SharedRegions final : public runtime::SymmetricRegions {
  public:
-  std::shared_ptr<std::byte> allocate(host::Group& group,
+  std::shared_ptr<std::byte> allocate(group::Group& group,
                                       int64_t bytes,
-                                      const host::InterruptCheck& interrupt_check) override {
+                                      const group::InterruptCheck& interrupt_check) override {
     MOE_CHECK(bytes > 0, "memory between nodes must have > 0 bytes, got ", bytes);
     heap::NewSegment made;
     FilePlace place;
@@ -104,7 +104,9 @@ class SharedRegions final : public runtime::SymmetricRegions {
 
  private:
   /// Throws what is wrong on any rank, on every rank.
-  static void check(const host::Group& group, const std::vector<std::string>& said, int64_t bytes) {
+  static void check(const group::Group& group,
+                    const std::vector<std::string>& said,
+                    int64_t bytes) {
     for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
       if (!group.is_active(rank_idx))
         continue;

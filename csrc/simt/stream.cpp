@@ -63,7 +63,7 @@ void Progress::drop(std::shared_ptr<const void> owned) {
 }
 
 void Progress::run() {
-  const host::FloatingPointScope floating_point;
+  const cpu::FloatingPointScope floating_point;
   Scheduler scheduler;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -315,7 +315,7 @@ void WorkerStream::run(Work work) {
   progress_->add(std::move(work));
   const std::lock_guard<std::mutex> lock(start_mutex_);
   if (!thread_.joinable())
-    thread_ = host::start_quiet_thread([progress = progress_] { progress->run(); });
+    thread_ = cpu::start_quiet_thread([progress = progress_] { progress->run(); });
 }
 
 std::shared_ptr<StreamEvent> WorkerStream::record_progress() {

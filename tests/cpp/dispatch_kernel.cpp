@@ -26,7 +26,7 @@ using dispatch_rig::Case;
 using dispatch_rig::Rig;
 using layout::RowLayout;
 
-Case quantized(Case test, DType dtype, int64_t hidden, int block, host::ScaleFormat format) {
+Case quantized(Case test, DType dtype, int64_t hidden, int block, cpu::ScaleFormat format) {
   test.quantize.is_on = 1;
   test.quantize.dtype = dtype;
   test.quantize.block = block;
@@ -34,8 +34,8 @@ Case quantized(Case test, DType dtype, int64_t hidden, int block, host::ScaleFor
   test.source_row_bytes = hidden * element_bytes(dtype);
   test.row_bytes = hidden;
   test.num_scales = static_cast<int>((hidden + block - 1) / block);
-  test.scale_bytes = format == host::ScaleFormat::kUe8m0 ? 1 : 4;
-  if (format == host::ScaleFormat::kUe8m0 && block == 128) {
+  test.scale_bytes = format == cpu::ScaleFormat::kUe8m0 ? 1 : 4;
+  if (format == cpu::ScaleFormat::kUe8m0 && block == 128) {
     test.num_scales = (test.num_scales + 3) / 4;
     test.scale_bytes = 4;
   }
@@ -197,7 +197,7 @@ std::vector<Case> cases() {
         rows.is_misaligned = hidden == 136 && is_column_major;
         rows.layout = is_column_major ? RowLayout::kExpertMajor : RowLayout::kRankMajor;
         rows.name = concat(is_column_major ? "columns" : "rows", rows.is_misaligned ? " off" : "");
-        using Format = host::ScaleFormat;
+        using Format = cpu::ScaleFormat;
         const auto add_both = [&](const Case& test) {
           add(test, "quantized");
           if (hidden >= 640)
@@ -209,7 +209,7 @@ std::vector<Case> cases() {
       }
   rows.layout = RowLayout::kLowLatency;
   rows.name = "low-latency";
-  add(quantized(rows, DType::kBFloat16, 256, 128, host::ScaleFormat::kFloat32), "quantized");
+  add(quantized(rows, DType::kBFloat16, 256, 128, cpu::ScaleFormat::kFloat32), "quantized");
   return all;
 }
 

@@ -438,19 +438,19 @@ class Rig {
     const auto weight_bytes = static_cast<size_t>(test_.weight_bytes);
     std::vector<std::byte> data(static_cast<size_t>(test_.row_bytes));
     std::vector<std::byte> factors(static_cast<size_t>(test_.num_scales * test_.scale_bytes));
-    const host::FloatingPointScope scope;
+    const cpu::FloatingPointScope scope;
     for (int64_t token_idx = 0; token_idx < params.choices.num_tokens; ++token_idx) {
       const std::byte* const row = rows.data() + token_idx * test_.source_row_bytes;
       if (test_.quantize.is_on) {
-        host::RowQuantization quantization;
+        cpu::RowQuantization quantization;
         quantization.dtype = test_.quantize.dtype;
         quantization.block = test_.quantize.block;
-        quantization.scale_format = static_cast<host::ScaleFormat>(test_.quantize.scale_format);
+        quantization.scale_format = static_cast<cpu::ScaleFormat>(test_.quantize.scale_format);
         quantization.hidden = test_.row_bytes;
         std::fill(factors.begin(), factors.end(), std::byte{0});
         std::byte* place = data.data();
-        host::find_row_kernels("portable")
-            ->quantize_row(quantization, row, &place, 1, factors.data(), host::StoreMode::kCached);
+        cpu::find_row_kernels("portable")
+            ->quantize_row(quantization, row, &place, 1, factors.data(), cpu::StoreMode::kCached);
       } else {
         std::memcpy(data.data(), row, data.size());
         for (int64_t i = 0; i < test_.num_scales; ++i)

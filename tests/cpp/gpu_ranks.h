@@ -61,7 +61,7 @@ class CallerStream {
 
 /// What a rank has of its GPU.
 struct RankGpu {
-  RankGpu(host::ThreadRank& rank, int device_idx, int max_connections)
+  RankGpu(group::ThreadRank& rank, int device_idx, int max_connections)
       : device(cuda::CudaDevice::create(device_idx, max_connections)),
         heap(cuda::CudaHeap::create(rank.mesh, device, {})) {
     device->activate();
@@ -71,7 +71,7 @@ struct RankGpu {
   std::shared_ptr<cuda::CudaHeap> heap;
 };
 
-inline std::shared_ptr<host::Group> borrow(host::Group& group) {
+inline std::shared_ptr<group::Group> borrow(group::Group& group) {
   return {std::shared_ptr<void>(), &group};
 }
 
@@ -79,7 +79,7 @@ inline std::shared_ptr<host::Group> borrow(host::Group& group) {
 /// every token goes to every expert.
 struct Caller {
   Caller(int rank_idx,
-         const std::shared_ptr<host::Group>& group,
+         const std::shared_ptr<group::Group>& group,
          const RankGpu& gpu,
          int64_t num_max_tokens = kNumTokens)
       : rank_idx(rank_idx), num_ranks(group->num_ranks()) {
@@ -112,8 +112,8 @@ struct Caller {
     return static_cast<float>(10 * from_rank + token_idx + 100 * round);
   }
 
-  host::DispatchParams dispatch_params(RowLayout layout) const {
-    host::DispatchParams params;
+  ops::DispatchParams dispatch_params(RowLayout layout) const {
+    ops::DispatchParams params;
     params.x = x.get();
     params.topk_idx = reinterpret_cast<const int64_t*>(topk_idx.get());
     params.num_tokens = kNumTokens;
@@ -121,30 +121,30 @@ struct Caller {
     params.source_row_bytes = params.row_bytes = kHidden * 4;
     params.dtype = 2 << 8 | 32;
     params.layout = layout;
-    params.copy_out = host::CopyOut::kNever;
+    params.copy_out = ops::CopyOut::kNever;
     return params;
   }
 
-  host::DispatchOutcome dispatch(RowLayout layout = RowLayout::kExpertMajor,
-                                 std::shared_ptr<const host::PlanHeader> plan = nullptr) const {
-    host::DispatchParams params = dispatch_params(layout);
+  ops::DispatchOutcome dispatch(RowLayout layout = RowLayout::kExpertMajor,
+                                std::shared_ptr<const ops::PlanHeader> plan = nullptr) const {
+    ops::DispatchParams params = dispatch_params(layout);
     params.plan = std::move(plan);
     return runtime::dispatch(*endpoint, params, {});
   }
 
-  host::CombineOutcome combine(const host::DispatchOutcome& dispatched) const {
-    host::CombineParams params;
+  ops::CombineOutcome combine(const ops::DispatchOutcome& dispatched) const {
+    ops::CombineParams params;
     params.x = dispatched.rows;
     params.has_rows = true;
     params.dtype = DType::kFloat32;
     params.hidden = kHidden;
     params.plan = dispatched.plan;
-    params.copy_out = host::CopyOut::kNever;
+    params.copy_out = ops::CopyOut::kNever;
     return runtime::combine(*endpoint, params, {});
   }
 
   /// Every expert has the rows of all ranks, in their order.
-  void check_rows(const host::DispatchOutcome& outcome) const {
+  void check_rows(const ops::DispatchOutcome& outcome) const {
     stream.synchronize();
     const int64_t num_rows = num_ranks * kNumTokens;  // of an expert
     const layout::Arrangement& arrangement = outcome.plan->arrangement;
@@ -160,7 +160,7 @@ struct Caller {
   }
 
   /// Experts return what they got.
-  void check_sums(const host::CombineOutcome& outcome) const {
+  void check_sums(const ops::CombineOutcome& outcome) const {
     stream.synchronize();
     for (int64_t token_idx = 0; token_idx < kNumTokens; ++token_idx) {
       float value = 0.0f;
@@ -173,11 +173,11 @@ struct Caller {
 
   void run_all(RowLayout layout) {
     for (int i = 0; i < 2; ++i) {
-      const host::DispatchOutcome outcome = dispatch(layout);
+      const ops::DispatchOutcome outcome = dispatch(layout);
       check_rows(outcome);
       check_sums(combine(outcome));
       fill(round + 1);
-      const host::DispatchOutcome again = dispatch(layout, outcome.plan);
+      const ops::DispatchOutcome again = dispatch(layout, outcome.plan);
       check_rows(again);
       check_sums(combine(again));
       fill(round + 1);
@@ -203,20 +203,20 @@ inline void expect_no_violations() {
 /// Ranks that are threads, on @p num_devices in turn.
 inline void run_ranks(int num_ranks,
                       int num_devices,
-                      const std::function<void(int, host::ThreadRank&, RankGpu&)>& body) {
-  host::run_group(num_ranks, [&](int rank_idx, host::ThreadRank& rank) {
+                      const std::function<void(int, group::ThreadRank&, RankGpu&)>& body) {
+  group::run_group(num_ranks, [&](int rank_idx, group::ThreadRank& rank) {
     try {
       RankGpu gpu(rank, rank_idx % num_devices, num_ranks > num_devices ? kConnections : 0);
       body(rank_idx, rank, gpu);
     } catch (const std::exception& error) {
-      host::fail(concat("rank ", rank_idx, ": ", error.what()));
+      group::fail(concat("rank ", rank_idx, ": ", error.what()));
     }
   });
   expect_no_violations();
 }
 
 /// Ranks whose GPU sees memory of the others may use it, by what this process asked for.
-inline void expect_access(const RankGpu& gpu, host::Group& group) {
+inline void expect_access(const RankGpu& gpu, group::Group& group) {
   const auto window = gpu.heap->allocate(8);
   const std::byte* const own = window->data();
   for (const std::string& said :
@@ -254,7 +254,7 @@ class Pipe {
 
 /// Ranks that are processes, each of which sees @p masks of the devices.
 inline void run_processes(const std::vector<std::string>& masks,
-                          const std::function<void(int, host::ThreadRank&, RankGpu&)>& body) {
+                          const std::function<void(int, group::ThreadRank&, RankGpu&)>& body) {
   const auto num_ranks = static_cast<int>(masks.size());
   std::vector<Pipe> to_parent(masks.size());
   std::vector<Pipe> to_rank(masks.size());
@@ -266,7 +266,7 @@ inline void run_processes(const std::vector<std::string>& masks,
       continue;
     try {
       ::setenv("CUDA_VISIBLE_DEVICES", masks[idx].c_str(), 1);
-      host::ThreadRank rank;
+      group::ThreadRank rank;
       rank.mesh = heap::PeerMesh::create();
       to_parent[idx].send(rank.mesh->address());
       std::vector<std::string> addresses;
@@ -308,7 +308,7 @@ struct Recorded {
   Recorded(Caller& caller, RowLayout layout, cudaStreamCaptureMode mode) {
     cudaGraph_t graph = nullptr;
     device::check_cuda(cudaStreamBeginCapture(caller.stream.get(), mode), "beginning a capture");
-    host::DispatchParams params = caller.dispatch_params(layout);
+    ops::DispatchParams params = caller.dispatch_params(layout);
     if (layout != RowLayout::kLowLatency) {
       params.fixed_rows = 2 * caller.num_ranks * kNumTokens;
       params.capacity.on_overflow = layout::OnOverflow::kDrop;
@@ -325,8 +325,8 @@ struct Recorded {
     caller.check_sums(combined);
   }
 
-  host::DispatchOutcome dispatched;
-  host::CombineOutcome combined;
+  ops::DispatchOutcome dispatched;
+  ops::CombineOutcome combined;
   cudaGraphExec_t executable = nullptr;
 };
 

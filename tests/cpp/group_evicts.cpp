@@ -17,16 +17,16 @@ constexpr int kSlow = 1;
 }  // namespace
 
 int main() {
-  using moe::host::fail;
-  moe::host::HeldService service;  // as if the whole process had been stopped
+  using moe::group::fail;
+  moe::group::HeldService service;  // as if the whole process had been stopped
   std::latch have_agreed(2);
   std::atomic<bool> is_over{false};
-  moe::host::run_group(3, [&](int rank_idx, moe::host::ThreadRank& rank) {
+  moe::group::run_group(3, [&](int rank_idx, moe::group::ThreadRank& rank) {
     if (rank_idx == kSlow) {
       service.hold(*rank.mesh);
       have_agreed.wait();
       service.release();
-      const std::string said = moe::host::error_of<moe::Evicted>(
+      const std::string said = moe::group::error_of<moe::Evicted>(
           [&] { rank.group->check_usable(moe::layout::Operation::kDispatch); },
           "a dispatch would begin on a rank that was given up");
       if (said.find("declared rank 1, which is this one, failed") == std::string::npos)
@@ -37,10 +37,10 @@ int main() {
     }
     service.await();
     rank.group->abort(moe::layout::AbortCause::kPeerTimeout,
-                      moe::host::WaitSite{},
+                      moe::group::WaitSite{},
                       {kSlow},
                       "rank 1 made no progress");
-    moe::host::ShrinkAgreement::Arguments arguments;
+    moe::group::ShrinkAgreement::Arguments arguments;
     arguments.failed_ranks = {kSlow};
     rank.group->shrink_agreement().agree(arguments, nullptr);
     have_agreed.count_down();

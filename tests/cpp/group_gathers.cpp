@@ -17,10 +17,10 @@ constexpr int kAborting = 2;
 }  // namespace
 
 int main() {
-  using moe::host::fail;
-  moe::host::HeldService service;
+  using moe::group::fail;
+  moe::group::HeldService service;
   std::atomic<bool> is_over{false};
-  moe::host::run_group(3, [&](int rank_idx, moe::host::ThreadRank& rank) {
+  moe::group::run_group(3, [&](int rank_idx, moe::group::ThreadRank& rank) {
     if (rank_idx == kSlow)
       service.hold(*rank.mesh);
     service.await();
@@ -30,15 +30,15 @@ int main() {
       fail("rank " + own + " gathered something else");
     if (rank_idx == kAborting) {
       rank.group->abort(moe::layout::AbortCause::kPeerFailed,
-                        moe::host::WaitSite{},
+                        moe::group::WaitSite{},
                         {1},
                         "rank 1 died afterwards");
       service.release();
     }
     if (rank_idx == kSlow) {
       const std::string said =
-          moe::host::error_of<moe::PeerFailed>([&] { rank.group->all_gather(own, nullptr); },
-                                               "the next call does not say what happened");
+          moe::group::error_of<moe::PeerFailed>([&] { rank.group->all_gather(own, nullptr); },
+                                                "the next call does not say what happened");
       if (said != "rank 1 died afterwards")
         fail(said);
       is_over = true;

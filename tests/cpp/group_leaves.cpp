@@ -10,12 +10,12 @@
 #include "thread_rank.h"
 
 int main() {
-  using moe::host::fail;
-  std::vector<moe::host::ThreadRank> ranks(2);
-  const std::vector<std::string> addresses = moe::host::make_meshes(&ranks);
-  moe::host::HeldService service;
+  using moe::group::fail;
+  std::vector<moe::group::ThreadRank> ranks(2);
+  const std::vector<std::string> addresses = moe::group::make_meshes(&ranks);
+  moe::group::HeldService service;
   std::thread stays([&] {
-    moe::host::ThreadRank& rank = ranks[1];
+    moe::group::ThreadRank& rank = ranks[1];
     rank.connect(1, addresses);
     // Once it has said its own, its service thread is kept busy until rank 0 has gone.
     bool is_held = false;
@@ -24,7 +24,7 @@ int main() {
         service.hold(*rank.mesh);
       is_held = true;
     });
-    const std::string said = moe::host::error_of<moe::PeerFailed>(
+    const std::string said = moe::group::error_of<moe::PeerFailed>(
         [&] { rank.group->check_usable(moe::layout::Operation::kDispatch); },
         "a dispatch would begin without rank 0");
     if (said.find("rank 0 left the communicator before this dispatch") == std::string::npos)

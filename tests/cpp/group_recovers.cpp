@@ -24,12 +24,12 @@ struct Interrupted : std::runtime_error {
 }  // namespace
 
 int main() {
-  using moe::host::fail;
+  using moe::group::fail;
   std::atomic<int> num_looks{0};
   std::atomic<bool> is_silent{false};
   std::atomic<bool> is_over{false};
   std::atomic<int> num_shrunk{0};
-  moe::host::run_group(3, [&](int rank_idx, moe::host::ThreadRank& rank) {
+  moe::group::run_group(3, [&](int rank_idx, moe::group::ThreadRank& rank) {
     if (rank_idx != kSilent)
       is_silent.wait(false);
     try {
@@ -55,7 +55,7 @@ int main() {
         fail(said);
     }
     if (rank_idx != kSilent) {
-      moe::host::ShrinkAgreement::Arguments arguments;
+      moe::group::ShrinkAgreement::Arguments arguments;
       if (rank_idx == kGivesUp)
         arguments.failed_ranks = {kSilent};
       const auto decision = rank.group->shrink_agreement().agree(arguments, nullptr);

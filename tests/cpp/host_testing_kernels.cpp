@@ -13,14 +13,14 @@ namespace {
 
 using bindings::ByteRows;
 using bindings::Bytes;
-using host::FloatingPointScope;
-using host::RowKernels;
-using host::RowQuantization;
-using host::ScaleFormat;
-using host::store_mode;
+using cpu::FloatingPointScope;
+using cpu::RowKernels;
+using cpu::RowQuantization;
+using cpu::ScaleFormat;
+using cpu::store_mode;
 
 const RowKernels& row_kernels(const std::string& isa) {
-  const RowKernels* kernels = host::find_row_kernels(isa);
+  const RowKernels* kernels = cpu::find_row_kernels(isa);
   MOE_CHECK(kernels, "no row kernels named '", isa, "' on this machine");
   return *kernels;
 }

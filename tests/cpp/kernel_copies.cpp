@@ -104,13 +104,13 @@ void check_strided_copies() {
     copies.push_back({plan.source.data(), plan.target.data(), plan.from.shape, plan.to.shape});
     first_piece.push_back(first_piece.back() +
                           kernels::num_pieces(plan.from.shape.bytes, params.piece_bytes));
-    host::copy_strided(host::best_row_kernels(),
-                       {plan.source.data(), plan.from.shape_or_null()},
-                       0,
-                       {plan.want.data(), plan.to.shape_or_null()},
-                       0,
-                       plan.from.shape.bytes,
-                       host::StoreMode::kCached);
+    cpu::copy_strided(cpu::best_row_kernels(),
+                      {plan.source.data(), plan.from.shape_or_null()},
+                      0,
+                      {plan.want.data(), plan.to.shape_or_null()},
+                      0,
+                      plan.from.shape.bytes,
+                      cpu::StoreMode::kCached);
   }
   params.copies = copies.data();
   params.first_piece = first_piece.data();

@@ -188,7 +188,7 @@ void check_combine(const CombineCase& c) {
   launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
   kernels::launch_combine(launch, params);
 
-  const host::FloatingPointScope scope;
+  const cpu::FloatingPointScope scope;
   for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx) {
     std::vector<const std::byte*> src;
     std::vector<float> narrow;
@@ -205,15 +205,15 @@ void check_combine(const CombineCase& c) {
     const void* factors = c.dtype == DType::kFloat64 ? static_cast<const void*>(wide.data())
                                                      : static_cast<const void*>(narrow.data());
     // An empty vector has no data, which would mean that no weights apply; nor do they.
-    host::best_row_kernels().sum_rows(c.dtype,
-                                      src.data(),
-                                      c.is_weighted ? factors : nullptr,
-                                      static_cast<int>(src.size()),
-                                      c.hidden,
-                                      want.data() + token_idx * row_bytes,
-                                      host::StoreMode::kCached,
-                                      nullptr,
-                                      0);
+    cpu::best_row_kernels().sum_rows(c.dtype,
+                                     src.data(),
+                                     c.is_weighted ? factors : nullptr,
+                                     static_cast<int>(src.size()),
+                                     c.hidden,
+                                     want.data() + token_idx * row_bytes,
+                                     cpu::StoreMode::kCached,
+                                     nullptr,
+                                     0);
   }
   if (!sums.equals(want))
     fail(c.text() + " differs, " + describe(launch));
@@ -365,10 +365,10 @@ void check_weighted_gradient(DType dtype, int weight_bytes, int64_t hidden) {
   params.weight_bytes = weight_bytes;
   const device::Launch launch = draw_launch();
   kernels::launch_weighted_gradient(launch, params);
-  const host::FloatingPointScope scope;
+  const cpu::FloatingPointScope scope;
   for (int64_t row = 0; row < num_rows; ++row) {
     const double weight = weight_bytes == 8 ? weights.as<double>()[row] : weights.as<float>()[row];
-    const double dot = host::best_row_kernels().scale_and_dot(
+    const double dot = cpu::best_row_kernels().scale_and_dot(
         dtype, want.data() + row * row_bytes, values.data() + row * row_bytes, weight, hidden);
     if (weight_bytes == 8)
       want_dots.as<double>()[row] = dot;
@@ -417,15 +417,15 @@ void check_large_offsets() {
   const Guarded sums(kHidden * 2);
   const Guarded want(kHidden * 2);
   const std::byte* row = memory + kRow * kHidden * 2;
-  host::best_row_kernels().sum_rows(DType::kBFloat16,
-                                    &row,
-                                    nullptr,
-                                    1,
-                                    kHidden,
-                                    want.data(),
-                                    host::StoreMode::kCached,
-                                    nullptr,
-                                    0);
+  cpu::best_row_kernels().sum_rows(DType::kBFloat16,
+                                   &row,
+                                   nullptr,
+                                   1,
+                                   kHidden,
+                                   want.data(),
+                                   cpu::StoreMode::kCached,
+                                   nullptr,
+                                   0);
   kernels::CombineParams combine;
   combine.buffer = world.buffer;
   combine.tables = world.tables;

@@ -103,7 +103,7 @@ inline std::string describe(const device::Launch& launch) {
   return std::to_string(launch.num_blocks) + " blocks of " + std::to_string(launch.num_threads);
 }
 
-/// Batches of copies between random tensors, held to host::copy_strided().
+/// Batches of copies between random tensors, held to cpu::copy_strided().
 void check_strided_copies();
 
 }  // namespace moe::kernel_rows

@@ -12,8 +12,8 @@
 int main() {
   constexpr uint64_t kNumMessages = 50;
   const std::string message(100'000, 'm');
-  std::vector<moe::host::ThreadRank> ranks(2);
-  const std::vector<std::string> addresses = moe::host::make_meshes(&ranks);
+  std::vector<moe::group::ThreadRank> ranks(2);
+  const std::vector<std::string> addresses = moe::group::make_meshes(&ranks);
   std::thread leaves([&] { ranks[0].connect(0, addresses); });
   ranks[1].connect(1, addresses);
   leaves.join();

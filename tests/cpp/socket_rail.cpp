@@ -25,9 +25,9 @@
 namespace {
 
 using moe::Rail;
+using moe::group::SocketRail;
+using moe::group::SocketRailStream;
 using moe::heap::PeerMesh;
-using moe::host::SocketRail;
-using moe::host::SocketRailStream;
 using State = Rail::State;
 
 constexpr double kTimeoutS = 60.0;

@@ -47,14 +47,14 @@ void await(const runtime::Stream& stream) {
 /// One buffer of a rank, and inputs that every rank knows: row t of rank r is full of 10 r + t, and
 /// every token goes to both experts.
 struct Caller {
-  Caller(int rank_idx, host::ThreadRank& rank)
+  Caller(int rank_idx, group::ThreadRank& rank)
       : rank_idx(rank_idx), num_ranks(rank.group->num_ranks()) {
     runtime::DeviceEndpointConfig config;
     config.common.num_experts = kNumExperts;
     config.common.expert_rank = {0, 1};
     config.common.depth = 2;
     endpoint = runtime::DeviceEndpoint::create(
-        std::shared_ptr<host::Group>(std::shared_ptr<void>(), rank.group.get()),
+        std::shared_ptr<group::Group>(std::shared_ptr<void>(), rank.group.get()),
         rank.heap,
         std::make_shared<simt::SimtDevice>(rank_idx, simt::Caller::kStreams),
         std::move(config),
@@ -65,21 +65,21 @@ struct Caller {
     }
   }
 
-  host::DispatchOutcome dispatch() {
-    host::DispatchParams params;
+  ops::DispatchOutcome dispatch() {
+    ops::DispatchParams params;
     params.x = reinterpret_cast<const std::byte*>(x.data());
     params.topk_idx = topk_idx.data();
     params.num_tokens = kNumTokens;
     params.num_topk = 2;
     params.source_row_bytes = params.row_bytes = kHidden * 4;
     params.dtype = 2 << 8 | 32;
-    params.copy_out = host::CopyOut::kNever;
+    params.copy_out = ops::CopyOut::kNever;
     params.is_async = true;
     return runtime::dispatch(*endpoint, params, {});
   }
 
   /// Joins and looks at every row.
-  void check(const host::DispatchOutcome& outcome) const {
+  void check(const ops::DispatchOutcome& outcome) const {
     outcome.end->join({});
     await(endpoint->caller_stream());
     const int64_t num_rows = rank_idx < kNumExperts ? num_ranks * kNumTokens : 0;
@@ -88,12 +88,12 @@ struct Caller {
       std::memcpy(&value, outcome.rows + row_idx * kHidden * 4, sizeof(value));
       const auto wanted = static_cast<float>(10 * (row_idx / kNumTokens) + row_idx % kNumTokens);
       if (value != wanted)
-        host::fail(concat("row ", row_idx, " of rank ", rank_idx, " is ", value));
+        group::fail(concat("row ", row_idx, " of rank ", rank_idx, " is ", value));
     }
   }
 
   /// Whether some window that the heap hands out now shares bytes with that of @p rows.
-  bool is_handed_out(host::Group& group, const std::byte* rows) const {
+  bool is_handed_out(group::Group& group, const std::byte* rows) const {
     const auto bytes = static_cast<uint64_t>(num_ranks * kNumTokens * kHidden * 4);
     std::vector<std::shared_ptr<Window>> windows;
     for (int i = 0; i < 16; ++i) {
@@ -118,28 +118,28 @@ struct Caller {
 void abort_while_receiving(bool starts) {
   std::latch all_have_sent(2);
   std::latch all_have_looked(2);
-  host::run_group(2, [&](int rank_idx, host::ThreadRank& rank) {
+  group::run_group(2, [&](int rank_idx, group::ThreadRank& rank) {
     Caller caller(rank_idx, rank);
     caller.check(caller.dispatch());
-    host::DispatchOutcome outcome = caller.dispatch();
+    ops::DispatchOutcome outcome = caller.dispatch();
     all_have_sent.arrive_and_wait();
     if (rank_idx == 1)
-      rank.group->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {1}, "gave up");
+      rank.group->abort(layout::AbortCause::kPeerFailed, group::WaitSite{}, {1}, "gave up");
     while (!rank.group->is_aborted())
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     const std::byte* const rows = outcome.rows;
     if (starts)
       outcome.end->join({});
-    outcome = host::DispatchOutcome{};
+    outcome = ops::DispatchOutcome{};
     await(caller.endpoint->caller_stream());
     if (caller.is_handed_out(*rank.group, rows))
-      host::fail(concat("rank ", rank_idx, ": a window that a peer may write to is handed out"));
+      group::fail(concat("rank ", rank_idx, ": a window that a peer may write to is handed out"));
     all_have_looked.arrive_and_wait();
     rank.group->recover({});
     caller.check(caller.dispatch());
     caller.check(caller.dispatch());
     if (!caller.is_handed_out(*rank.group, rows))
-      host::fail(concat("rank ", rank_idx, ": a window never comes back"));
+      group::fail(concat("rank ", rank_idx, ": a window never comes back"));
     caller.endpoint->destroy({});
   });
 }

@@ -16,7 +16,7 @@
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
 
-namespace moe::host {
+namespace moe::group {
 
 constexpr double kTimeoutS = 60.0;
 
@@ -127,4 +127,4 @@ class HeldService {
   std::atomic<bool> is_released_{false};
 };
 
-}  // namespace moe::host
+}  // namespace moe::group

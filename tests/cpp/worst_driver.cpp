@@ -18,7 +18,7 @@ using namespace moe;
 using namespace moe::cases;
 
 void operations_of_threads(int num_devices) {
-  run_ranks(2, num_devices, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, num_devices, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
@@ -37,7 +37,7 @@ void threads_on_two_devices() {
 
 /// What every rank finds of the devices: the first of those it sees is another one on each.
 void operations_of_processes(const std::string& sharing) {
-  run_processes({"0", "1"}, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_processes({"0", "1"}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     const std::string& uuid = gpu.device->info().uuid;
     const auto uuids = rank.group->all_gather(uuid, {});
     expect(uuids[0] != uuids[1], "both processes use one device");
@@ -74,7 +74,7 @@ void streams_of_callers_alone() {
 }
 
 void event_of_outside_a_capture() {
-  run_ranks(1, 1, [](int, host::ThreadRank&, RankGpu& gpu) {
+  run_ranks(1, 1, [](int, group::ThreadRank&, RankGpu& gpu) {
     const CallerStream stream;
     const auto caller = gpu.device->caller_stream(reinterpret_cast<uintptr_t>(stream.get()));
     const auto event = gpu.device->create_stream()->record();
@@ -96,7 +96,7 @@ void first_operation_beside_create() {
 void first_operation_beside_create_on_two_devices() {
   constexpr int64_t kManyTokens = 1 << 15;
   stand_in::dawdle(std::chrono::milliseconds(20), 1);
-  run_ranks(2, 2, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     if (rank_idx == 0)
       std::this_thread::sleep_for(std::chrono::milliseconds(500));
     Caller caller(rank_idx, borrow(*rank.group), gpu, kManyTokens);
@@ -109,7 +109,7 @@ void first_operation_beside_create_on_two_devices() {
 void nothing_waits_in_operations() {
   std::latch all_ready(2);
   std::latch all_done(2);
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     all_ready.arrive_and_wait();
     if (rank_idx == 0)
@@ -128,7 +128,7 @@ void nothing_waits_in_operations() {
 void nothing_waits_for_large_operations() {
   constexpr int64_t kManyTokens = 1 << 17;
   constexpr int kNumOperations = 4;  // of a buffer whose depth is 2
-  run_ranks(2, 1, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu, kManyTokens);
     rank.group->all_gather("", {});
     stand_in::take_waits();
@@ -153,7 +153,7 @@ void nothing_waits_for_large_operations() {
 
 /// A further buffer is made while a kernel of the first waits for a rank that makes it, too.
 void second_buffer_beside_a_kernel() {
-  run_ranks(2, 1, [](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     const auto group = borrow(*rank.group);
     Caller first(rank_idx, group, gpu);
     std::thread operations;
@@ -177,9 +177,9 @@ void memory_that_a_kernel_holds() {
   constexpr uint64_t kWindowBytes = 6 << 20;
   heap::HeapOptions options;
   options.limit_bytes = 8 << 20;
-  std::vector<host::ThreadRank> others(1);
-  others[0].connect(0, host::make_meshes(&others));
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  std::vector<group::ThreadRank> others(1);
+  others[0].connect(0, group::make_meshes(&others));
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     if (rank_idx == 1) {
       const auto heap = cuda::CudaHeap::create(others[0].mesh, gpu.device, options);
@@ -203,14 +203,14 @@ void memory_that_a_kernel_holds() {
 
 /// Ranks leave a communicator with its last buffer while a kernel of another waits for them.
 void last_buffer_ends_beside_a_kernel() {
-  std::vector<host::ThreadRank> others(2);
-  const auto addresses = host::make_meshes(&others);
-  run_ranks(3, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  std::vector<group::ThreadRank> others(2);
+  const auto addresses = group::make_meshes(&others);
+  run_ranks(3, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller stays(rank_idx, borrow(*rank.group), gpu);
     if (rank_idx == 0) {
       rank.group->all_gather("", {});
     } else {
-      host::ThreadRank& other = others[static_cast<size_t>(rank_idx - 1)];
+      group::ThreadRank& other = others[static_cast<size_t>(rank_idx - 1)];
       other.connect(rank_idx - 1, addresses);
       other.make_group();
       auto other_gpu = std::make_optional<RankGpu>(other, 0, kConnections);
@@ -231,7 +231,7 @@ void last_buffer_ends_beside_a_kernel() {
 /// A rank replays while another still records, and eager operations come between replays.
 void captured_of(RowLayout layout, cudaStreamCaptureMode mode) {
   std::latch all_recorded(2);
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     if (rank_idx == 1 && mode != cudaStreamCaptureModeGlobal)
       await_kernel();
@@ -254,7 +254,7 @@ void captured_of(RowLayout layout, cudaStreamCaptureMode mode) {
 /// What is called behind a graph is put behind it, and waits for nobody.
 void operation_behind_a_graph() {
   std::latch all_recorded(2);
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     const Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
     const int num_launched = stand_in::num_launches();
@@ -265,7 +265,7 @@ void operation_behind_a_graph() {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     device::check_cuda(cudaGraphLaunch(recorded.executable, caller.stream.get()), "a graph");
-    const host::DispatchOutcome outcome = caller.dispatch();
+    const ops::DispatchOutcome outcome = caller.dispatch();
     caller.check_rows(outcome);
     caller.check_rows(recorded.dispatched);
     caller.check_sums(recorded.combined);
@@ -305,7 +305,7 @@ int num_of_work(const std::map<std::string, int>& calls) {
 void host_calls_on(int num_devices) {
   constexpr size_t kNumRounds = 9;
   std::vector<std::string> lines;
-  run_ranks(2, num_devices, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, num_devices, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
@@ -334,7 +334,7 @@ void host_calls_on(int num_devices) {
       if (rank_idx == 0)
         lines.push_back(concat(name, " ", sum, " ", num_of_work(usual), names));
     };
-    host::DispatchOutcome outcome;
+    ops::DispatchOutcome outcome;
     for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency}) {
       const std::string suffix = layout == RowLayout::kLowLatency ? "_low_latency" : "";
       count("dispatch" + suffix, [&] { outcome = caller.dispatch(layout); });
@@ -363,7 +363,7 @@ void host_calls_on_two_devices() {
 /// Rank 1 does @p what while a kernel of rank 0 waits for it, and nobody may be that patient.
 void beside_a_kernel(const std::function<void(Caller&)>& what) {
   stand_in::machine().patience = std::chrono::milliseconds(300);
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     if (rank_idx == 1) {
       await_kernel();
@@ -384,7 +384,7 @@ void launch_foreign(const Caller& caller) {
 
 void foreign_kernel_that_is_loaded() {
   g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
-  run_ranks(2, 1, [&](int rank_idx, host::ThreadRank& rank, RankGpu& gpu) {
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     launch_foreign(caller);
     rank.group->all_gather("", {});

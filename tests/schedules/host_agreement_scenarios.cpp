@@ -56,11 +56,11 @@ using Outcomes = std::vector<std::vector<int>>;
 
 /// What a caller of the agreement does: it makes the new group again until all survivors have it.
 /// Here the new group is who said what in so many gathers.
-host::ShrinkDecision shrink(HostRank& rank,
-                            const std::vector<int>& failed_ranks,
-                            int64_t num_gathers = 1) {
-  host::ShrinkAgreement& agreement = rank.group()->shrink_agreement();
-  host::ShrinkDecision decision = agreement.agree({failed_ranks, "shrink", "", "", true}, {});
+group::ShrinkDecision shrink(HostRank& rank,
+                             const std::vector<int>& failed_ranks,
+                             int64_t num_gathers = 1) {
+  group::ShrinkAgreement& agreement = rank.group()->shrink_agreement();
+  group::ShrinkDecision decision = agreement.agree({failed_ranks, "shrink", "", "", true}, {});
   while (true) {
     bool has_group = true;
     try {
@@ -74,7 +74,7 @@ host::ShrinkDecision shrink(HostRank& rank,
     } catch (const PeerFailed&) {
       has_group = false;
     }
-    std::optional<host::ShrinkDecision> later = agreement.finish(has_group, {});
+    std::optional<group::ShrinkDecision> later = agreement.finish(has_group, {});
     if (!later)
       return decision;
     decision = std::move(*later);
@@ -95,7 +95,7 @@ void check_outcomes(const HostRank& rank, const HostWorld& world, const Outcomes
 }
 
 /// A buffer that stands where the schedule puts it.
-class StandingBuffer : public host::Recoverable {
+class StandingBuffer : public group::Recoverable {
  public:
   explicit StandingBuffer(uint64_t last_completed) : last_completed_(last_completed) {}
   Epochs epochs() const override { return {last_completed_ + 1, last_completed_}; }
@@ -210,7 +210,7 @@ MOE_SCENARIO(host_shrink_epochs,
     const auto buffers = standing.make(rank);
     world.meet();
     deaths.doom(rank);
-    const host::ShrinkDecision decision = shrink(rank, {});
+    const group::ShrinkDecision decision = shrink(rank, {});
     standing.check(rank, decision.survivors, decision.completed_epochs);
   });
 }
@@ -272,7 +272,7 @@ MOE_SCENARIO(host_evict, "CPU: ranks that live declare each other failed; one gr
 MOE_SCENARIO(host_recover, "CPU: ranks die at any step while the survivors recover") {
   HostWorld world(run, draw_options(run, 2, 4));
   const Deaths deaths(run.random(), world.num_ranks(), 100);
-  std::vector<std::optional<host::RecoveryResult>> results(static_cast<size_t>(world.num_ranks()));
+  std::vector<std::optional<group::RecoveryResult>> results(static_cast<size_t>(world.num_ranks()));
   world.run([&](HostRank& rank) {
     world.meet();
     deaths.doom(rank);
@@ -302,7 +302,7 @@ MOE_SCENARIO(host_recover_epochs,
     const auto buffers = standing.make(rank);
     world.meet();
     deaths.doom(rank);
-    const host::RecoveryResult result = rank.group()->recover({});
+    const group::RecoveryResult result = rank.group()->recover({});
     const std::vector<int> living = ranks_outside(result.failed_ranks, world.num_ranks());
     standing.check(rank, living, result.completed_epochs);
     for (size_t buffer = 0; buffer < buffers.size(); ++buffer)

@@ -14,8 +14,8 @@ namespace moe::simt::checker {
 
 namespace {
 
-host::CopyItem make_item(int64_t task_id, int peer_rank, std::byte* data, int64_t bytes) {
-  host::CopyItem item;
+ops::CopyItem make_item(int64_t task_id, int peer_rank, std::byte* data, int64_t bytes) {
+  ops::CopyItem item;
   item.task_id = task_id;
   item.peer_rank = peer_rank;
   item.data = data;
@@ -51,9 +51,9 @@ struct Tensors {
     }
   }
 
-  std::shared_ptr<host::PreparedCopies> prepare(const HostRank& rank) {
-    std::vector<host::CopyItem> sends;
-    std::vector<host::CopyItem> receives;
+  std::shared_ptr<ops::PreparedCopies> prepare(const HostRank& rank) {
+    std::vector<ops::CopyItem> sends;
+    std::vector<ops::CopyItem> receives;
     for (int peer_rank = 0; peer_rank < rank.num_ranks(); ++peer_rank) {
       const auto peer = static_cast<size_t>(peer_rank);
       sends.push_back(make_item(1, peer_rank, sources[peer].data(), direct_bytes));
@@ -61,7 +61,7 @@ struct Tensors {
       receives.push_back(make_item(1, peer_rank, heap_targets[peer]->data(), direct_bytes));
       receives.push_back(make_item(2, peer_rank, private_targets[peer].data(), slot_bytes));
     }
-    return std::make_shared<host::PreparedCopies>(
+    return std::make_shared<ops::PreparedCopies>(
         sends, receives, rank.rank_idx(), rank.num_ranks(), "", nullptr);
   }
 
@@ -101,10 +101,10 @@ MOE_SCENARIO(host_copy,
   const int64_t slot_bytes = 4 * run.random().between(0, 100);
   const bool disagrees = run.random().chance(1, 4);
   world.run([&](HostRank& rank) {
-    host::BatchedCopyConfig config;
+    ops::BatchedCopyConfig config;
     config.slot_bytes = 64;
     config.num_slots = 2;
-    const auto engine = host::BatchedCopy::create(rank.group(), config, {});
+    const auto engine = ops::BatchedCopy::create(rank.group(), config, {});
     Tensors tensors(rank, direct_bytes, slot_bytes);
     const auto prepared = tensors.prepare(rank);
     for (int run_idx = 0; run_idx < 3; ++run_idx) {
@@ -114,11 +114,11 @@ MOE_SCENARIO(host_copy,
     }
     if (disagrees) {
       // The last rank sends what nobody receives: all hear of it before a byte moves.
-      std::vector<host::CopyItem> sends;
+      std::vector<ops::CopyItem> sends;
       if (rank.rank_idx() == rank.num_ranks() - 1)
         sends.push_back(make_item(9, 0, tensors.sources[0].data(), 0));
-      const auto wrong = std::make_shared<host::PreparedCopies>(
-          sends, std::vector<host::CopyItem>{}, rank.rank_idx(), rank.num_ranks(), "", nullptr);
+      const auto wrong = std::make_shared<ops::PreparedCopies>(
+          sends, std::vector<ops::CopyItem>{}, rank.rank_idx(), rank.num_ranks(), "", nullptr);
       try {
         engine->run(wrong, {});
         rank.fail("a send that nobody receives was not reported");

@@ -54,9 +54,9 @@ DispatchSpec HostLayer::spec_of(int64_t step) const {
   return DispatchSpec(arrangement, {}, endpoint_->placement().expert_rank, std::move(asked));
 }
 
-host::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
-                                          const std::shared_ptr<const host::PlanHeader>& plan) {
-  host::DispatchParams params;
+ops::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
+                                         const std::shared_ptr<const ops::PlanHeader>& plan) {
+  ops::DispatchParams params;
   params.x = reinterpret_cast<const std::byte*>(tokens.x.data());
   params.topk_idx = tokens.topk_idx.data();
   params.num_tokens = tokens.num_tokens;
@@ -80,12 +80,12 @@ host::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
   params.expert_alignment = shape_.alignment;
   params.copy_out = shape_.copy_out;
   params.plan = plan;
-  host::DispatchOutcome outcome = host::dispatch(*endpoint_, params, interrupt_check_);
+  ops::DispatchOutcome outcome = ops::dispatch(*endpoint_, params, interrupt_check_);
   ++num_completed_;
   return outcome;
 }
 
-void HostLayer::check_row(const host::DispatchOutcome& outcome,
+void HostLayer::check_row(const ops::DispatchOutcome& outcome,
                           int64_t row_idx,
                           const float* expected,
                           const char* what) const {
@@ -100,7 +100,7 @@ void HostLayer::check_row(const host::DispatchOutcome& outcome,
 }
 
 /// @param expected  Null for padding, which is zero.
-void HostLayer::check_scales(const host::DispatchOutcome& outcome,
+void HostLayer::check_scales(const ops::DispatchOutcome& outcome,
                              int64_t row_idx,
                              const std::byte* expected) const {
   const auto bytes = static_cast<size_t>(shape_.scale_bytes);
@@ -118,7 +118,7 @@ void HostLayer::check_scales(const host::DispatchOutcome& outcome,
   }
 }
 
-void HostLayer::check_rows(const host::DispatchOutcome& outcome,
+void HostLayer::check_rows(const ops::DispatchOutcome& outcome,
                            int64_t step,
                            int64_t values) const {
   std::vector<Tokens> all;
@@ -149,12 +149,12 @@ void HostLayer::check_rows(const host::DispatchOutcome& outcome,
         concat("dispatch gives ", outcome.plan->num_rows(), " rows instead of ", rows.size()));
 }
 
-void HostLayer::combine(const host::DispatchOutcome& outcome, int64_t step, const Tokens& tokens) {
+void HostLayer::combine(const ops::DispatchOutcome& outcome, int64_t step, const Tokens& tokens) {
   const int64_t bytes = outcome.plan->num_rows() * row_bytes();
   std::shared_ptr<Window> window;
   std::vector<std::byte> private_rows(static_cast<size_t>(bytes));
   sync::read_shared(private_rows.data(), outcome.rows, private_rows.size());
-  host::CombineParams params;
+  ops::CombineParams params;
   params.x = private_rows.data();
   if (shape_.is_in_place) {
     window = rank_.heap().allocate(static_cast<uint64_t>(bytes));
@@ -177,7 +177,7 @@ void HostLayer::combine(const host::DispatchOutcome& outcome, int64_t step, cons
     params.weights = reinterpret_cast<const std::byte*>(factors.data());
     params.weight_bytes = 4;
   }
-  const host::CombineOutcome sums = host::combine(*endpoint_, params, interrupt_check_);
+  const ops::CombineOutcome sums = ops::combine(*endpoint_, params, interrupt_check_);
   ++num_completed_;
   read_elsewhere(sums.sums, tokens.num_tokens * row_bytes());
   if (window)
@@ -238,7 +238,7 @@ void HostLayer::read_elsewhere(const std::byte* begin, int64_t bytes) const {
 
 void HostLayer::run(int64_t step) {
   const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
-  const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
+  const ops::DispatchOutcome outcome = dispatch(tokens, nullptr);
   read_elsewhere(outcome.rows, outcome.plan->num_rows() * row_bytes());
   check_rows(outcome, step, 0);
   combine(outcome, step, tokens);
@@ -247,9 +247,9 @@ void HostLayer::run(int64_t step) {
 void HostLayer::run_twice(int64_t step) {
   constexpr int64_t kOtherValues = 7;
   const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
-  const host::DispatchOutcome first = dispatch(tokens, nullptr);
+  const ops::DispatchOutcome first = dispatch(tokens, nullptr);
   const Tokens others = tokens_of(rank_.rank_idx(), step, kOtherValues);
-  const host::DispatchOutcome second = dispatch(others, first.plan);
+  const ops::DispatchOutcome second = dispatch(others, first.plan);
   check_rows(first, step, 0);
   check_rows(second, step, kOtherValues);
   combine(second, step, others);
@@ -261,7 +261,7 @@ void HostLayer::run_dispatch(int64_t step) {
 
 void HostLayer::run_combines(int64_t step) {
   const Tokens tokens = tokens_of(rank_.rank_idx(), step, 0);
-  const host::DispatchOutcome outcome = dispatch(tokens, nullptr);
+  const ops::DispatchOutcome outcome = dispatch(tokens, nullptr);
   while (true)
     combine(outcome, step, tokens);
 }

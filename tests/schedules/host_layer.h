@@ -30,16 +30,16 @@ class HostLayer {
     int32_t scale_bytes = 4;    ///< of one
     bool has_scale_columns = false;
     bool is_read_elsewhere = false;  ///< results are handed to another thread of the rank
-    host::CopyOut copy_out = host::CopyOut::kNever;
+    ops::CopyOut copy_out = ops::CopyOut::kNever;
   };
 
-  HostLayer(HostRank& rank, std::shared_ptr<host::Endpoint> endpoint, const Shape& shape)
+  HostLayer(HostRank& rank, std::shared_ptr<ops::Endpoint> endpoint, const Shape& shape)
       : rank_(rank), endpoint_(std::move(endpoint)), shape_(shape) {}
 
   /// Ranks that have failed send nothing and get nothing.
   void exclude(int rank_idx) { excluded_ |= uint64_t{1} << rank_idx; }
   /// Runs now and then while this rank waits.
-  void set_interrupt_check(host::InterruptCheck check) { interrupt_check_ = std::move(check); }
+  void set_interrupt_check(group::InterruptCheck check) { interrupt_check_ = std::move(check); }
 
   /// Dispatch, experts, combine; overwrites the experts' rows as soon as combine has returned.
   void run(int64_t step);
@@ -68,17 +68,17 @@ class HostLayer {
   /// @param values  Of the rows; another number gives other rows for the same routing.
   Tokens tokens_of(int rank_idx, int64_t step, int64_t values) const;
   DispatchSpec spec_of(int64_t step) const;
-  host::DispatchOutcome dispatch(const Tokens& tokens,
-                                 const std::shared_ptr<const host::PlanHeader>& plan);
-  void check_rows(const host::DispatchOutcome& outcome, int64_t step, int64_t values) const;
-  void check_row(const host::DispatchOutcome& outcome,
+  ops::DispatchOutcome dispatch(const Tokens& tokens,
+                                const std::shared_ptr<const ops::PlanHeader>& plan);
+  void check_rows(const ops::DispatchOutcome& outcome, int64_t step, int64_t values) const;
+  void check_row(const ops::DispatchOutcome& outcome,
                  int64_t row_idx,
                  const float* expected,
                  const char* what) const;
-  void check_scales(const host::DispatchOutcome& outcome,
+  void check_scales(const ops::DispatchOutcome& outcome,
                     int64_t row_idx,
                     const std::byte* expected) const;
-  void combine(const host::DispatchOutcome& outcome, int64_t step, const Tokens& tokens);
+  void combine(const ops::DispatchOutcome& outcome, int64_t step, const Tokens& tokens);
   /// The sum of @p terms, by the rules of the reduction that EndpointConfig has on, if any.
   float sum_of(const Tokens& tokens, int64_t token_idx, const std::vector<Term>& terms) const;
   int rank_of(int64_t expert_idx) const {
@@ -89,10 +89,10 @@ class HostLayer {
   int64_t scale_row_bytes() const { return shape_.num_scales * shape_.scale_bytes; }
 
   HostRank& rank_;
-  std::shared_ptr<host::Endpoint> endpoint_;
+  std::shared_ptr<ops::Endpoint> endpoint_;
   Shape shape_;
   uint64_t excluded_ = 0;
-  host::InterruptCheck interrupt_check_;
+  group::InterruptCheck interrupt_check_;
   int64_t num_completed_ = 0;
 };
 

@@ -7,7 +7,7 @@
 // are the portable ones, with every row they read and write told to the checker. Whatever is stored
 // past the caches counts as such whole, also lines that the kernels store through them.
 
-namespace moe::host {
+namespace moe::cpu {
 
 namespace {
 
@@ -141,4 +141,4 @@ int64_t last_level_cache_bytes() {
   return (threads == nullptr ? HostThreads::Options{} : threads->options()).cache_bytes;
 }
 
-}  // namespace moe::host
+}  // namespace moe::cpu

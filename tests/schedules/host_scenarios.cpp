@@ -69,7 +69,7 @@ MOE_SCENARIO(host_layer, "CPU: dispatch and combine, ragged, more epochs than th
     shape.with_weights = false;
   }
   if (run.random().chance(1, 4))
-    shape.copy_out = host::CopyOut::kAlways;
+    shape.copy_out = ops::CopyOut::kAlways;
   const int depth = static_cast<int>(run.random().between(1, 2));
   world.run([&](HostRank& rank) {
     HostLayer layer(rank, rank.make_endpoint(shape.num_experts, depth), shape);
@@ -259,7 +259,7 @@ MOE_SCENARIO(host_abort,
         rank.fail(concat("another reason: ", error.what()));
     }
     rank.join_all();
-    const host::RecoveryResult result = rank.group()->recover({});
+    const group::RecoveryResult result = rank.group()->recover({});
     if (!result.failed_ranks.empty())
       rank.fail(concat("recovery takes rank ", result.failed_ranks[0], " for failed"));
     for (int64_t step = 1000; step < 1003; ++step)
@@ -282,7 +282,7 @@ MOE_SCENARIO(host_abort_combine,
       rank.start("second thread", [&rank, num_spins] {
         for (int64_t i = 0; i < num_spins; ++i)
           sync::yield();
-        rank.group()->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {0}, "gave up");
+        rank.group()->abort(layout::AbortCause::kPeerFailed, group::WaitSite{}, {0}, "gave up");
       });
     try {
       layer.run_combines(0);
@@ -314,7 +314,7 @@ MOE_SCENARIO(host_interrupt, "CPU: a rank is interrupted while it waits, and the
       for (int64_t step = 1; step < 20 || rank.rank_idx() != 0; ++step)
         layer.run(step);
       // It never had to wait.
-      rank.group()->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {0}, "interrupted");
+      rank.group()->abort(layout::AbortCause::kPeerFailed, group::WaitSite{}, {0}, "interrupted");
     } catch (const PeerFailed& error) {
       check_names(rank, error.site, 0);
     } catch (const std::runtime_error& error) {
@@ -353,7 +353,7 @@ MOE_SCENARIO(host_death, "CPU: a rank dies at any step; the others name it, reco
         check_names(rank, error.site, victim);
     }
     num_completed[static_cast<size_t>(rank.rank_idx())] = layer.num_completed();
-    const host::RecoveryResult result = rank.group()->recover({});
+    const group::RecoveryResult result = rank.group()->recover({});
     if (result.failed_ranks != std::vector<int>{victim})
       rank.fail(concat("recovery excludes ", result.failed_ranks.size(), " ranks instead of one"));
     const int64_t by_all = *std::min_element(num_completed.begin(), num_completed.end());

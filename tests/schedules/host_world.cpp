@@ -29,10 +29,10 @@ SymmetricMemory& HostRank::heap() const {
   return world_.heap(rank_idx_);
 }
 
-std::shared_ptr<host::Endpoint> HostRank::make_endpoint(int num_experts,
-                                                        int depth,
-                                                        Reduction reduction) {
-  host::EndpointConfig config;
+std::shared_ptr<ops::Endpoint> HostRank::make_endpoint(int num_experts,
+                                                       int depth,
+                                                       Reduction reduction) {
+  ops::EndpointConfig config;
   config.node_reduction = reduction == Reduction::kNodes;
   config.rank_reduction = reduction == Reduction::kRanks;
   config.num_experts = num_experts;
@@ -40,11 +40,11 @@ std::shared_ptr<host::Endpoint> HostRank::make_endpoint(int num_experts,
   // Experts in turn, so that every rank owns some wherever there are enough.
   for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx)
     config.expert_rank.push_back(expert_idx % num_ranks());
-  endpoints_.push_back(host::Endpoint::create(group_, std::move(config), {}));
+  endpoints_.push_back(ops::Endpoint::create(group_, std::move(config), {}));
   return endpoints_.back();
 }
 
-void HostRank::destroy(const std::shared_ptr<host::Endpoint>& endpoint) {
+void HostRank::destroy(const std::shared_ptr<ops::Endpoint>& endpoint) {
   endpoint->destroy({});
 }
 
@@ -70,7 +70,7 @@ void HostRank::give_up_beside(int64_t num_turns) {
   start("second thread", [this, num_turns] {
     for (int64_t i = 0; i < num_turns; ++i)
       sync::yield();
-    group_->abort(layout::AbortCause::kPeerFailed, host::WaitSite{}, {rank_idx()}, "gave up");
+    group_->abort(layout::AbortCause::kPeerFailed, group::WaitSite{}, {rank_idx()}, "gave up");
   });
 }
 
@@ -122,17 +122,17 @@ void HostWorld::run_rank(HostRank& rank, const std::function<void(HostRank&)>& b
   for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx)
     members.push_back(rank_idx);
   try {
-    rank.group_ = std::make_shared<host::Group>(links_[static_cast<size_t>(rank.rank_idx())],
-                                                heaps_[static_cast<size_t>(rank.rank_idx())],
-                                                std::move(members),
-                                                rank.rank_idx(),
-                                                kChannel,
-                                                options_.stall_timeout_s,
-                                                options_.arrival_timeout_s,
-                                                1,
-                                                false,
-                                                host::InterruptCheck{},
-                                                options_.num_local_ranks);
+    rank.group_ = std::make_shared<group::Group>(links_[static_cast<size_t>(rank.rank_idx())],
+                                                 heaps_[static_cast<size_t>(rank.rank_idx())],
+                                                 std::move(members),
+                                                 rank.rank_idx(),
+                                                 kChannel,
+                                                 options_.stall_timeout_s,
+                                                 options_.arrival_timeout_s,
+                                                 1,
+                                                 false,
+                                                 group::InterruptCheck{},
+                                                 options_.num_local_ranks);
     body(rank);
     rank.join_all();
     for (const auto& endpoint : rank.endpoints_)

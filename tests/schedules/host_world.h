@@ -29,15 +29,15 @@ class HostRank {
   int rank_idx() const { return rank_idx_; }
   int num_ranks() const;
   HostWorld& world() const { return world_; }
-  const std::shared_ptr<host::Group>& group() const { return group_; }
+  const std::shared_ptr<group::Group>& group() const { return group_; }
   SymmetricMemory& heap() const;
 
   /// Collective.
-  std::shared_ptr<host::Endpoint> make_endpoint(int num_experts,
-                                                int depth,
-                                                Reduction reduction = Reduction::kNone);
+  std::shared_ptr<ops::Endpoint> make_endpoint(int num_experts,
+                                               int depth,
+                                               Reduction reduction = Reduction::kNone);
   /// Ends a buffer before its rank does.
-  void destroy(const std::shared_ptr<host::Endpoint>& endpoint);
+  void destroy(const std::shared_ptr<ops::Endpoint>& endpoint);
 
   /// Another thread of this rank; join_all() waits for all of them.
   void start(const std::string& name, std::function<void()> body);
@@ -57,8 +57,8 @@ class HostRank {
 
   HostWorld& world_;
   int rank_idx_;
-  std::shared_ptr<host::Group> group_;
-  std::vector<std::shared_ptr<host::Endpoint>> endpoints_;
+  std::shared_ptr<group::Group> group_;
+  std::vector<std::shared_ptr<ops::Endpoint>> endpoints_;
   std::vector<std::shared_ptr<Task>> tasks_;
 };
 

@@ -207,13 +207,13 @@ void deliver_token(const KernelCase& shape,
                    const int64_t* slots,
                    int64_t num_slots,
                    Step* step) {
-  const host::RowKernels& kernels = *host::find_row_kernels("portable");
+  const cpu::RowKernels& kernels = *cpu::find_row_kernels("portable");
   const std::byte* row = from.x.data() + token_idx * shape.source_row_bytes();
   std::vector<std::byte> codes(static_cast<size_t>(shape.row_bytes()));
   std::vector<std::byte> scales(static_cast<size_t>(shape.num_scales() * 4));
   if (shape.is_quantized) {
     std::byte* const to = codes.data();
-    kernels.quantize_row(shape.quantization, row, &to, 1, scales.data(), host::StoreMode::kCached);
+    kernels.quantize_row(shape.quantization, row, &to, 1, scales.data(), cpu::StoreMode::kCached);
     row = codes.data();
   }
   for (int64_t i = 0; i < num_slots; ++i) {
@@ -243,7 +243,7 @@ void deliver_token(const KernelCase& shape,
 
 /// Everything that follows from the inputs and what the spec makes of them.
 void deliver(const KernelCase& shape, const layout::Placement& placement, Step* step) {
-  const host::FloatingPointScope floating_point;
+  const cpu::FloatingPointScope floating_point;
   step->num_recv_topk = step->kept.num_recv_topk();
   step->dispatched.resize(static_cast<size_t>(shape.num_ranks));
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
@@ -374,14 +374,14 @@ Sum add(DType dtype,
         const std::vector<float>* weights,
         int64_t hidden) {
   Sum sum(static_cast<size_t>(hidden * element_bytes(dtype)));
-  host::find_row_kernels("portable")
+  cpu::find_row_kernels("portable")
       ->sum_rows(dtype,
                  rows.data(),
                  weights == nullptr ? nullptr : weights->data(),
                  static_cast<int>(rows.size()),
                  hidden,
                  sum.data(),
-                 host::StoreMode::kCached,
+                 cpu::StoreMode::kCached,
                  nullptr,
                  0);
   return sum;
@@ -458,7 +458,7 @@ ExpectedBytes expected_sums(const KernelCase& shape,
                             const std::vector<std::vector<std::byte>>& outputs,
                             int rank_idx,
                             bool is_weighted) {
-  const host::FloatingPointScope floating_point;
+  const cpu::FloatingPointScope floating_point;
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
   const int64_t row_bytes = shape.source_row_bytes();
   // Without a reduction all ranks are as one node, with that of ranks each is one.

@@ -39,7 +39,7 @@ struct KernelCase {
   DType dtype = DType::kBFloat16;
   int64_t hidden = 16;
   bool is_quantized = false;
-  host::RowQuantization quantization;
+  cpu::RowQuantization quantization;
   bool is_column_major = false;
   bool with_weights = false;
   bool is_plain = false;
@@ -53,7 +53,7 @@ struct KernelCase {
   int64_t row_bytes() const { return is_quantized ? hidden : source_row_bytes(); }
   int64_t num_scales() const { return is_quantized ? quantization.num_blocks() : 0; }
   int64_t scale_bytes() const {
-    return !is_quantized ? 0 : quantization.scale_format == host::ScaleFormat::kUe8m0 ? 1 : 4;
+    return !is_quantized ? 0 : quantization.scale_format == cpu::ScaleFormat::kUe8m0 ? 1 : 4;
   }
   bool is_by_rank() const { return layout == layout::RowLayout::kRankMajor; }
   bool is_elsewhere(int rank_idx, int other_rank) const {

@@ -127,8 +127,7 @@ MOE_SCENARIO(internode_fp8, "rows quantized before they leave the node") {
   const bool is_long = run.random().chance(1, 2);
   shape.quantization.dtype = shape.dtype;
   shape.quantization.block = is_long ? 128 : 32;
-  shape.quantization.scale_format =
-      is_long ? host::ScaleFormat::kFloat32 : host::ScaleFormat::kUe8m0;
+  shape.quantization.scale_format = is_long ? cpu::ScaleFormat::kFloat32 : cpu::ScaleFormat::kUe8m0;
   shape.quantization.hidden = shape.hidden;
   shape = across_nodes(run, shape);
   shape.num_max_tokens = 3;

@@ -86,7 +86,7 @@ MOE_SCENARIO(low_latency, "places that follow from shapes alone, ranks masked no
   run_operations(run, shape, 2);
 }
 
-KernelCase quantized(Run& run, int block, host::ScaleFormat format) {
+KernelCase quantized(Run& run, int block, cpu::ScaleFormat format) {
   KernelCase shape;
   shape.is_quantized = true;
   shape.dtype = run.random().chance(1, 2) ? DType::kBFloat16 : DType::kFloat32;
@@ -104,11 +104,11 @@ KernelCase quantized(Run& run, int block, host::ScaleFormat format) {
 }
 
 MOE_SCENARIO(fp8_block128, "rows quantized in shared memory, float32 scale factors") {
-  run_operations(run, quantized(run, 128, host::ScaleFormat::kFloat32), 1);
+  run_operations(run, quantized(run, 128, cpu::ScaleFormat::kFloat32), 1);
 }
 
 MOE_SCENARIO(mxfp8, "rows quantized in shared memory, scale factors of one byte") {
-  run_operations(run, quantized(run, 32, host::ScaleFormat::kUe8m0), 1);
+  run_operations(run, quantized(run, 32, cpu::ScaleFormat::kUe8m0), 1);
 }
 
 /// @p shape with several warps to a row.
@@ -136,7 +136,7 @@ MOE_SCENARIO(shared_rows, "several warps to a row, on one device or two") {
 MOE_SCENARIO(shared_quantized_rows, "each with the scale factors of its part") {
   const bool is_mx = run.random().chance(1, 2);
   KernelCase shape = quantized(
-      run, is_mx ? 32 : 128, is_mx ? host::ScaleFormat::kUe8m0 : host::ScaleFormat::kFloat32);
+      run, is_mx ? 32 : 128, is_mx ? cpu::ScaleFormat::kUe8m0 : cpu::ScaleFormat::kFloat32);
   shape.hidden = 528;
   shape.quantization.hidden = shape.hidden;
   shape.num_topk = 2;
@@ -234,7 +234,7 @@ MOE_SCENARIO(devices_quantized, "the same with scale factors, which are copied w
       on_devices(run,
                  quantized(run,
                            is_mx ? 32 : 128,
-                           is_mx ? host::ScaleFormat::kUe8m0 : host::ScaleFormat::kFloat32)),
+                           is_mx ? cpu::ScaleFormat::kUe8m0 : cpu::ScaleFormat::kFloat32)),
       1);
 }
 

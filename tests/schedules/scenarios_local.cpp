@@ -173,14 +173,14 @@ MOE_SCENARIO(checksums, "equal parts of a tensor change places, which its checks
   *left ^= std::byte{1};
   if (std::equal(left, left + part_bytes, right))
     *left ^= std::byte{2};
-  const host::Place place{memory.data(), is_strided ? &shape : nullptr};
-  const uint64_t before = host::checksum(place, bytes);
+  const cpu::Place place{memory.data(), is_strided ? &shape : nullptr};
+  const uint64_t before = cpu::checksum(place, bytes);
   std::swap_ranges(left, left + part_bytes, right);
-  if (host::checksum(place, bytes) == before)
+  if (cpu::checksum(place, bytes) == before)
     run.report(Kind::kResult,
                concat("parts ", first, " and ", second, " of ", part_bytes, " bytes are alike"));
   std::swap_ranges(left, left + part_bytes, right);
-  if (host::checksum(place, bytes) != before)
+  if (cpu::checksum(place, bytes) != before)
     run.report(Kind::kResult, "a checksum depends on more than its bytes");
 }
 
@@ -216,7 +216,7 @@ MOE_SCENARIO(weighted_gradient, "gradients scaled in place, and their dot produc
   launch.stream = static_cast<simt::Stream*>(&stream);
   kernels::launch_weighted_gradient(launch, params);
   run.scheduler().run();
-  const host::FloatingPointScope floating_point;
+  const cpu::FloatingPointScope floating_point;
   const int64_t row_bytes = params.hidden * element_bytes(params.dtype);
   for (int64_t row_idx = 0; row_idx < params.num_rows; ++row_idx) {
     double weight = 0;
@@ -232,7 +232,7 @@ MOE_SCENARIO(weighted_gradient, "gradients scaled in place, and their dot produc
       std::memcpy(&narrow, dot, 4);
       got = narrow;
     }
-    const double expected = host::find_row_kernels("portable")
+    const double expected = cpu::find_row_kernels("portable")
                                 ->scale_and_dot(params.dtype,
                                                 gradient.data() + row_idx * row_bytes,
                                                 values.data() + row_idx * row_bytes,

@@ -97,6 +97,26 @@ def test_cxx_quoted_includes_exist() -> None:
     ] == []
 
 
+NAMESPACE = re.compile(r"^namespace (moe[\w:]*) \{", re.MULTILINE)
+# The emulator's meaning of the words of csrc/device; an error of CUDA is caught as any other of `moe`.
+FOREIGN_NAMESPACES = {("simt/primitives.h", "moe::device"), ("device/cuda_check.h", "moe")}
+
+
+def foreign_namespaces(path: str, text: str) -> Iterator[str]:
+    """Namespaces of the file at `path`, relative to csrc, that are not its folder's; that of core is `moe`."""
+    folder = path.split("/")[0]
+    own = "moe" if folder == "core" else f"moe::{folder}"
+    for name in NAMESPACE.findall(text):
+        if not f"{name}::".startswith(f"{own}::") and (path, name) not in FOREIGN_NAMESPACES:
+            yield f"{path} has namespace {name}: {folder} has {own}"
+
+
+def test_namespaces_are_called_as_their_folders() -> None:
+    texts = {path: (ROOT / "csrc" / path).read_text() for path in CXX_FILES}
+    assert [found for path in CXX_FILES for found in foreign_namespaces(path, texts[path])] == []
+    assert list(foreign_namespaces("ops/dispatch.h", "namespace moe::group {\n"))
+
+
 @pytest.mark.parametrize(
     ("path", "include"),
     [

@@ -12,7 +12,7 @@ using runtime::DevicePlan;
 namespace {
 
 py::tuple export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
-  host::Plan exported;
+  ops::Plan exported;
   hear(plan.verdict);
   {
     const py::gil_scoped_release no_gil;
@@ -26,7 +26,7 @@ std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint,
                                         py::handle topk_idx,
                                         int layout,
                                         int64_t expert_alignment) {
-  const host::Plan plan = plan_of_tensors(endpoint, counts, topk_idx, layout, expert_alignment);
+  const ops::Plan plan = plan_of_tensors(endpoint, counts, topk_idx, layout, expert_alignment);
   const py::gil_scoped_release no_gil;
   return runtime::import_plan(endpoint, plan);
 }

@@ -4,13 +4,13 @@
 
 namespace moe::bindings {
 
-void take_sums_window(host::EndpointBase& endpoint, host::CombineParams* params) {
+void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params) {
   KeptResults* const kept = kept_results_of(endpoint);
   // What may become part of a graph is not kept: it would keep the graph.
   if (kept == nullptr || params->plan->layout() != layout::RowLayout::kLowLatency ||
       !params->has_rows || params->out != nullptr || params->gradients != 0)
     return;
-  const auto bytes = static_cast<uint64_t>(host::sums_window(*params).bytes);
+  const auto bytes = static_cast<uint64_t>(ops::sums_window(*params).bytes);
   if (bytes == 0)
     return;
   try {

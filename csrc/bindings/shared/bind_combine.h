@@ -13,20 +13,20 @@
 namespace moe::bindings {
 
 /// A combine as Python holds it.
-class SubmittedCombine : public Submitted<host::CombineOutcome> {
+class SubmittedCombine : public Submitted<ops::CombineOutcome> {
  public:
   template <typename Body>
-  SubmittedCombine(std::shared_ptr<host::EndpointBase> endpoint,
+  SubmittedCombine(std::shared_ptr<ops::EndpointBase> endpoint,
                    std::shared_ptr<void> inputs,
                    const Body& body,
-                   const host::CombineParams& params,
+                   const ops::CombineParams& params,
                    bool is_async)
       : Submitted(std::move(endpoint), std::move(inputs), body, is_async), params_(params) {}
 
   /// (sums or None, pulled weights or None, what all ranks say of gradients, see
   /// layout::GradientWord); sums is None where the caller gave `out`.
   py::tuple result() {
-    const host::CombineOutcome& outcome = wait();
+    const ops::CombineOutcome& outcome = wait();
     const int64_t num_tokens = params_.plan->num_tokens;
     py::object sums = py::none();
     py::object weights = py::none();
@@ -55,19 +55,19 @@ class SubmittedCombine : public Submitted<host::CombineOutcome> {
   }
 
  private:
-  host::CombineParams params_;
+  ops::CombineParams params_;
 };
 
 /// Adds SubmittedCombine to @p module, known to no other.
 void bind_submitted_combine(py::module_& module);
 
 /// Sums of low-latency rows have the size of those before.
-void take_sums_window(host::EndpointBase& endpoint, host::CombineParams* params);
+void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params);
 
 /// @param tensors  tensors() are those of the call, as a tuple.
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endpoint,
-                                                 host::CombineParams params,
+                                                 ops::CombineParams params,
                                                  bool is_async,
                                                  const MakeTuple& tensors) {
   take_sums_window(*endpoint, &params);
@@ -76,13 +76,13 @@ std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endp
   return std::make_unique<SubmittedCombine>(
       std::move(endpoint),
       std::move(inputs),
-      [raw, params](const host::InterruptCheck& check) { return combine(*raw, params, check); },
+      [raw, params](const group::InterruptCheck& check) { return combine(*raw, params, check); },
       params,
       is_async);
 }
 
 /// Adds SubmittedCombine to @p module, combine() and combine_plain() to @p endpoint_class.
-/// Operations run by combine(EndpointT&, const host::CombineParams&, const host::InterruptCheck&).
+/// Operations run by combine(EndpointT&, const ops::CombineParams&, const group::InterruptCheck&).
 template <typename EndpointT, typename PlanT>
 void bind_combine(py::module_& module,
                   py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
@@ -102,7 +102,7 @@ void bind_combine(py::module_& module,
                        const TensorView rows = view_tensor(x);
                        const TensorView weights = view_tensor(topk_weights);
                        const TensorView pulled = view_tensor(row_weights);
-                       host::CombineParams params;
+                       ops::CombineParams params;
                        params.x = rows.data;
                        params.has_rows = !x.is_none();
                        params.dtype = static_cast<DType>(dtype);
@@ -131,7 +131,7 @@ void bind_combine(py::module_& module,
                        const auto plain = view_plain_combine(*endpoint, *plan, x, topk_weights);
                        if (!plain)
                          return nullptr;
-                       host::CombineParams params;
+                       ops::CombineParams params;
                        params.x = plain->rows.data;
                        params.has_rows = true;
                        params.dtype = plain->dtype;

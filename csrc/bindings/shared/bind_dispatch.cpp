@@ -32,7 +32,7 @@ ScaleArguments scale_arguments_of(const py::tuple& values) {
 TensorTypes describe_scales(const py::tuple& arguments,
                             const TensorView& rows,
                             const TensorView& given,
-                            host::DispatchParams* params) {
+                            ops::DispatchParams* params) {
   const ScaleArguments scales = scale_arguments_of(arguments);
   params->quantization_code = scales.code;
   params->num_scales = scales.num_scales;
@@ -42,7 +42,7 @@ TensorTypes describe_scales(const py::tuple& arguments,
     params->row_bytes = rows.row_elements;
     params->row_quantization.dtype = static_cast<DType>(scales.source_dtype);
     params->row_quantization.block = scales.block;
-    params->row_quantization.scale_format = static_cast<host::ScaleFormat>(scales.scale_format);
+    params->row_quantization.scale_format = static_cast<cpu::ScaleFormat>(scales.scale_format);
     params->row_quantization.hidden = rows.row_elements;
     return scales.types;
   }
@@ -67,7 +67,7 @@ enum Option {
 };
 
 /// All but quantization and capacity, whose native forms come apart.
-void read_options(const py::tuple& options, host::DispatchParams* params) {
+void read_options(const py::tuple& options, ops::DispatchParams* params) {
   MOE_CHECK(options.size() == kNumOptions,
             "options of a dispatch must be ",
             int{kNumOptions},
@@ -85,10 +85,10 @@ void read_options(const py::tuple& options, host::DispatchParams* params) {
   params->gradients = get(kGradients).cast<int32_t>();
 }
 
-host::DispatchParams params_of(const TensorView& rows,
-                               const TensorView& choices,
-                               const TensorView& weights) {
-  host::DispatchParams params;
+ops::DispatchParams params_of(const TensorView& rows,
+                              const TensorView& choices,
+                              const TensorView& weights) {
+  ops::DispatchParams params;
   params.x = rows.data;
   params.topk_idx = reinterpret_cast<const int64_t*>(choices.data);
   params.weights = weights.data;
@@ -101,7 +101,7 @@ host::DispatchParams params_of(const TensorView& rows,
 }
 
 /// The window of a low-latency dispatch does not wait for counts.
-void take_window(host::EndpointBase& endpoint, host::DispatchParams* params) {
+void take_window(ops::EndpointBase& endpoint, ops::DispatchParams* params) {
   const layout::RowLayout layout = params->plan ? params->plan->layout() : params->layout;
   KeptResults* const kept = kept_results_of(endpoint);
   if (layout != layout::RowLayout::kLowLatency) {
@@ -109,7 +109,7 @@ void take_window(host::EndpointBase& endpoint, host::DispatchParams* params) {
       kept->give_back();  // rows of other layouts may need the memory
     return;
   }
-  const auto bytes = static_cast<uint64_t>(host::low_latency_window(endpoint, *params).bytes);
+  const auto bytes = static_cast<uint64_t>(ops::low_latency_window(endpoint, *params).bytes);
   try {
     // What may become part of a graph is not kept: it would keep the graph.
     params->window = kept != nullptr && params->gradients == 0
@@ -122,11 +122,11 @@ void take_window(host::EndpointBase& endpoint, host::DispatchParams* params) {
 
 }  // namespace
 
-host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
-                                        DispatchArguments& arguments,
-                                        TensorTypes* types) {
+ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
+                                       DispatchArguments& arguments,
+                                       TensorTypes* types) {
   const TensorView rows = view_tensor(arguments.x);
-  host::DispatchParams params =
+  ops::DispatchParams params =
       params_of(rows, view_tensor(arguments.topk_idx), view_tensor(arguments.topk_weights));
   params.dtype = arguments.dtype;
   read_options(arguments.options, &params);
@@ -144,14 +144,14 @@ host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
   return params;
 }
 
-host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
-                                        const PlainDispatch& plain,
-                                        int layout,
-                                        int64_t expert_alignment,
-                                        int32_t gradients,
-                                        const std::optional<py::tuple>& scales,
-                                        TensorTypes* types) {
-  host::DispatchParams params = params_of(plain.rows, plain.choices, plain.weights);
+ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
+                                       const PlainDispatch& plain,
+                                       int layout,
+                                       int64_t expert_alignment,
+                                       int32_t gradients,
+                                       const std::optional<py::tuple>& scales,
+                                       TensorTypes* types) {
+  ops::DispatchParams params = params_of(plain.rows, plain.choices, plain.weights);
   params.dtype = plain.row_type;
   params.layout = static_cast<layout::RowLayout>(layout);
   params.expert_alignment = expert_alignment;

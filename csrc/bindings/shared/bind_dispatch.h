@@ -24,13 +24,13 @@ struct TensorTypes {
 
 /// A dispatch as Python holds it. The window of a low-latency dispatch is known before its rows
 /// are, so its tensors can be had at once.
-class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
+class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
  public:
   template <typename Body>
-  SubmittedDispatch(std::shared_ptr<host::EndpointBase> endpoint,
+  SubmittedDispatch(std::shared_ptr<ops::EndpointBase> endpoint,
                     std::shared_ptr<void> inputs,
                     const Body& body,
-                    const host::DispatchParams& params,
+                    const ops::DispatchParams& params,
                     const TensorTypes& types,
                     bool is_async)
       : Submitted(std::move(endpoint), std::move(inputs), body, is_async, true),
@@ -41,18 +41,18 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
         window_(params.window) {
     if (!window_)
       return;
-    window_layout_ = host::low_latency_window(*this->endpoint(), params);
-    num_window_rows_ = host::num_low_latency_rows(*this->endpoint());
+    window_layout_ = ops::low_latency_window(*this->endpoint(), params);
+    num_window_rows_ = ops::num_low_latency_rows(*this->endpoint());
   }
 
   /// Of the endpoint's own kind.
-  std::shared_ptr<const host::PlanHeader> plan() { return wait().plan; }
+  std::shared_ptr<const ops::PlanHeader> plan() { return wait().plan; }
 
   /// `[M, hidden]`, or bytes `[M, row_bytes]`.
   py::object x() {
     if (window_)
       return window_tensor(0, rows_form(num_window_rows_));
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     return make_tensor(outcome.owner, outcome.rows, rows_form(outcome.plan->num_rows()), device());
   }
 
@@ -64,7 +64,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     if (window_)
       return window_tensor(window_layout_.scales_offset,
                            scales_form(window_layout_.scales, num_window_rows_));
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     return make_tensor(outcome.owner,
                        outcome.scales,
                        scales_form(outcome.scale_map, outcome.plan->num_rows()),
@@ -72,7 +72,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   py::object topk_idx() {
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     if (!outcome.has_topk_idx)
       return py::none();
     return make_tensor(outcome.owner,
@@ -88,7 +88,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
     const int32_t type = weight_type(weight_bytes_);
     if (window_)
       return window_tensor(window_layout_.weights_offset, {{num_window_rows_}, type});
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     const int64_t num_rows = outcome.plan->num_rows();
     if (outcome.plan->arrangement.is_by_rank())
       return make_tensor(
@@ -97,7 +97,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   py::object num_tokens_per_expert() {
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     hear(outcome.plan->verdict);
     const auto& counts = outcome.plan->received.num_tokens_per_expert;
     if (outcome.num_tokens_per_expert)
@@ -110,7 +110,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   }
 
   py::object expert_offsets() {
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     const auto& starts = outcome.plan->received.expert_offsets;
     if (outcome.expert_offsets)
       return make_tensor(outcome.expert_offsets,
@@ -124,14 +124,14 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
   py::object num_dropped_per_expert() {
     check_host_knows("num_dropped_per_expert");
-    const host::LateCounts* const late = late_counts();
+    const ops::LateCounts* const late = late_counts();
     const auto& dropped = late ? late->num_dropped_per_expert : wait().num_dropped_per_expert;
     return vector_tensor(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
   }
 
   /// int32 `[2]` of a dispatch that was captured, see kernels::Tables::status; else None.
   py::object status() {
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     if (!outcome.status)
       return py::none();
     return make_tensor(outcome.status, outcome.status.get(), {2}, kInt32, device());
@@ -139,7 +139,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
   int64_t num_required_rows() {
     check_host_knows("num_required_rows");
-    const host::LateCounts* const late = late_counts();
+    const ops::LateCounts* const late = late_counts();
     return late ? late->num_required_rows : wait().num_required_rows;
   }
 
@@ -147,7 +147,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
   int32_t gradients() { return wait().gradients; }
 
   py::object wait_ns() {
-    const host::DispatchOutcome& outcome = wait();
+    const ops::DispatchOutcome& outcome = wait();
     std::vector<int64_t> waited_ns = outcome.waited_ns;
     if (outcome.end) {
       const std::vector<int64_t> more_ns = outcome.end->waited_ns();
@@ -160,8 +160,8 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
  private:
   /// Null where the outcome has them.
-  const host::LateCounts* late_counts() {
-    const host::DispatchOutcome& outcome = wait();
+  const ops::LateCounts* late_counts() {
+    const ops::DispatchOutcome& outcome = wait();
     if (outcome.late_counts)
       hear(outcome.verdict);
     return outcome.late_counts.get();
@@ -181,7 +181,7 @@ class SubmittedDispatch : public Submitted<host::DispatchOutcome> {
 
   TensorForm scales_form(const layout::ScaleMap& map, int64_t num_rows) const {
     if (window_) {
-      const auto arrangement = host::arrangement_of(*endpoint(), layout::RowLayout::kLowLatency, 1);
+      const auto arrangement = ops::arrangement_of(*endpoint(), layout::RowLayout::kLowLatency, 1);
       const int64_t num_places = arrangement.rows_per_expert;
       const auto& local_experts = endpoint()->placement().local_experts;
       const auto num_local_experts =
@@ -232,7 +232,7 @@ struct DispatchArguments {
   py::object x_sf;
   py::object topk_idx;
   py::object topk_weights;
-  std::shared_ptr<const host::PlanHeader> plan;
+  std::shared_ptr<const ops::PlanHeader> plan;
   int32_t dtype;
   std::optional<py::tuple> scales;
   std::optional<py::tuple> capacity;
@@ -240,16 +240,16 @@ struct DispatchArguments {
 };
 
 /// @param types  written: of what it hands out
-host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
-                                        DispatchArguments& arguments,
-                                        TensorTypes* types);
-host::DispatchParams dispatch_params_of(host::EndpointBase& endpoint,
-                                        const PlainDispatch& plain,
-                                        int layout,
-                                        int64_t expert_alignment,
-                                        int32_t gradients,
-                                        const std::optional<py::tuple>& scales,
-                                        TensorTypes* types);
+ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
+                                       DispatchArguments& arguments,
+                                       TensorTypes* types);
+ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
+                                       const PlainDispatch& plain,
+                                       int layout,
+                                       int64_t expert_alignment,
+                                       int32_t gradients,
+                                       const std::optional<py::tuple>& scales,
+                                       TensorTypes* types);
 
 /// A Python object that keeps @p listed.
 py::object capsule_of(std::shared_ptr<const ListedChoices> listed);
@@ -257,7 +257,7 @@ py::object capsule_of(std::shared_ptr<const ListedChoices> listed);
 /// @param tensors  tensors() are those of the call, as a tuple.
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> endpoint,
-                                                   const host::DispatchParams& params,
+                                                   const ops::DispatchParams& params,
                                                    const TensorTypes& types,
                                                    const MakeTuple& tensors) {
   std::shared_ptr<void> inputs = keep_inputs(*endpoint, params.is_async, tensors);
@@ -265,7 +265,7 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> en
   return std::make_unique<SubmittedDispatch>(
       std::move(endpoint),
       std::move(inputs),
-      [raw, params](const host::InterruptCheck& check) { return dispatch(*raw, params, check); },
+      [raw, params](const group::InterruptCheck& check) { return dispatch(*raw, params, check); },
       params,
       types,
       params.is_async);
@@ -275,13 +275,13 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> en
 py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module);
 
 /// Adds SubmittedDispatch to @p module, dispatch() and dispatch_plain() to @p endpoint_class.
-/// Operations run by dispatch(EndpointT&, const host::DispatchParams&, const
-/// host::InterruptCheck&).
+/// Operations run by dispatch(EndpointT&, const ops::DispatchParams&, const
+/// group::InterruptCheck&).
 template <typename EndpointT, typename PlanT>
 void bind_dispatch(py::module_& module,
                    py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
   const auto plan_of = [](SubmittedDispatch& self) {
-    return std::static_pointer_cast<PlanT>(std::const_pointer_cast<host::PlanHeader>(self.plan()));
+    return std::static_pointer_cast<PlanT>(std::const_pointer_cast<ops::PlanHeader>(self.plan()));
   };
   bind_submitted_dispatch(module)
       .def("plan", plan_of)
@@ -315,7 +315,7 @@ void bind_dispatch(py::module_& module,
                                     std::move(capacity),
                                     std::move(options)};
         TensorTypes types;
-        host::DispatchParams params = dispatch_params_of(*endpoint, arguments, &types);
+        ops::DispatchParams params = dispatch_params_of(*endpoint, arguments, &types);
         if (params.is_async)
           params.caller_mark = endpoint->mark_caller();
         return submit_dispatch(std::move(endpoint), params, types, [&] {

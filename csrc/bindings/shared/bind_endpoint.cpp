@@ -10,8 +10,8 @@ std::shared_ptr<NativeGroup> native_group_of(py::handle settings) {
   return settings.attr("group").cast<std::shared_ptr<NativeGroup>>();
 }
 
-host::EndpointConfig endpoint_config_of(py::handle settings) {
-  host::EndpointConfig config;
+ops::EndpointConfig endpoint_config_of(py::handle settings) {
+  ops::EndpointConfig config;
   config.num_experts = settings.attr("num_experts").cast<int>();
   config.num_max_tokens = std::max<int64_t>(settings.attr("num_max_tokens").cast<int64_t>(), 0);
   config.num_max_topk = settings.attr("num_max_topk").cast<int64_t>();
@@ -26,8 +26,8 @@ host::EndpointConfig endpoint_config_of(py::handle settings) {
   return config;
 }
 
-py::object empty_rows(host::EndpointBase& endpoint,
-                      const host::PlanHeader& plan,
+py::object empty_rows(ops::EndpointBase& endpoint,
+                      const ops::PlanHeader& plan,
                       int64_t hidden,
                       int64_t row_bytes,
                       int32_t dtype) {
@@ -44,9 +44,9 @@ py::object empty_rows(host::EndpointBase& endpoint,
                      {endpoint.dlpack_device_type(), endpoint.device_idx()});
 }
 
-py::list take_trace(host::EndpointBase& endpoint) {
+py::list take_trace(ops::EndpointBase& endpoint) {
   py::list records;
-  for (const host::TraceRecord& record : endpoint.tracer().take())
+  for (const group::TraceRecord& record : endpoint.tracer().take())
     records.append(py::make_tuple(record.epoch,
                                   layout::operation_name(record.operation),
                                   record.phase,
@@ -56,7 +56,7 @@ py::list take_trace(host::EndpointBase& endpoint) {
   return records;
 }
 
-py::tuple plan_tensors(const host::Plan& plan) {
+py::tuple plan_tensors(const ops::Plan& plan) {
   const int64_t num_ranks = plan.counts.num_ranks;
   return py::make_tuple(
       vector_tensor(plan.counts.counts, {num_ranks, plan.counts.stride()}, kInt32),
@@ -64,11 +64,11 @@ py::tuple plan_tensors(const host::Plan& plan) {
       vector_tensor(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64));
 }
 
-host::Plan plan_of_tensors(const host::EndpointBase& endpoint,
-                           py::handle counts,
-                           py::handle topk_idx,
-                           int layout,
-                           int64_t expert_alignment) {
+ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
+                          py::handle counts,
+                          py::handle topk_idx,
+                          int layout,
+                          int64_t expert_alignment) {
   const TensorView choices = view_tensor(topk_idx);
   layout::CountMatrix copied =
       count_matrix_of(counts, endpoint.num_ranks(), endpoint.config().num_experts);
@@ -76,14 +76,14 @@ host::Plan plan_of_tensors(const host::EndpointBase& endpoint,
   const auto* ids = reinterpret_cast<const int64_t*>(choices.data);
   check_plan(copied, choices, endpoint.placement(), endpoint.rank_idx());
   const auto arrangement =
-      host::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
-  return host::Plan::make(arrangement,
-                          std::move(copied),
-                          endpoint.placement(),
-                          endpoint.rank_idx(),
-                          ids,
-                          choices.num_rows,
-                          choices.row_elements);
+      ops::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
+  return ops::Plan::make(arrangement,
+                         std::move(copied),
+                         endpoint.placement(),
+                         endpoint.rank_idx(),
+                         ids,
+                         choices.num_rows,
+                         choices.row_elements);
 }
 
 }  // namespace moe::bindings

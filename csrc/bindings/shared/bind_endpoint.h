@@ -16,27 +16,27 @@ namespace moe::bindings {
 std::shared_ptr<NativeGroup> native_group_of(py::handle settings);
 
 /// What @p settings say of an endpoint, whatever runs its operations.
-host::EndpointConfig endpoint_config_of(py::handle settings);
+ops::EndpointConfig endpoint_config_of(py::handle settings);
 
-py::list take_trace(host::EndpointBase& endpoint);
+py::list take_trace(ops::EndpointBase& endpoint);
 
 /// A window for the rows of a plan, `[rows, hidden]`.
-py::object empty_rows(host::EndpointBase& endpoint,
-                      const host::PlanHeader& plan,
+py::object empty_rows(ops::EndpointBase& endpoint,
+                      const ops::PlanHeader& plan,
                       int64_t hidden,
                       int64_t row_bytes,
                       int32_t dtype);
 
 /// (counts, slots, topk_idx), copied, in host memory.
-py::tuple plan_tensors(const host::Plan& plan);
+py::tuple plan_tensors(const ops::Plan& plan);
 
 /// The plan that tensors in host memory were exported from.
 /// @throws InvalidArgument  they do not fit the endpoint or each other.
-host::Plan plan_of_tensors(const host::EndpointBase& endpoint,
-                           py::handle counts,
-                           py::handle topk_idx,
-                           int layout,
-                           int64_t expert_alignment);
+ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
+                          py::handle counts,
+                          py::handle topk_idx,
+                          int layout,
+                          int64_t expert_alignment);
 
 /// @p endpoint, whose end, when Python drops it, waits without the GIL: the progress thread may
 /// want that to drop an operation's inputs.
@@ -106,7 +106,7 @@ void bind_endpoint(py::module_& module,
       .def("wait_statistics",
            [](const EndpointT& self) {
              self.group().check_fork("wait_statistics");
-             const host::WaitStatistics statistics = self.wait_statistics();
+             const ops::WaitStatistics statistics = self.wait_statistics();
              return py::make_tuple(statistics.waited_ns, statistics.num_waits);
            })
       .def("enable_trace", [](EndpointT& self) { self.tracer().enable(); })

@@ -124,7 +124,7 @@ struct KeptResults {
 std::shared_ptr<KeptResults> make_kept_results();
 
 /// What @p endpoint keeps; null for nothing.
-inline KeptResults* kept_results_of(const host::EndpointBase& endpoint) {
+inline KeptResults* kept_results_of(const ops::EndpointBase& endpoint) {
   return static_cast<KeptResults*>(endpoint.beside().get());
 }
 

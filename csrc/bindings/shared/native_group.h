@@ -13,7 +13,7 @@ namespace moe::bindings {
 struct NativeGroup {
   std::shared_ptr<heap::PeerMesh> mesh;
   std::shared_ptr<heap::ShmHeap> heap;
-  std::shared_ptr<host::Group> group;
+  std::shared_ptr<group::Group> group;
   bool owns_mesh = false;
   std::shared_ptr<KeptResults> kept = make_kept_results();
 };

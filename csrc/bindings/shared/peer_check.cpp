@@ -7,7 +7,7 @@ namespace moe::bindings {
 
 namespace py = pybind11;
 
-host::InterruptCheck interrupt_check_with(const py::object& check) {
+group::InterruptCheck interrupt_check_with(const py::object& check) {
   if (check.is_none())
     return signal_check();
   return [&check, checked_ns = int64_t{0}]() mutable {

@@ -8,6 +8,6 @@ namespace moe::bindings {
 
 /// signal_check(), and @p check as often where it is not None: it raises once the ranks have given
 /// up what they make together. @p check outlives it.
-host::InterruptCheck interrupt_check_with(const pybind11::object& check);
+group::InterruptCheck interrupt_check_with(const pybind11::object& check);
 
 }  // namespace moe::bindings

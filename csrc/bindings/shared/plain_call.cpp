@@ -24,7 +24,7 @@ bool is_negated(py::handle tensor) {
 }
 
 /// A tensor of two dimensions as the operations take it, in memory of the endpoint.
-std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
+std::optional<TensorView> view_matrix(const ops::EndpointBase& endpoint,
                                       py::handle tensor,
                                       int64_t num_columns,
                                       DlpackTensor* found) {
@@ -42,7 +42,7 @@ std::optional<TensorView> view_matrix(const host::EndpointBase& endpoint,
 }
 
 /// Of one type, one row for each token.
-std::optional<TensorView> view_per_token(const host::EndpointBase& endpoint,
+std::optional<TensorView> view_per_token(const ops::EndpointBase& endpoint,
                                          py::handle tensor,
                                          int32_t type,
                                          int64_t num_tokens,
@@ -54,7 +54,7 @@ std::optional<TensorView> view_per_token(const host::EndpointBase& endpoint,
   return view;
 }
 
-std::optional<TensorView> view_weights(const host::EndpointBase& endpoint,
+std::optional<TensorView> view_weights(const ops::EndpointBase& endpoint,
                                        py::handle weights,
                                        int64_t num_tokens,
                                        int64_t num_topk) {
@@ -64,7 +64,7 @@ std::optional<TensorView> view_weights(const host::EndpointBase& endpoint,
 }
 
 /// The choices and weights of @p plain, whose rows are known.
-bool view_listed(const host::EndpointBase& endpoint,
+bool view_listed(const ops::EndpointBase& endpoint,
                  py::handle routing_map,
                  py::handle probs,
                  PlainDispatch* plain) {
@@ -98,13 +98,13 @@ std::optional<DType> summable(int32_t type) {
 
 /// Rows that the configuration allows.
 /// @param type  Written: that of an element.
-std::optional<TensorView> view_rows(const host::EndpointBase& endpoint,
+std::optional<TensorView> view_rows(const ops::EndpointBase& endpoint,
                                     py::handle rows,
                                     int32_t* type) {
-  const host::EndpointConfig& config = endpoint.config();
+  const ops::EndpointConfig& config = endpoint.config();
   DlpackTensor found;
   const auto view = view_matrix(endpoint, rows, config.hidden, &found);
-  if (!view || view->row_bytes() % host::kRowUnit != 0)
+  if (!view || view->row_bytes() % ops::kRowUnit != 0)
     return std::nullopt;
   *type = found.type();
   const bool is_known =
@@ -136,14 +136,14 @@ ListedChoices list_choices(const TensorView& map, const TensorView& probs) {
   return listed;
 }
 
-std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpoint,
+std::optional<PlainDispatch> view_plain_dispatch(const ops::EndpointBase& endpoint,
                                                  py::handle x,
                                                  py::handle topk_idx,
                                                  py::handle topk_weights,
                                                  layout::RowLayout layout,
                                                  int64_t expert_alignment,
                                                  bool is_map) {
-  const host::EndpointConfig& config = endpoint.config();
+  const ops::EndpointConfig& config = endpoint.config();
   PlainDispatch plain;
   const auto rows = view_rows(endpoint, x, &plain.row_type);
   if (!rows)
@@ -172,8 +172,8 @@ std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpo
   return plain;
 }
 
-std::optional<PlainCombine> view_plain_combine(const host::EndpointBase& endpoint,
-                                               const host::PlanHeader& plan,
+std::optional<PlainCombine> view_plain_combine(const ops::EndpointBase& endpoint,
+                                               const ops::PlanHeader& plan,
                                                py::handle expert_out,
                                                py::handle topk_weights) {
   int32_t type = 0;

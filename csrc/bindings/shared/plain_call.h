@@ -45,7 +45,7 @@ struct PlainDispatch {
 /// Nothing where the glance does not suffice.
 /// @param is_map  @p topk_idx is a routing map, @p topk_weights has a number for each of its
 /// places.
-std::optional<PlainDispatch> view_plain_dispatch(const host::EndpointBase& endpoint,
+std::optional<PlainDispatch> view_plain_dispatch(const ops::EndpointBase& endpoint,
                                                  py::handle x,
                                                  py::handle topk_idx,
                                                  py::handle topk_weights,
@@ -60,8 +60,8 @@ struct PlainCombine {
   TensorView weights;
 };
 
-std::optional<PlainCombine> view_plain_combine(const host::EndpointBase& endpoint,
-                                               const host::PlanHeader& plan,
+std::optional<PlainCombine> view_plain_combine(const ops::EndpointBase& endpoint,
+                                               const ops::PlanHeader& plan,
                                                py::handle expert_out,
                                                py::handle topk_weights);
 

@@ -31,8 +31,8 @@ class RaisedBySignal : public py::error_already_set {
 
 }  // namespace
 
-const host::InterruptCheck& signal_check() {
-  static const host::InterruptCheck check = [] {
+const group::InterruptCheck& signal_check() {
+  static const group::InterruptCheck check = [] {
     // Taking the GIL is dear while other threads compute: at most ten times a second.
     constexpr int64_t kEveryNs = 100'000'000;
     thread_local int64_t checked_ns = sync::now_ns();

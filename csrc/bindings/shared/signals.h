@@ -5,6 +5,6 @@
 namespace moe::bindings {
 
 /// Lets the main thread answer signals while it is blocked; does nothing on other threads.
-const host::InterruptCheck& signal_check();
+const group::InterruptCheck& signal_check();
 
 }  // namespace moe::bindings

@@ -25,10 +25,10 @@ inline int32_t weight_type(int64_t weight_bytes) {
   return dlpack_type(weight_bytes == 8 ? DType::kFloat64 : DType::kFloat32);
 }
 
-inline host::CopyOut copy_out_of(const std::optional<bool>& copy_out) {
+inline ops::CopyOut copy_out_of(const std::optional<bool>& copy_out) {
   if (!copy_out)
-    return host::CopyOut::kAuto;
-  return *copy_out ? host::CopyOut::kAlways : host::CopyOut::kNever;
+    return ops::CopyOut::kAuto;
+  return *copy_out ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
 }
 
 template <typename Value>
@@ -41,7 +41,7 @@ py::object vector_tensor(std::vector<Value> values,
 }
 
 /// Before the host reads what it learns with @p verdict; null for what it knows.
-inline void hear(const std::shared_ptr<host::CallerJoin>& verdict) {
+inline void hear(const std::shared_ptr<ops::CallerJoin>& verdict) {
   if (!verdict)
     return;
   const py::gil_scoped_release no_gil;
@@ -66,7 +66,7 @@ inline std::shared_ptr<void> keep_alive(py::tuple objects) {
 /// The tensors of a call, @p tensors() as a tuple, where something reads them when the call is
 /// over; else null, as the caller has them.
 template <typename MakeTuple>
-std::shared_ptr<void> keep_inputs(host::EndpointBase& endpoint,
+std::shared_ptr<void> keep_inputs(ops::EndpointBase& endpoint,
                                   bool is_async,
                                   const MakeTuple& tensors) {
   if (!is_async && endpoint.is_host_caller() && endpoint.progress().is_idle())
@@ -83,12 +83,12 @@ class Submitted {
   /// thread.
   /// @param runs_in_captures  What is asynchronous is recorded, too; others are refused.
   template <typename Body>
-  Submitted(std::shared_ptr<host::EndpointBase> endpoint,
+  Submitted(std::shared_ptr<ops::EndpointBase> endpoint,
             std::shared_ptr<void> inputs,
             const Body& body,
             bool is_async,
             bool runs_in_captures = false)
-      : endpoint_(std::move(endpoint)), pending_(std::make_shared<host::Pending<Outcome>>()) {
+      : endpoint_(std::move(endpoint)), pending_(std::make_shared<ops::Pending<Outcome>>()) {
     // Kernels may read them when the host has long done its part.
     if (is_async && !endpoint_->is_host_caller())
       inputs_ = inputs;
@@ -104,9 +104,9 @@ class Submitted {
     }
     const auto& entries = endpoint_->group().mail().entries();
     entries->add_caller();
-    auto queued = std::make_shared<host::QueuedOperation>(entries, endpoint_->buffer_number());
+    auto queued = std::make_shared<group::QueuedOperation>(entries, endpoint_->buffer_number());
     {
-      const host::AwaitedScope awaited(entries, endpoint_->buffer_number());
+      const group::AwaitedScope awaited(entries, endpoint_->buffer_number());
       endpoint_->progress().submit(
           [pending = pending_, body, inputs = std::move(inputs), queued] {
             pending->run([&body] { return body({}); });
@@ -145,7 +145,7 @@ class Submitted {
   /// The same, and what all ranks say of it has been heard.
   void judge() { hear(wait().verdict); }
 
-  const std::shared_ptr<host::EndpointBase>& endpoint() const { return endpoint_; }
+  const std::shared_ptr<ops::EndpointBase>& endpoint() const { return endpoint_; }
 
   DlpackDevice device() const { return {endpoint_->dlpack_device_type(), endpoint_->device_idx()}; }
 
@@ -158,17 +158,17 @@ class Submitted {
   }
 
   const Outcome& await_progress() {
-    const host::AwaitedScope awaited(endpoint_->group().mail().entries(),
-                                     endpoint_->buffer_number());
+    const group::AwaitedScope awaited(endpoint_->group().mail().entries(),
+                                      endpoint_->buffer_number());
     return pending_->wait(signal_check());
   }
 
   // The thread that would end it is not in a forked child, and may have held its lock at the fork.
   void check_fork() const { endpoint_->group().check_fork("wait"); }
 
-  std::shared_ptr<host::EndpointBase> endpoint_;
+  std::shared_ptr<ops::EndpointBase> endpoint_;
   std::shared_ptr<void> inputs_;  ///< outlives the outcome, which joins the caller's stream
-  std::shared_ptr<host::Pending<Outcome>> pending_;
+  std::shared_ptr<ops::Pending<Outcome>> pending_;
 };
 
 }  // namespace moe::bindings

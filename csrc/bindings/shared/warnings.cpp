@@ -25,10 +25,10 @@ void warn_in_python(const std::string& message) {
 }  // namespace
 
 void bind_warnings(py::module_& module) {
-  host::set_warning_sink(&warn_in_python);
+  group::set_warning_sink(&warn_in_python);
   module.def(
       "set_warning_interval",
-      [](double seconds) { host::set_warning_interval_ns(static_cast<int64_t>(seconds * 1e9)); },
+      [](double seconds) { group::set_warning_interval_ns(static_cast<int64_t>(seconds * 1e9)); },
       py::arg("seconds"));
 }
 

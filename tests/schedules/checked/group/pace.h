@@ -4,7 +4,7 @@
 
 // group/pace.h of the checker.
 
-namespace moe::host {
+namespace moe::group {
 
 /// How long a waiter spins and yields before it sleeps.
 struct WaitLadder {
@@ -26,4 +26,4 @@ inline constexpr bool kRanksHaveThreads = false;
 // Wraps in a schedule of a bearable length.
 inline constexpr uint32_t kGatherBits = 2;
 
-}  // namespace moe::host
+}  // namespace moe::group
