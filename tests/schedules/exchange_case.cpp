@@ -54,6 +54,8 @@ class Draw {
           random_.chance(1, 4) ? random_.between(1, 12) : num_ranks() * kMostTokens * 4;
     if (!is_low_latency && random_.chance(2, 3)) {
       case_.rule.on_overflow = static_cast<OnOverflow>(random_.below(3));
+      if (arrangement.is_by_rank() && case_.rule.on_overflow == OnOverflow::kDrop)
+        case_.rule.on_overflow = OnOverflow::kGrow;  // nobody drops rows of that layout
       if (arrangement.layout == RowLayout::kExpertMajor && random_.chance(1, 2))
         case_.rule.expert_capacity = random_.between(0, 10);
     }
@@ -67,16 +69,16 @@ class Draw {
 
   void draw_rank() {
     RankInput& own = case_.ranks.emplace_back();
-    own.num_tokens = random_.chance(1, 5) ? 0 : random_.between(0, kMostTokens);
-    own.num_topk = static_cast<int>(random_.between(1, 4));
+    const int64_t num_tokens = random_.chance(1, 5) ? 0 : random_.between(0, kMostTokens);
+    own.num_topk = random_.between(1, 4);
     own.tokens_per_chunk = static_cast<int>(random_.between(1, 5));
-    for (int64_t i = 0; i < own.num_tokens * own.num_topk; ++i)
+    for (int64_t i = 0; i < num_tokens * own.num_topk; ++i)
       own.topk_idx.push_back(draw_expert());
     own.is_masked.resize(static_cast<size_t>(num_ranks()));
     if (case_.arrangement.layout == RowLayout::kLowLatency && random_.chance(1, 4))
       own.is_masked[random_.below(static_cast<uint32_t>(num_ranks()))] = 1;
     if (has_fixed_rows_ && random_.chance(3, 4))
-      own.fixed_rows = static_cast<int32_t>(random_.between(0, 30));
+      own.fixed_rows = random_.between(0, 30);
     auto& arguments = own.arguments;
     arguments.operation = static_cast<int32_t>(case_.operation);
     arguments.layout = static_cast<int32_t>(case_.arrangement.layout);
@@ -146,11 +148,11 @@ class Draw {
       if (!is_active(rank_idx))
         continue;
       int32_t* const row = case_.asked.row(rank_idx);
-      const int64_t bad_idx =
-          layout::count_choices(own.topk_idx.data(), own.num_tokens, own.num_topk, placement_, row);
+      const int64_t bad_idx = layout::count_choices(
+          own.topk_idx.data(), own.num_tokens(), own.num_topk, placement_, row);
       int32_t* const to_rank = row + placement_.num_experts;
-      to_rank[num_ranks()] = own.fixed_rows;
-      to_rank[num_ranks() + 1] = own.num_topk;
+      to_rank[num_ranks()] = static_cast<int32_t>(own.fixed_rows);
+      to_rank[num_ranks() + 1] = static_cast<int32_t>(own.num_topk);
       if (!case_.is_counted()) {
         // What a handle says: nobody in it has failed.
         for (int dst_rank = 0; dst_rank < num_ranks(); ++dst_rank)
@@ -222,12 +224,12 @@ class Draw {
     for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx) {
       const RankInput& own = input(rank_idx);
       AskedOfRank& said = asked.emplace_back();
-      said.fixed_rows = 0;
-      if (!is_active(rank_idx))
+      if (!is_active(rank_idx)) {
+        said.fixed_rows = 0;
         continue;
-      said.topk_idx = own.topk_idx;
-      said.num_topk = own.num_topk;
-      said.fixed_rows = own.fixed_rows;
+      }
+      said = own;
+      said.is_masked.clear();
       for (int64_t& expert_idx : said.topk_idx)
         if (expert_idx >= 0 && !case_.is_counted() &&
             !is_active(placement_.expert_rank[static_cast<size_t>(expert_idx)]))

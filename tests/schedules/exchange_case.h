@@ -14,12 +14,7 @@
 namespace moe::simt::checker {
 
 /// What one rank brings to an operation.
-struct RankInput {
-  int64_t num_tokens = 0;
-  int num_topk = 1;
-  std::vector<int64_t> topk_idx;   ///< [num_tokens, num_topk]
-  std::vector<uint8_t> is_masked;  ///< [num_ranks]
-  int32_t fixed_rows = -1;
+struct RankInput : AskedOfRank {
   layout::OperationArguments arguments;
   layout::RowStatus status = layout::RowStatus::kOk;  ///< of a row that its host rejects
   std::string message;

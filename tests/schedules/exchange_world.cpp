@@ -196,9 +196,9 @@ ExchangeMemory ExchangeWorld::prepare(const ExchangeCase& expected, int rank_idx
     params.needed_bytes = 1000;
     params.available_bytes = 10;
   }
-  params.num_tokens = static_cast<int32_t>(input.num_tokens);
-  params.num_topk = input.num_topk;
-  params.fixed_rows = input.fixed_rows;
+  params.num_tokens = static_cast<int32_t>(input.num_tokens());
+  params.num_topk = static_cast<int32_t>(input.num_topk);
+  params.fixed_rows = static_cast<int32_t>(input.fixed_rows);
   params.is_dispatch = static_cast<int32_t>(expected.is_dispatch());
   params.with_counts = static_cast<int32_t>(expected.is_counted());
   params.rule = expected.rule;
@@ -254,16 +254,16 @@ kernels::Choices ExchangeWorld::make_choices(const ExchangeCase& expected, int r
   kernels::Choices choices;
   choices.asked_idx = copy_of(input.topk_idx, rank_idx, "topk_idx");
   make(choices.topk_idx, rank_idx, static_cast<int64_t>(input.topk_idx.size()), "copy of topk_idx");
-  choices.num_tokens = input.num_tokens;
-  choices.num_topk = input.num_topk;
+  choices.num_tokens = input.num_tokens();
+  choices.num_topk = static_cast<int32_t>(input.num_topk);
   choices.num_slots = static_cast<int32_t>(
       layout::num_slots_per_token(expected.arrangement.layout, input.num_topk, shape_.num_ranks));
   choices.is_by_rank = static_cast<int32_t>(expected.arrangement.is_by_rank());
   choices.tokens_per_chunk = input.tokens_per_chunk;
-  choices.num_chunks = static_cast<int32_t>((input.num_tokens + input.tokens_per_chunk - 1) /
+  choices.num_chunks = static_cast<int32_t>((input.num_tokens() + input.tokens_per_chunk - 1) /
                                             input.tokens_per_chunk);
   make(choices.chunk_counts, rank_idx, int64_t{choices.num_chunks} * num_columns, "chunk_counts");
-  make(choices.place_in_chunk, rank_idx, input.num_tokens * choices.num_slots, "place_in_chunk");
+  make(choices.place_in_chunk, rank_idx, input.num_tokens() * choices.num_slots, "place_in_chunk");
   make(choices.bad_choice, rank_idx, choices.num_chunks, "bad_choice");
   return choices;
 }

@@ -52,8 +52,8 @@ float draw_number(Random* random) {
 
 RankInputs draw_inputs(const KernelCase& shape, Random* random) {
   RankInputs inputs;
-  inputs.num_tokens = random->between(0, shape.num_max_tokens);
-  const int64_t num_choices = inputs.num_tokens * shape.num_topk;
+  inputs.num_topk = shape.num_topk;
+  const int64_t num_choices = random->between(0, shape.num_max_tokens) * shape.num_topk;
   // Now and then all tokens want few experts.
   const int num_wanted =
       random->chance(1, 4) ? 1 + static_cast<int>(random->below(2)) : shape.num_experts;
@@ -64,7 +64,7 @@ RankInputs draw_inputs(const KernelCase& shape, Random* random) {
     inputs.topk_idx.push_back(is_none ? int64_t{-1} : int64_t{expert_idx});
     inputs.weights.push_back(draw_number(random));
   }
-  inputs.x = draw_rows(shape.dtype, inputs.num_tokens * shape.hidden, random);
+  inputs.x = draw_rows(shape.dtype, inputs.num_tokens() * shape.hidden, random);
   inputs.is_masked.assign(static_cast<size_t>(shape.num_ranks), 0);
   if (shape.with_masks && random->chance(1, 3))
     inputs.is_masked[random->below(static_cast<uint32_t>(shape.num_ranks))] = 1;
@@ -84,7 +84,7 @@ layout::CountMatrix asked_counts(const KernelCase& shape,
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
     const RankInputs& own = inputs[static_cast<size_t>(rank_idx)];
     int32_t* const row = counts.row(rank_idx);
-    layout::count_choices(own.topk_idx.data(), own.num_tokens, shape.num_topk, placement, row);
+    layout::count_choices(own.topk_idx.data(), own.num_tokens(), shape.num_topk, placement, row);
     int32_t* const to_rank = row + shape.num_experts;
     for (int peer_rank = 0; peer_rank < shape.num_ranks; ++peer_rank)
       if (own.is_masked[static_cast<size_t>(peer_rank)] != 0)
@@ -258,7 +258,7 @@ void deliver(const KernelCase& shape, const layout::Placement& placement, Step* 
     ExpectedDispatch& own = step->dispatched[static_cast<size_t>(rank_idx)];
     own.num_slots = layout::num_slots_per_token(shape.layout, shape.num_topk, shape.num_ranks);
     own.slots = step->spec->slots(rank_idx);
-    for (int64_t token_idx = 0; token_idx < from.num_tokens; ++token_idx)
+    for (int64_t token_idx = 0; token_idx < from.num_tokens(); ++token_idx)
       deliver_token(shape,
                     placement,
                     from,
@@ -309,11 +309,11 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
     step.inputs.push_back(draw_inputs(shape, random));
   if (shape.is_at_limits)
     move_to_limits(shape, placement, &step.inputs, random);
-  std::vector<AskedOfRank> asked;
-  for (const RankInputs& own : step.inputs)
-    asked.push_back({own.topk_idx, shape.num_topk, own.is_masked, own.fixed_rows});
   step.spec = std::make_shared<DispatchSpec>(
-      shape.arrangement(), shape.rule, placement.expert_rank, std::move(asked));
+      shape.arrangement(),
+      shape.rule,
+      placement.expert_rank,
+      std::vector<AskedOfRank>(step.inputs.begin(), step.inputs.end()));
   step.difference_of_layout =
       step.spec->difference_of_layout(asked_counts(shape, placement, step.inputs));
   step.kept = step.spec->counts();
@@ -340,7 +340,7 @@ Step draw_cached_step(const KernelCase& shape,
                       Random* random) {
   Step cached = step;
   for (RankInputs& inputs : cached.inputs) {
-    inputs.x = draw_rows(shape.dtype, inputs.num_tokens * shape.hidden, random);
+    inputs.x = draw_rows(shape.dtype, inputs.num_tokens() * shape.hidden, random);
     for (float& weight : inputs.weights)
       weight = draw_number(random);
   }
@@ -467,15 +467,16 @@ ExpectedBytes expected_sums(const KernelCase& shape,
                                                      : shape.num_ranks;
   const bool is_reduced = shape.adds_by_rank() || shape.node_reduction;
   const int own_node = shape.adds_by_rank() ? -1 : rank_idx / num_local_ranks;
-  ExpectedBytes sums(inputs.num_tokens * row_bytes);
-  for (int64_t token_idx = 0; token_idx < inputs.num_tokens; ++token_idx) {
+  ExpectedBytes sums(inputs.num_tokens() * row_bytes);
+  for (int64_t token_idx = 0; token_idx < inputs.num_tokens(); ++token_idx) {
     std::vector<NodeRows> nodes(static_cast<size_t>(shape.num_ranks / num_local_ranks));
     for (const Term& term : step.spec->terms(rank_idx, token_idx)) {
       NodeRows& node = nodes[static_cast<size_t>(term.rank_idx / num_local_ranks)];
       node.rows.push_back(outputs[static_cast<size_t>(term.rank_idx)].data() +
                           term.row_idx * row_bytes);
-      node.weights.push_back(
-          inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + term.topk_pos)]);
+      if (is_weighted)
+        node.weights.push_back(
+            inputs.weights[static_cast<size_t>(token_idx * shape.num_topk + term.topk_pos)]);
     }
     const Sum sum = is_reduced ? add_nodes(shape, nodes, own_node, is_weighted)
                                : add(shape.dtype,
@@ -493,7 +494,7 @@ ExpectedBytes expected_pulled(const KernelCase& shape,
                               const std::vector<std::vector<float>>& row_weights,
                               int rank_idx) {
   const RankInputs& inputs = step.inputs[static_cast<size_t>(rank_idx)];
-  const int64_t num_choices = inputs.num_tokens * shape.num_topk;
+  const int64_t num_choices = inputs.num_tokens() * shape.num_topk;
   ExpectedBytes pulled(num_choices * 4);
   for (int64_t choice = 0; choice < num_choices; ++choice) {
     float weight = 0.0f;

@@ -67,13 +67,9 @@ struct KernelCase {
 };
 
 /// What one rank puts into a step.
-struct RankInputs {
-  int64_t num_tokens = 0;
-  std::vector<int64_t> topk_idx;   ///< [num_tokens, num_topk]
-  std::vector<std::byte> x;        ///< [num_tokens, source_row_bytes]
-  std::vector<float> weights;      ///< [num_tokens, num_topk]
-  std::vector<uint8_t> is_masked;  ///< [num_ranks]
-  int64_t fixed_rows = -1;
+struct RankInputs : AskedOfRank {
+  std::vector<std::byte> x;    ///< [num_tokens, source_row_bytes]
+  std::vector<float> weights;  ///< [num_tokens, num_topk]
 };
 
 /// Bytes of which some have no value that anybody may rely on.

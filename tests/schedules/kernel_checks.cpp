@@ -248,7 +248,7 @@ void KernelWorld::count_traffic(int rank_idx, const Step& step, bool is_combine,
   if (step.status != kernels::OperationStatus::kOk)
     return;
   const ExpectedDispatch& expected = step.dispatched[static_cast<size_t>(rank_idx)];
-  const int64_t num_tokens = step.inputs[static_cast<size_t>(rank_idx)].num_tokens;
+  const int64_t num_tokens = step.inputs[static_cast<size_t>(rank_idx)].num_tokens();
   int64_t num_rows = 0;
   int64_t num_sent_tokens = 0;
   for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx) {

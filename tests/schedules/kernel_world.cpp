@@ -225,7 +225,7 @@ int64_t* KernelWorld::unwritten_choices(int rank_idx, const RankInputs& inputs) 
   return unwritten<int64_t>(rank_idx,
                             Ownership::kDevice,
                             "kept choices",
-                            std::max<int64_t>(1, inputs.num_tokens * shape_.num_topk));
+                            std::max<int64_t>(1, inputs.num_tokens() * shape_.num_topk));
 }
 
 kernels::Choices KernelWorld::choices_of(int rank_idx,
@@ -236,13 +236,13 @@ kernels::Choices KernelWorld::choices_of(int rank_idx,
   kernels::Choices choices;
   choices.asked_idx = asked_idx;
   choices.topk_idx = topk_idx;
-  choices.num_tokens = inputs.num_tokens;
+  choices.num_tokens = inputs.num_tokens();
   choices.num_topk = shape_.num_topk;
   choices.num_slots = static_cast<int32_t>(
       layout::num_slots_per_token(shape_.layout, shape_.num_topk, shape_.num_ranks));
   choices.is_by_rank = shape_.is_by_rank();
   choices.tokens_per_chunk = kTokensPerChunk;
-  choices.num_chunks = static_cast<int32_t>(num_chunks(inputs.num_tokens));
+  choices.num_chunks = static_cast<int32_t>(num_chunks(inputs.num_tokens()));
   choices.chunk_counts = own.chunk_counts;
   choices.place_in_chunk = own.place_in_chunk;
   choices.bad_choice = own.bad_choice;
@@ -259,7 +259,7 @@ kernels::ExchangeParams KernelWorld::dispatch_exchange(int rank_idx,
   params.tables = rank(rank_idx).tables;
   params.arguments = arguments(layout::Operation::kDispatch, shape_.with_weights);
   params.offer = offer;
-  params.num_tokens = static_cast<int32_t>(inputs.num_tokens);
+  params.num_tokens = static_cast<int32_t>(inputs.num_tokens());
   params.num_topk = shape_.num_topk;
   params.fixed_rows = static_cast<int32_t>(inputs.fixed_rows);
   params.is_dispatch = 1;
@@ -350,7 +350,7 @@ KernelWorld::Sent KernelWorld::send(int rank_idx, const Step& step) {
   handle.slots = unwritten<int64_t>(rank_idx,
                                     Ownership::kDevice,
                                     "slots",
-                                    std::max<int64_t>(1, inputs.num_tokens * choices.num_slots));
+                                    std::max<int64_t>(1, inputs.num_tokens() * choices.num_slots));
   handle.kept = put(rank_idx, Ownership::kDevice, "kept counts", step.kept.counts);
   const auto params =
       dispatch_exchange(rank_idx, inputs, choices, place, offer_of(rank_idx, sent.segment_idx));
@@ -450,7 +450,7 @@ KernelWorld::Combined KernelWorld::launch_combine(int rank_idx,
   exchange.arguments = arguments(layout::Operation::kCombine, pulls_weights);
   exchange.offer = offer_of(rank_idx, rows_segment);
   exchange.weights_offer = offer_of(rank_idx, weights_segment);
-  exchange.num_tokens = static_cast<int32_t>(inputs.num_tokens);
+  exchange.num_tokens = static_cast<int32_t>(inputs.num_tokens());
   exchange.num_topk = shape_.num_topk;
   exchange.arrangement = shape_.arrangement();
   exchange.kept_counts = handle.kept;
@@ -526,7 +526,7 @@ kernels::CombineParams KernelWorld::combine_rows(
   params.tables = own.tables;
   params.dtype = shape_.dtype;
   params.hidden = shape_.hidden;
-  params.num_tokens = inputs.num_tokens;
+  params.num_tokens = inputs.num_tokens();
   params.num_topk = shape_.num_topk;
   params.num_slots = static_cast<int32_t>(
       layout::num_slots_per_token(shape_.layout, shape_.num_topk, shape_.num_ranks));
@@ -539,8 +539,8 @@ kernels::CombineParams KernelWorld::combine_rows(
         put(rank_idx, Ownership::kDevice, "combine weights", inputs.weights));
     params.weight_bytes = 4;
   }
-  const int64_t sums_bytes = inputs.num_tokens * shape_.source_row_bytes();
-  const int64_t num_choices = inputs.num_tokens * shape_.num_topk;
+  const int64_t sums_bytes = inputs.num_tokens() * shape_.source_row_bytes();
+  const int64_t num_choices = inputs.num_tokens() * shape_.num_topk;
   params.sums =
       unwritten<std::byte>(rank_idx, Ownership::kDevice, "sums", std::max<int64_t>(sums_bytes, 16));
   if (pulls_weights) {
@@ -670,7 +670,7 @@ void KernelWorld::dispatch_by_host(
       unwritten<int64_t>(rank_idx,
                          Ownership::kDevice,
                          "slots",
-                         std::max<int64_t>(1, inputs.num_tokens * choices.num_slots));
+                         std::max<int64_t>(1, inputs.num_tokens() * choices.num_slots));
   auto exchange = dispatch_exchange(
       rank_idx, inputs, choices, place, offer_of(rank_idx, segment_idx, first_bytes));
   exchange.host_read = host_read;

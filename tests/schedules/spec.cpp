@@ -109,20 +109,20 @@ int64_t DispatchSpec::padded(int64_t num_rows) const {
   return beyond == 0 ? num_rows : num_rows + arrangement_.expert_alignment - beyond;
 }
 
-/// Of a token that goes to experts of @p dst_rank; -1 where it does not.
-int64_t DispatchSpec::first_choice(int src_rank, int64_t token_idx, int dst_rank) const {
+/// Whether an expert of @p dst_rank is among the choices of a token.
+bool DispatchSpec::goes_to(int src_rank, int64_t token_idx, int dst_rank) const {
   for (int64_t k = 0; k < asked_[static_cast<size_t>(src_rank)].num_topk; ++k) {
     const int64_t expert_idx = choice({src_rank, token_idx, k});
     if (expert_idx >= 0 && expert_rank_[static_cast<size_t>(expert_idx)] == dst_rank)
-      return k;
+      return true;
   }
-  return -1;
+  return false;
 }
 
 int64_t DispatchSpec::num_tokens_between(int src_rank, int dst_rank) const {
   int64_t num_tokens = 0;
   for (int64_t i = 0; i < asked_[static_cast<size_t>(src_rank)].num_tokens(); ++i)
-    num_tokens += first_choice(src_rank, i, dst_rank) >= 0;
+    num_tokens += goes_to(src_rank, i, dst_rank);
   return num_tokens;
 }
 
@@ -169,11 +169,10 @@ std::vector<Origin> DispatchSpec::rows_of(int rank_idx) const {
     }
   } else {
     for (int src_rank = 0; src_rank < num_ranks(); ++src_rank) {
-      const bool sends = num_kept(src_rank, rank_idx) > 0;
       const int64_t num_tokens = asked_[static_cast<size_t>(src_rank)].num_tokens();
-      for (int64_t token_idx = 0; sends && token_idx < num_tokens; ++token_idx)
-        if (const int64_t k = first_choice(src_rank, token_idx, rank_idx); k >= 0)
-          rows.push_back({src_rank, token_idx, k});
+      for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx)
+        if (goes_to(src_rank, token_idx, rank_idx))
+          rows.push_back({src_rank, token_idx});
     }
   }
   const int64_t fixed_rows = num_fixed_rows(rank_idx);
@@ -297,9 +296,6 @@ std::string DispatchSpec::difference_of_layout(const layout::CountMatrix& asked)
         found.num_tokens_per_expert != right.num_tokens_per_expert ||
         found.expert_offsets != right.expert_offsets)
       return concat("layout finds other rows on rank ", rank_idx);
-    // By rank nobody drops rows; layout has a place for them still.
-    if (drops_by_rank())
-      continue;
     const AskedOfRank& source = asked_[static_cast<size_t>(rank_idx)];
     const std::vector<int64_t> right_slots = this->slots(rank_idx);
     std::vector<int64_t> slots(right_slots.size());

@@ -24,12 +24,11 @@ struct AskedOfRank {
   }
 };
 
-/// What lies in one row of a window: a choice of a token; by rank a token, with its first choice
-/// there; or nothing.
+/// What lies in one row of a window: a choice of a token; by rank a token; or nothing.
 struct Origin {
   int rank_idx = -1;  ///< -1 for nothing
   int64_t token_idx = -1;
-  int64_t topk_pos = -1;
+  int64_t topk_pos = -1;  ///< of a choice; -1 by rank
 
   bool is_nothing() const { return rank_idx < 0; }
 };
@@ -79,12 +78,9 @@ class DispatchSpec {
   int64_t padded(int64_t num_rows) const;
   int64_t num_required_rows(int rank_idx) const;
   int64_t num_fixed_rows(int rank_idx) const;
-  bool drops_by_rank() const {
-    return arrangement_.is_by_rank() && rule_.on_overflow == layout::OnOverflow::kDrop;
-  }
   int64_t num_kept(int src_rank, int dst_rank) const;
   int64_t num_tokens_between(int src_rank, int dst_rank) const;
-  int64_t first_choice(int src_rank, int64_t token_idx, int dst_rank) const;
+  bool goes_to(int src_rank, int64_t token_idx, int dst_rank) const;
   std::vector<Origin> rows_of(int rank_idx) const;
   int64_t choice(const Origin& origin) const;
 
