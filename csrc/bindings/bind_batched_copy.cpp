@@ -7,6 +7,7 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/native_group.h"
 #include "bindings/shared/submitted.h"
+#include "bindings/shared/tensor_view.h"
 #include "cpu/strided_copy.h"
 #include "layout/strided.h"
 #include "ops/batched_copy.h"
@@ -27,7 +28,6 @@ struct TensorNames {
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* is_conj = PyUnicode_InternFromString("is_conj");
   PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
   PyObject* itemsize = PyUnicode_InternFromString("itemsize");
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* stride = PyUnicode_InternFromString("stride");
@@ -62,7 +62,7 @@ class TensorReader {
               "a tensor must be in CPU memory, got device ",
               py::str(tensor.attr("device")).cast<std::string>());
     MOE_CHECK(!(dtype.is_complex && call(tensor, tensor_names().is_conj).cast<bool>()) &&
-                  !call(tensor, tensor_names().is_neg).cast<bool>(),
+                  !is_negated(tensor),
               "a tensor's conjugate or negative is not in its memory; resolve it first");
     const py::tuple shape = attribute(tensor, tensor_names().shape);
     const py::tuple strides = call(tensor, tensor_names().stride);

@@ -13,16 +13,6 @@ namespace {
 constexpr int64_t kAnyNumber = 0;
 constexpr int32_t kBool = 6 << 8 | 8;  // DLPack's type
 
-/// Whether torch only remembers that these numbers are to be negated.
-bool is_negated(py::handle tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  const auto answer =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
-  if (!answer)
-    throw py::error_already_set();
-  return answer.ptr() != Py_False;
-}
-
 /// A tensor of two dimensions as the operations take it, in memory of the endpoint.
 std::optional<TensorView> view_matrix(const ops::EndpointBase& endpoint,
                                       py::handle tensor,

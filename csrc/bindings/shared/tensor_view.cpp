@@ -69,4 +69,13 @@ TensorView view_tensor(py::handle tensor) {
   return describe_tensor(tensor, &described) ? view_of(described) : view_attributes(tensor);
 }
 
+bool is_negated(py::handle tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto answer =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  if (!answer)
+    throw py::error_already_set();
+  return answer.ptr() != Py_False;
+}
+
 }  // namespace moe::bindings

@@ -28,4 +28,7 @@ TensorView view_of(const DlpackTensor& tensor);
 /// @param tensor  A tensor, or None for an empty view.
 TensorView view_tensor(pybind11::handle tensor);
 
+/// Whether torch only remembers that the numbers of a tensor are to be negated.
+bool is_negated(pybind11::handle tensor);
+
 }  // namespace moe::bindings
