@@ -76,12 +76,14 @@ inline void ring(Doorbell& doorbell) {
 }
 
 /// Counts its thread among the sleepers while it lives.
-class Enrolment {
+class WaiterScope {
  public:
-  explicit Enrolment(Doorbell& doorbell) : doorbell_(doorbell) { fetch_add(doorbell_.waiters, 1u); }
-  ~Enrolment() { fetch_add(doorbell_.waiters, ~0u); }
-  Enrolment(const Enrolment&) = delete;
-  Enrolment& operator=(const Enrolment&) = delete;
+  explicit WaiterScope(Doorbell& doorbell) : doorbell_(doorbell) {
+    fetch_add(doorbell_.waiters, 1u);
+  }
+  ~WaiterScope() { fetch_add(doorbell_.waiters, ~0u); }
+  WaiterScope(const WaiterScope&) = delete;
+  WaiterScope& operator=(const WaiterScope&) = delete;
 
  private:
   Doorbell& doorbell_;
@@ -91,7 +93,7 @@ class Enrolment {
 /// @param ready  Whatever it looks at is not missed where its writer rings; it may throw.
 template <typename Ready>
 void sleep_unless(Doorbell& doorbell, int64_t timeout_ns, Ready&& ready) {
-  const Enrolment enrolment(doorbell);
+  const WaiterScope waiter(doorbell);
   fence_seq_cst();
   const uint32_t seen = load_acquire(doorbell.rings);
   if (!ready())

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <utility>
 
-#include "group/circle_watch.h"
+#include "group/deadlock_watch.h"
 #include "group/message.h"
 
 namespace moe::group {

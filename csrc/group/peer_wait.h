@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/sync.h"
-#include "group/circle_watch.h"
+#include "group/deadlock_watch.h"
 #include "group/group.h"
 #include "group/pace.h"
 
@@ -232,7 +232,7 @@ class ArrivalWatch {
   const WaitSite& site_;
   int peer_rank_;
   ArrivalClock clock_;
-  CircleWatch circle_;
+  DeadlockWatch circle_;
 };
 
 // ---- A rank that has come and stopped.

@@ -133,7 +133,7 @@ MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
   PieceWalk walk(params, params.pieces);
   StagedRows<Number> staged(params, row_bytes, walk);
   TokenRows<Number, kWeighted, false> rows(params, row_bytes);
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
 #pragma unroll 1
   for (; !walk.has_ended(); walk.advance()) {
     const int num_units = walk.bytes() / static_cast<int>(sizeof(Bytes16));
@@ -169,7 +169,7 @@ MOE_DEVICE void sum_loaded(const CombineParams& params,
                            const RowPieces& pieces) {
   PieceWalk walk(params, pieces);
   TokenRows<Number, kWeighted, true> rows(params, row_bytes);
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
 #pragma unroll 1
   for (; !walk.has_ended(); walk.advance()) {
     const int num_units = walk.bytes() / static_cast<int>(sizeof(Unit));

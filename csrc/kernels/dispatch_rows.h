@@ -465,7 +465,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
   RowWalk walk(params, memory);
   device::StageRing<DispatchShape::kNumStages> ring(
       memory.base, shape.stage_bytes, memory.barriers());
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
   const int num_slots = params.choices.num_slots;
   const auto bytes_of = [&](const RowWalk::Piece& piece) {
     return shape.pieces.bytes_of(piece.piece_idx, params.source_row_bytes);
@@ -537,7 +537,7 @@ MOE_DEVICE void move_by_loads(const DispatchParams& params, const WarpMemory& me
   const RowMetadataWriter metadata(params, memory.scales());
   const int num_slots = params.choices.num_slots;
   RowWalk walk(params, memory);
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
   const int source_unit = device::widest_unit(reinterpret_cast<uint64_t>(params.x) |
                                               static_cast<uint64_t>(params.source_row_bytes));
   const int wire_unit = device::widest_unit(static_cast<uint64_t>(params.row_bytes));

@@ -134,7 +134,7 @@ MOE_DEVICE void add_chunk(const CombineParams& params,
                           const RailRequests<Number, kReduces>& requests,
                           int64_t chunk_idx,
                           int64_t place,
-                          ProgressShower* progress) {
+                          ProgressReporter* progress) {
   const int64_t row_bytes = combined_row_bytes(params);
 #pragma unroll 1
   for (int64_t token_idx = requests.first_token(chunk_idx);
@@ -167,7 +167,7 @@ MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, 
   const RailMemory rail(params.buffer, rails);
   const TokenSources<kReduces> sources(params, rails, reply, shared);
   const RailRequests<Number, kReduces> requests(params, rails, reply, sources, shared);
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
   const int64_t num_own = rails.num_chunks(params.num_tokens);
   if (turns.first_chunk >= turns.num_units)
     return true;

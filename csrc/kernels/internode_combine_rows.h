@@ -204,7 +204,7 @@ class RailRequests {
 
   /// Waits for a request of the rail's rank on @p src_node and answers it. @return false when the
   /// kernel is to leave.
-  MOE_DEVICE bool answer(int src_node, int64_t chunk_idx, ProgressShower* progress) const {
+  MOE_DEVICE bool answer(int src_node, int64_t chunk_idx, ProgressReporter* progress) const {
     const int own_node = rail_.own_node();
     if (!await(src_node, rails_.map.chunk_signal(own_node, src_node, chunk_idx)))
       return false;
@@ -295,7 +295,7 @@ class RailRequests {
   MOE_DEVICE void write_rows(const Header& header,
                              const std::byte* request,
                              std::byte* to,
-                             ProgressShower* progress) const {
+                             ProgressReporter* progress) const {
     if constexpr (kReduces) {
       NodeSums<Number> sums(params_, rails_, sources_, header, request, shared_);
 #pragma unroll 1

@@ -38,7 +38,7 @@ MOE_KERNEL void internode_dispatch(const InternodeDispatchParams both) {
   std::byte* const shared = device::shared_memory();
   auto* const scratch = reinterpret_cast<int32_t*>(shared);
   const bool has_left = block_has_left(params.buffer, scratch);
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
   const int64_t num_units = static_cast<int64_t>(device::num_blocks()) * device::num_warps();
   const int64_t own_unit =
       static_cast<int64_t>(device::warp_idx()) * device::num_blocks() + device::block_idx();

@@ -71,7 +71,7 @@ class RailPacker {
   }
 
   /// Moves the tokens of a chunk and puts it to every other node, also where it has none.
-  MOE_DEVICE void send(int64_t chunk_idx, ProgressShower* progress) const {
+  MOE_DEVICE void send(int64_t chunk_idx, ProgressReporter* progress) const {
 #pragma unroll 1
     for (int node_idx = device::lane_idx(); node_idx < rails_.map.num_nodes;
          node_idx += device::kWarpSize)
@@ -259,7 +259,7 @@ class RailForwarder {
   }
 
   /// @return false when the kernel is to leave.
-  MOE_DEVICE bool forward(int src_node, int64_t chunk_idx, ProgressShower* progress) const {
+  MOE_DEVICE bool forward(int src_node, int64_t chunk_idx, ProgressReporter* progress) const {
     const Buffer& buffer = params_.buffer;
     const int src_rank = rail_.rank_of(src_node);
     const WaitSite site{

@@ -192,7 +192,7 @@ class RankRows {
 template <typename Number, typename Unit>
 MOE_DEVICE void add_for_ranks(const RankSumsParams& params, int64_t row_bytes) {
   RankRows<Number> rows(params, row_bytes);
-  ProgressShower progress(params.buffer);
+  ProgressReporter progress(params.buffer);
   const int64_t step = int64_t{device::num_blocks()} * device::num_warps();
   int64_t token_idx = int64_t{device::warp_idx()} * device::num_blocks() + device::block_idx();
 #pragma unroll 1

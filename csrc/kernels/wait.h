@@ -62,9 +62,9 @@ MOE_DEVICE void show_progress(const Buffer& buffer) {
 }
 
 /// Raised now and then by one warp of the rank, for peers that wait.
-class ProgressShower {
+class ProgressReporter {
  public:
-  MOE_DEVICE explicit ProgressShower(const Buffer& buffer) : buffer_(buffer) {}
+  MOE_DEVICE explicit ProgressReporter(const Buffer& buffer) : buffer_(buffer) {}
   /// All lanes call, once per row that was moved or added.
   MOE_DEVICE void tick() {
     constexpr int kRowsPerProgress = 16;

@@ -37,13 +37,13 @@ class ShownWait {
 /// before a wait of its own has ended to the rank which that one is for. A probe that comes back
 /// to its wait has found a circle: nobody in it can go on. A rank hands a probe on only while it
 /// has not entered what the sender waits for, so that all waits of the circle last until then.
-class CircleWatch {
+class DeadlockWatch {
  public:
   /// @param site  What the peer has to enter; outlives this.
   /// @param start_ns  Since when it is waited for.
-  CircleWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns);
-  CircleWatch(const CircleWatch&) = delete;
-  CircleWatch& operator=(const CircleWatch&) = delete;
+  DeadlockWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns);
+  DeadlockWatch(const DeadlockWatch&) = delete;
+  DeadlockWatch& operator=(const DeadlockWatch&) = delete;
 
   /// Called now and then while the peer has not come. Aborts and throws where it cannot.
   /// @param is_missing  Whether a rank has not entered; fewer ranks are to blame than are not.

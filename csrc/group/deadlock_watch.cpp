@@ -1,4 +1,4 @@
-#include "group/circle_watch.h"
+#include "group/deadlock_watch.h"
 
 #include <algorithm>
 #include <utility>
@@ -84,10 +84,10 @@ ShownWait::~ShownWait() {
     group_.mail().entries()->end(wait_);
 }
 
-CircleWatch::CircleWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns)
+DeadlockWatch::DeadlockWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns)
     : group_(group), site_(site), peer_rank_(peer_rank), start_ns_(start_ns), asked_ns_(start_ns) {}
 
-void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
+void DeadlockWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
   if (!kRanksHaveThreads || now_ns - start_ns_ < kShowNs)
     return;
   if (!shown_)
@@ -108,7 +108,7 @@ void CircleWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missi
   send(wait, std::move(probe));
 }
 
-void CircleWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
+void DeadlockWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
   // Ranks that have left the order that most ranks keep; of two equal halves, the one without the
   // lowest rank.
   std::vector<int> missing;
