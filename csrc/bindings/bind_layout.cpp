@@ -196,7 +196,8 @@ layout::ScaleMap scale_map(int row_layout,
                                 is_column_major);
 }
 
-void bind_sizes(py::module_& sizes) {
+/// Of what every rank has once: rows, workspaces, the memory between nodes.
+void bind_region_sizes(py::module_& sizes) {
   sizes.attr("SLOT_ROW_BITS") = layout::Slot::kRowBits;
   sizes.attr("ROW_HEADER_BYTES") = sizeof(layout::Row);
   sizes.attr("CONTROL_BLOCK_BYTES") = sizeof(layout::ControlBlock);
@@ -232,6 +233,10 @@ void bind_sizes(py::module_& sizes) {
       py::arg("num_max_topk"),
       py::arg("max_row_bytes"),
       py::arg("node_reduction"));
+}
+
+/// Of what holds the rows of an operation.
+void bind_window_sizes(py::module_& sizes) {
   sizes.def(
       "rank_sums_bytes",
       [](int64_t num_tokens,
@@ -341,7 +346,8 @@ void bind_layout(py::module_& parent) {
   module.def("received_rows", &received_rows);
   module.def("assign_slots", &assign_slots);
   module.def("row_streams", &row_streams);
-  bind_sizes(module);
+  bind_region_sizes(module);
+  bind_window_sizes(module);
 }
 
 }  // namespace moe::bindings

@@ -144,6 +144,30 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const std::function<void()>
   return decision;
 }
 
+/// Marks who has failed by what this rank sees of it.
+/// @param states  [num_ranks], seen before what peers said last was heard
+void ShrinkAgreement::find_failed_locked(const std::vector<PeerState>& states,
+                                         std::string* members) const {
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    const auto idx = static_cast<size_t>(peer_rank);
+    const Statement& statement = statements_[idx];
+    // A rank that went on without this one has left as well.
+    const bool names_this =
+        statement.has_spoken && counts(statement) &&
+        (statement.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0;
+    if (!group_.is_active(peer_rank) || statement.has_resigned ||
+        (states[idx] == PeerState::kLeft && !names_this))
+      (*members)[idx] |= kFailed | kEnded;
+    else if (states[idx] == PeerState::kLeft)
+      (*members)[idx] |= kFailed;
+    else if (states[idx] == PeerState::kDead)
+      // Where nothing answers any more, it may be the link that has ended.
+      (*members)[idx] = static_cast<char>(
+          (*members)[idx] | kFailed |
+          (group_.link()->is_link_lost(group_.link_rank(peer_rank)) ? 0 : kEnded));
+  }
+}
+
 /// Hears what peers said and answers; @return whether the wait is over.
 bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
   // Before what they said last is heard: a rank that has the new group says so and leaves.
@@ -158,24 +182,7 @@ bool ShrinkAgreement::step_locked(std::optional<ShrinkDecision>* decision) {
   const Ballot before = own.ballot;
   std::string& members = own.ballot.members;
   unite(&members, reported_);
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    const auto idx = static_cast<size_t>(peer_rank);
-    const Statement& statement = statements_[idx];
-    // A rank that went on without this one has left as well.
-    const bool names_this =
-        statement.has_spoken && counts(statement) &&
-        (statement.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0;
-    if (!group_.is_active(peer_rank) || statement.has_resigned ||
-        (states[idx] == PeerState::kLeft && !names_this))
-      members[idx] |= kFailed | kEnded;
-    else if (states[idx] == PeerState::kLeft)
-      members[idx] |= kFailed;
-    else if (states[idx] == PeerState::kDead)
-      // Where nothing answers any more, it may be the link that has ended.
-      members[idx] = static_cast<char>(
-          members[idx] | kFailed |
-          (group_.link()->is_link_lost(group_.link_rank(peer_rank)) ? 0 : kEnded));
-  }
+  find_failed_locked(states, &members);
   for (size_t idx = 0; idx < statements_.size(); ++idx)
     if ((members[idx] & kFailed) == 0 && statements_[idx].has_spoken && counts(statements_[idx]))
       unite(&members, statements_[idx].ballot.members);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/peer_link.h"
 #include "core/sync.h"
 #include "group/shrink_members.h"
 #include "group/wait_site.h"
@@ -114,6 +115,7 @@ class ShrinkAgreement {
                                       int64_t limit_ns,
                                       const std::string& deed);
   WaitSite site(const std::function<void()>& interrupt_check) const;
+  void find_failed_locked(const std::vector<PeerState>& states, std::string* members) const;
   bool step_locked(std::optional<ShrinkDecision>* decision);
   bool is_unanimous_locked() const;
   bool has_majority_locked();

@@ -31,6 +31,44 @@ void check_same(const std::string& what,
   throw InvalidArgument(concat(what, ": ", text));
 }
 
+void check_versions(const std::vector<std::string>& addresses) {
+  std::vector<std::string> versions;
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    uint32_t head[2] = {0, 0};
+    if (addresses[rank].size() >= sizeof head)
+      std::memcpy(head, addresses[rank].data(), sizeof head);
+    MOE_CHECK(head[0] == kWireMagic,
+              "the address of rank ",
+              rank,
+              " is not one of PeerMesh: got ",
+              addresses[rank].size(),
+              " bytes that start with ",
+              head[0],
+              ", expected ",
+              kWireMagic);
+    versions.push_back(concat("version ", head[1], " of ", addresses[rank].size(), " bytes"));
+  }
+  check_same("ranks run releases with different wire formats",
+             versions,
+             0,
+             static_cast<int>(addresses.size()));
+}
+
+/// From other nodes.
+void check_reachable(const std::vector<MeshAddress>& addresses) {
+  for (size_t rank = 0; rank < addresses.size(); ++rank)
+    MOE_CHECK(addresses[rank].tcp_port != 0 && addresses[rank].num_tcp_addresses > 0 &&
+                  addresses[rank].num_tcp_addresses <= MeshAddress::kMaxTcpAddresses,
+              "rank ",
+              rank,
+              " cannot be reached from other nodes: its port is ",
+              addresses[rank].tcp_port,
+              ", its addresses are ",
+              addresses[rank].num_tcp_addresses,
+              " of at most ",
+              MeshAddress::kMaxTcpAddresses);
+}
+
 }  // namespace
 
 Token random_token() {
@@ -62,26 +100,10 @@ std::string MeshAddress::to_bytes() const {
 std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& addresses,
                                          const NodeLayout& nodes) {
   std::vector<MeshAddress> parsed(addresses.size());
-  std::vector<std::string> versions;
   std::vector<std::string> boot_ids;
   std::vector<std::string> namespaces;
   std::map<Token, int> rank_of;
-  for (size_t rank = 0; rank < addresses.size(); ++rank) {
-    uint32_t head[2] = {0, 0};
-    if (addresses[rank].size() >= sizeof head)
-      std::memcpy(head, addresses[rank].data(), sizeof head);
-    MOE_CHECK(head[0] == kWireMagic,
-              "the address of rank ",
-              rank,
-              " is not one of PeerMesh: got ",
-              addresses[rank].size(),
-              " bytes that start with ",
-              head[0],
-              ", expected ",
-              kWireMagic);
-    versions.push_back(concat("version ", head[1], " of ", addresses[rank].size(), " bytes"));
-  }
-  check_same("ranks run releases with different wire formats", versions, 0, nodes.num_ranks);
+  check_versions(addresses);
   for (size_t rank = 0; rank < addresses.size(); ++rank) {
     MOE_CHECK(addresses[rank].size() == sizeof(MeshAddress),
               "the address of rank ",
@@ -115,17 +137,8 @@ std::vector<MeshAddress> parse_addresses(const std::vector<std::string>& address
                first_rank,
                nodes.num_local_ranks);
   }
-  for (size_t rank = 0; nodes.num_nodes() > 1 && rank < parsed.size(); ++rank)
-    MOE_CHECK(parsed[rank].tcp_port != 0 && parsed[rank].num_tcp_addresses > 0 &&
-                  parsed[rank].num_tcp_addresses <= MeshAddress::kMaxTcpAddresses,
-              "rank ",
-              rank,
-              " cannot be reached from other nodes: its port is ",
-              parsed[rank].tcp_port,
-              ", its addresses are ",
-              parsed[rank].num_tcp_addresses,
-              " of at most ",
-              MeshAddress::kMaxTcpAddresses);
+  if (nodes.num_nodes() > 1)
+    check_reachable(parsed);
   return parsed;
 }
 

@@ -97,6 +97,79 @@ int32_t all_gradients(const layout::OperationArguments& arguments) {
          (arguments.weight_bytes > 0 ? GradientWord::kNeedsWeights : 0);
 }
 
+/// The handle's plan, or one that the graph writes.
+std::shared_ptr<const ops::PlanHeader> capture_plan(Capture& capture,
+                                                    DeviceEndpoint& endpoint,
+                                                    const ops::DispatchParams& params,
+                                                    DispatchLaunches& launches) {
+  if (params.plan) {
+    check_was_made(*params.plan);
+    launches.take_plan(static_cast<const DevicePlan&>(*params.plan));
+    return capture.keep(params.plan);
+  }
+  launches.make_plan(
+      [&](int64_t bytes) { return capture.keep(endpoint.device().allocate(bytes)).get(); });
+  launches.foresee_plan();
+  launches.made_plan()->hash = endpoint.num_kept();  // ranks capture alike
+  launches.made_plan()->status = capture.status();
+  return capture.keep(launches.made_plan());
+}
+
+/// Device memory [num_ranks] that the graph fills with the masks of this call; null for none.
+const uint8_t* capture_masks(Capture& capture,
+                             DeviceEndpoint& endpoint,
+                             const std::vector<int>& masked_ranks) {
+  if (masked_ranks.empty())
+    return nullptr;
+  const std::vector<uint8_t> is_masked = rank_flags(masked_ranks, endpoint.num_ranks());
+  const auto bytes = static_cast<int64_t>(is_masked.size());
+  const auto staging = capture.keep(endpoint.device().allocate_host(bytes));
+  const auto values = capture.keep(endpoint.device().allocate(bytes));
+  std::memcpy(staging.get(), is_masked.data(), is_masked.size());
+  endpoint.stream().copy(values.get(), staging.get(), bytes);
+  return reinterpret_cast<const uint8_t*>(values.get());
+}
+
+/// Receives the rows, at once or, of an asynchronous dispatch, where its caller waits for them.
+void capture_receive(Capture& capture,
+                     DeviceEndpoint& endpoint,
+                     const ops::DispatchParams& params,
+                     const std::shared_ptr<Window>& window,
+                     int64_t bytes,
+                     DispatchLaunches& launches,
+                     ops::DispatchOutcome* outcome) {
+  const auto copy_out =
+      params.copy_out == ops::CopyOut::kAlways && outcome->plan->layout() != RowLayout::kLowLatency
+          ? ops::CopyOut::kAlways
+          : ops::CopyOut::kNever;
+  const bool receives_later = params.is_async && copy_out == ops::CopyOut::kNever;
+  if (!receives_later)
+    endpoint.launch_receive(launches.receive_params());
+  outcome->owner = capture.keep(
+      copy_out_window(endpoint, window, static_cast<uint64_t>(bytes), copy_out, &outcome->rows));
+  if (receives_later) {
+    auto phase = ReceivePhase::captured(endpoint, launches.receive_params());
+    endpoint.leave_to_receive(phase);
+    outcome->end = ReceivePhase::end_of(std::move(phase));
+  } else {
+    endpoint.lead_caller();
+  }
+}
+
+/// What the host cannot know of counts, as the graph leaves it on the device.
+void point_into_tables(const DispatchTables& tables,
+                       const std::shared_ptr<int32_t>& status,
+                       const DeviceEndpoint& endpoint,
+                       ops::DispatchOutcome* outcome) {
+  outcome->expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
+  outcome->num_tokens_per_expert =
+      std::shared_ptr<void>(tables.memory, tables.tables.num_tokens_per_expert);
+  outcome->status = status;
+  outcome->num_required_rows = outcome->plan->num_rows();
+  outcome->num_dropped_per_expert.resize(outcome->plan->received.num_tokens_per_expert.size());
+  outcome->waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
+}
+
 }  // namespace
 
 void check_has_counts(const DevicePlan& plan) {
@@ -114,68 +187,26 @@ ops::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint, const ops::Dispa
                   params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch);
   DispatchLaunches launches(endpoint, params, arrangement, Contents::kZero);
   ops::DispatchOutcome outcome;
-  if (params.plan) {
-    check_was_made(*params.plan);
-    launches.take_plan(static_cast<const DevicePlan&>(*params.plan));
-    capture.keep(params.plan);
-    outcome.plan = params.plan;
-  } else {
-    launches.make_plan(
-        [&](int64_t bytes) { return capture.keep(endpoint.device().allocate(bytes)).get(); });
-    launches.foresee_plan();
-    launches.made_plan()->hash = endpoint.num_kept();  // ranks capture alike
-    launches.made_plan()->status = capture.status();
-    outcome.plan = capture.keep(launches.made_plan());
-  }
+  outcome.plan = capture_plan(capture, endpoint, params, launches);
   capture.keep(launches.tables().memory);
   launches.tables().tables.status = capture.status().get();
 
   if (const std::string problem = launches.find_shortage(); !problem.empty())
     throw InvalidArgument(problem);
 
-  const int64_t num_rows = outcome.plan->num_rows();
-  const layout::ReceiveWindow layout =
-      ops::receive_window(arrangement, params, num_rows, outcome.plan->num_recv_topk);
+  const layout::ReceiveWindow layout = ops::receive_window(
+      arrangement, params, outcome.plan->num_rows(), outcome.plan->num_recv_topk);
   const auto window = params.window ? capture.keep(params.window) : capture.allocate(layout.bytes);
   kernels::ExchangeParams row = launches.row();
   row.offer = window->offer();
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
-  if (!params.masked_ranks.empty()) {
-    const std::vector<uint8_t> is_masked = rank_flags(params.masked_ranks, endpoint.num_ranks());
-    const auto bytes = static_cast<int64_t>(is_masked.size());
-    const auto staging = capture.keep(endpoint.device().allocate_host(bytes));
-    const auto values = capture.keep(endpoint.device().allocate(bytes));
-    std::memcpy(staging.get(), is_masked.data(), is_masked.size());
-    endpoint.stream().copy(values.get(), staging.get(), bytes);
-    row.is_masked = reinterpret_cast<const uint8_t*>(values.get());
-  }
+  if (const uint8_t* const is_masked = capture_masks(capture, endpoint, params.masked_ranks))
+    row.is_masked = is_masked;
   capture.exchange(row, params.plan.get());
   launches.send_rows();
-  const auto copy_out =
-      params.copy_out == ops::CopyOut::kAlways && arrangement.layout != RowLayout::kLowLatency
-          ? ops::CopyOut::kAlways
-          : ops::CopyOut::kNever;
-  const bool receives_later = params.is_async && copy_out == ops::CopyOut::kNever;
-  if (!receives_later)
-    endpoint.launch_receive(launches.receive_params());
-  outcome.owner = capture.keep(copy_out_window(
-      endpoint, window, static_cast<uint64_t>(layout.bytes), copy_out, &outcome.rows));
-  if (receives_later) {
-    auto phase = ReceivePhase::captured(endpoint, launches.receive_params());
-    endpoint.leave_to_receive(phase);
-    outcome.end = ReceivePhase::end_of(std::move(phase));
-  } else {
-    endpoint.lead_caller();
-  }
+  capture_receive(capture, endpoint, params, window, layout.bytes, launches, &outcome);
   ops::point_into_window(params, arrangement, layout, &outcome);
-  const DispatchTables& tables = launches.tables();
-  outcome.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
-  outcome.num_tokens_per_expert =
-      std::shared_ptr<void>(tables.memory, tables.tables.num_tokens_per_expert);
-  outcome.status = capture.status();
-  outcome.num_required_rows = num_rows;
-  outcome.num_dropped_per_expert.resize(outcome.plan->received.num_tokens_per_expert.size());
-  outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
+  point_into_tables(launches.tables(), capture.status(), endpoint, &outcome);
   return outcome;
 }
 

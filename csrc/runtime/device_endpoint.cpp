@@ -230,19 +230,13 @@ void DeviceEndpoint::connect_nodes(int64_t area_bytes,
 void DeviceEndpoint::make_tables() {
   const int64_t count = num_ranks();
   const int num_experts = config().num_experts;
-  std::byte** workspaces = nullptr;
-  uint8_t* is_active = nullptr;
-  uint8_t* is_elsewhere = nullptr;
-  int32_t* expert_rank = nullptr;
-  int32_t* experts_by_rank = nullptr;
-  int32_t* first_of_rank = nullptr;
   const auto lay = [&](Carver carver) {
-    workspaces = carver.take<std::byte*>(count);
-    is_active = carver.take<uint8_t>(count);
-    is_elsewhere = carver.take<uint8_t>(count);
-    expert_rank = carver.take<int32_t>(num_experts);
-    experts_by_rank = carver.take<int32_t>(num_experts);
-    first_of_rank = carver.take<int32_t>(count + 1);
+    buffer_.workspaces = carver.take<std::byte*>(count);
+    buffer_.is_active = carver.take<uint8_t>(count);
+    buffer_.is_elsewhere = carver.take<uint8_t>(count);
+    buffer_.expert_rank = carver.take<int32_t>(num_experts);
+    buffer_.experts_by_rank = carver.take<int32_t>(num_experts);
+    buffer_.first_of_rank = carver.take<int32_t>(count + 1);
     return carver.bytes();
   };
   constants_ = device_->allocate(lay(Carver(nullptr)));
@@ -267,12 +261,6 @@ void DeviceEndpoint::make_tables() {
   buffer_.num_local_experts =
       static_cast<int32_t>(placement().local_experts[static_cast<size_t>(rank_idx())].size());
   buffer_.depth = config().depth;
-  buffer_.workspaces = workspaces;
-  buffer_.is_active = is_active;
-  buffer_.is_elsewhere = is_elsewhere;
-  buffer_.expert_rank = expert_rank;
-  buffer_.experts_by_rank = experts_by_rank;
-  buffer_.first_of_rank = first_of_rank;
   buffer_.state = reinterpret_cast<BufferState*>(state_.get());
   buffer_.report = reinterpret_cast<WaitReport*>(report_.get());
   buffer_.waits = reinterpret_cast<kernels::WaitTotals*>(waits_.get());
