@@ -63,6 +63,20 @@ def as_dense(name: str, value: Any) -> torch.Tensor:
     return value
 
 
+def check_resolved(name: str, tensor: torch.Tensor) -> None:
+    """What the bytes of a tensor hold is its value.
+
+    Raises:
+        ValueError: torch only remembers that they are to be negated or conjugated.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{name} is a lazy conjugate or negation, got {tensor.dtype} with is_conj() = "
+            f"{tensor.is_conj()} and is_neg() = {tensor.is_neg()}: give "
+            f"{name}.resolve_conj().resolve_neg()"
+        )
+
+
 def shown(value: Any) -> str:
     """A value for a message: of a tensor what it is, not what it holds."""
     if isinstance(value, torch.Tensor):

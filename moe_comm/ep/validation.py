@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from moe_comm.arguments import as_dense, as_int, shown
+from moe_comm.arguments import as_dense, as_int, check_resolved, shown
 from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.tensors.memory_overlap import shares_bytes
@@ -336,12 +336,7 @@ def _check_tensor(
         raise ValueError(
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         )
-    if tensor.is_conj() or tensor.is_neg():  # what its bytes hold is not its value
-        raise ValueError(
-            f"{name} is a lazy conjugate or negation, got {tensor.dtype} with is_conj() = "
-            f"{tensor.is_conj()} and is_neg() = {tensor.is_neg()}: give "
-            f"{name}.resolve_conj().resolve_neg()"
-        )
+    check_resolved(name, tensor)
 
 
 def _check_weights(

@@ -18,6 +18,7 @@ from moe_comm.resharding.copy_services.base import RecvOp, SendOp
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,
     QueuedCopyService,
+    check_either,
     copy_pair,
 )
 from moe_comm.resharding.nvshmem_copy_service.service import RemoteCopyService
@@ -74,10 +75,7 @@ class NVSHMEMCopyService(QueuedCopyService):
         communicator: Communicator | None = None,
         slot_bytes: int | None = None,
     ) -> None:
-        if group is not None and communicator is not None:
-            raise ValueError(
-                f"group and communicator both say who the ranks are, got {group} and {communicator}"
-            )
+        check_either(group, communicator)
         if group is None or isinstance(group, dist.ProcessGroup):
             if communicator is None and not dist.is_initialized():
                 raise RuntimeError(

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import check_resolved
 from moe_comm.peers.agree import unlike_ends
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
@@ -24,7 +25,7 @@ from moe_comm.resharding.copy_services.base import (
 from moe_comm.resharding.copy_services.batched_copy import problem_with_overlaps
 from moe_comm.tensors.memory_overlap import has_element_twice
 
-__all__ = ["Batch", "QueuedCopyService", "copy_pair"]
+__all__ = ["Batch", "QueuedCopyService", "check_either", "copy_pair"]
 
 
 @dataclasses.dataclass
@@ -135,13 +136,10 @@ class QueuedCopyService(CopyService):
                     f"{type(tensor).__name__}"
                 )
             )
-        if tensor.is_conj() or tensor.is_neg():
-            self._refuse(
-                ValueError(
-                    "the tensor is a conjugated or negated view of others' memory; give its "
-                    "resolve_conj().resolve_neg()"
-                )
-            )
+        try:
+            check_resolved("tensor", tensor)
+        except ValueError as error:
+            self._refuse(error)
         if tensor.device.type not in self.device_types:
             self._refuse(
                 ValueError(
@@ -239,6 +237,14 @@ def _sort(ops: list[SendOp] | list[RecvOp]) -> str | None:
         if first_id == second_id:
             return f"task_id {first_id} comes twice"
     return None
+
+
+def check_either(group: object, communicator: object) -> None:
+    """Raise ValueError where both say who the ranks of a service are."""
+    if group is not None and communicator is not None:
+        raise ValueError(
+            f"group and communicator both say who the ranks are, got {group} and {communicator}"
+        )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from moe_comm.resharding.copy_services.batched_copy import (
     CopyStats,
     PreparedCopies,
 )
-from moe_comm.resharding.copy_services.queued_copy_service import QueuedCopyService
+from moe_comm.resharding.copy_services.queued_copy_service import QueuedCopyService, check_either
 
 __all__ = ["PreparedBatch", "SymmetricCopyService"]
 
@@ -73,10 +73,7 @@ class SymmetricCopyService(QueuedCopyService):
         slot_bytes: int | None = None,
         num_slots: int | None = None,
     ) -> None:
-        if group is not None and communicator is not None:
-            raise ValueError(
-                f"group and communicator both say who the ranks are, got {group} and {communicator}"
-            )
+        check_either(group, communicator)
         self._owns_communicator = communicator is None
         self.communicator = Communicator(group) if communicator is None else communicator
         super().__init__(ranks=self.communicator)
