@@ -198,17 +198,7 @@ class Communicator(ElasticRanks, Destroyable):
                 with_huge_pages=with_huge_pages,
                 num_sms=num_sms,
             )
-            if num_local_ranks is not None:
-                num_local_ranks = as_int("num_local_ranks", num_local_ranks)
-            problem = problem_with_names(
-                backend, rail, self.device
-            ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
-            if problem is None and self.device.type == "cuda":
-                self.gpu = RankGpu(self.device, num_sms, None if parent is None else parent.gpu)
-                self.device = self.gpu.device
-            problem = problem or self._problem_with_parent(backend, max_heap_bytes)
-            wishes = {"backend": backend, "rail": rail, "device": self.device.type}
-            stated = (wishes, self._place(num_local_ranks))
+            problem, stated = self._state(backend, num_local_ranks, options)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = first_line(error)
         gathered = make_together(self.bootstrap.all_gather, problem, "a communicator", stated)
@@ -219,25 +209,8 @@ class Communicator(ElasticRanks, Destroyable):
             num_ranks=self.num_ranks, num_local_ranks=self.num_local_ranks
         )
         self._home_nodes = tuple(self.nodes.node_idx(rank) for rank in range(self.num_ranks))
-        if self.backend not in HEAP_BACKENDS:
-            return
-        if self.gpu is not None:
-            self.gpu.meet(self.bootstrap, self.nodes.local_ranks(self.node_idx))
-        nvshmem_id = nvshmem.agree(self.bootstrap) if self.backend == "nvshmem" else None
-        self.native = connect_group(
-            self.bootstrap,
-            options,
-            places,
-            self.num_local_ranks,
-            None if parent is None else parent.native,
-        )
-        if self.gpu is not None:
-            self.gpu.make_heap(self.native, self.bootstrap, max_heap_bytes, nvshmem_id)
-        if parent is not None:
-            parent.adopt(self)
-        # At exit operations in flight end and peers hear of it while Python still runs; `atexit`
-        # alone is not called in the children of multiprocessing.
-        util.Finalize(self, _leave, (weakref.ref(self), self.native), exitpriority=100)
+        if self.backend in HEAP_BACKENDS:
+            self._connect(options, places)
 
     def _take_arguments(self, device: str | torch.device, **given: Any) -> CommunicatorOptions:
         """Keep what needs no peer to be right, and raise where something is not."""
@@ -252,6 +225,43 @@ class Communicator(ElasticRanks, Destroyable):
         # For the communicator that survivors of failures go on with.
         self._options: dict[str, Any] = dataclasses.asdict(options)
         return options
+
+    def _state(
+        self, backend: str, num_local_ranks: int | None, options: CommunicatorOptions
+    ) -> tuple[str | None, _Statement]:
+        """What is wrong with this rank's wishes, or None; and what it tells its peers of itself."""
+        if num_local_ranks is not None:
+            num_local_ranks = as_int("num_local_ranks", num_local_ranks)
+        problem = problem_with_names(
+            backend, self.rail_name, self.device
+        ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
+        if problem is None and self.device.type == "cuda":
+            parent_gpu = None if self.parent is None else self.parent.gpu
+            self.gpu = RankGpu(self.device, options.num_sms, parent_gpu)
+            self.device = self.gpu.device
+        problem = problem or self._problem_with_parent(backend, options.max_heap_bytes)
+        wishes = {"backend": backend, "rail": self.rail_name, "device": self.device.type}
+        return problem, (wishes, self._place(num_local_ranks))
+
+    def _connect(self, options: CommunicatorOptions, places: list[node_layout.RankPlace]) -> None:
+        """Make the heap that all ranks can address, and what they hear of each other by. Collective."""
+        if self.gpu is not None:
+            self.gpu.learn_peers(self.bootstrap, self.nodes.local_ranks(self.node_idx))
+        nvshmem_id = nvshmem.agree(self.bootstrap) if self.backend == "nvshmem" else None
+        self.native = connect_group(
+            self.bootstrap,
+            options,
+            places,
+            self.num_local_ranks,
+            None if self.parent is None else self.parent.native,
+        )
+        if self.gpu is not None:
+            self.gpu.make_heap(self.native, self.bootstrap, options.max_heap_bytes, nvshmem_id)
+        if self.parent is not None:
+            self.parent.adopt(self)
+        # At exit operations in flight end and peers hear of it while Python still runs; `atexit`
+        # alone is not called in the children of multiprocessing.
+        util.Finalize(self, _leave, (weakref.ref(self), self.native), exitpriority=100)
 
     def _place(self, num_local_ranks: int | None) -> node_layout.RankPlace:
         """Where this rank is, for its peers."""

@@ -48,7 +48,7 @@ class RankGpu:
         self._devices = [self._own]
         self._heap: _cuda.Heap | None = None
 
-    def meet(self, bootstrap: Bootstrap, local_ranks: range) -> None:
+    def learn_peers(self, bootstrap: Bootstrap, local_ranks: range) -> None:
         """Learn which rank has which GPU. Collective.
 
         Args:

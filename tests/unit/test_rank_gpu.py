@@ -44,7 +44,7 @@ class Group:
 
 def met(bootstrap: Bootstrap, num_sms: int | None = None, parent: RankGpu | None = None) -> RankGpu:
     gpu = RankGpu(DEVICE, num_sms, parent)
-    gpu.meet(bootstrap, range(bootstrap.num_ranks))
+    gpu.learn_peers(bootstrap, range(bootstrap.num_ranks))
     return gpu
 
 

@@ -134,6 +134,28 @@ def check_dispatch(
     Returns:
         None, or what is wrong and where.
     """
+    problem = _problem_with_tensors(case, rank_idx, x, x_sf, topk_weights)
+    if problem is not None:
+        return problem
+    num_rows = x.shape[0]
+    received = [_bits(x)]
+    if x_sf is not None:
+        received.append(_bits(x_sf.reshape(num_rows, -1)))
+    if topk_weights is not None:
+        received.append(_bits(topk_weights.view(num_rows, -1)))
+    return _problem_with_rows(
+        case, rank_idx, received, topk_weights is not None
+    ) or _problem_with_padding(case, rank_idx, received)
+
+
+def _problem_with_tensors(
+    case: BenchCase,
+    rank_idx: int,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+) -> str | None:
+    """Which tensors came, their shapes, dtypes and strides."""
     num_rows = num_window_rows(case, rank_idx)
     quantization = case.quantization
     dtype = case.torch_dtype if quantization is None else quantization.data_dtype
@@ -148,19 +170,22 @@ def check_dispatch(
     ):
         if (tensor is not None) != is_expected:
             return f"rank {rank_idx} received {'no ' if is_expected else ''}{name}"
-    received = [_bits(x)]
-    if x_sf is not None:
-        assert quantization is not None
-        if x_sf.dtype is not quantization.sf_dtype:
-            return (
-                f"rank {rank_idx} received scale factors {x_sf.dtype}, expected "
-                f"{quantization.sf_dtype}"
-            )
-        if quantization.is_column_major and num_rows > 1 and x_sf.stride(-2) != 1:
-            return f"rank {rank_idx} received scale factors with strides {x_sf.stride()}"
-        received.append(_bits(x_sf.reshape(num_rows, -1)))
-    if topk_weights is not None:
-        received.append(_bits(topk_weights.view(num_rows, -1)))
+    if x_sf is None:
+        return None
+    assert quantization is not None
+    if x_sf.dtype is not quantization.sf_dtype:
+        return (
+            f"rank {rank_idx} received scale factors {x_sf.dtype}, expected {quantization.sf_dtype}"
+        )
+    if quantization.is_column_major and num_rows > 1 and x_sf.stride(-2) != 1:
+        return f"rank {rank_idx} received scale factors with strides {x_sf.stride()}"
+    return None
+
+
+def _problem_with_rows(
+    case: BenchCase, rank_idx: int, received: list[torch.Tensor], has_weights: bool
+) -> str | None:
+    """Rows that are not those that were sent."""
     origins = _rows_of(case, rank_idx).source
     for src_rank_idx in range(case.num_ranks):
         row_idx = (origins[:, 0] == src_rank_idx).nonzero().flatten()
@@ -171,7 +196,7 @@ def check_dispatch(
         for block in _blocks(row_idx.numel()):
             rows, tokens = row_idx[block], token_idx[block]
             expected = [tensor[tokens] for tensor in sent]
-            if topk_weights is not None:
+            if has_weights:
                 expected.append(_bits(weights[block, None]))
             differs = torch.zeros(rows.numel(), dtype=torch.bool)
             for ours, theirs in zip(received, expected, strict=True):
@@ -187,8 +212,16 @@ def check_dispatch(
                     f"rank {rank_idx} row {int(rows[first])} differs from rank {src_rank_idx} token "
                     f"{int(tokens[first])}"
                 )
+    return None
+
+
+def _problem_with_padding(
+    case: BenchCase, rank_idx: int, received: list[torch.Tensor]
+) -> str | None:
+    """Rows that nobody sends and that are not zero."""
     if case.layout is Layout.LOW_LATENCY:
         return None  # what is not filled is undefined
+    origins = _rows_of(case, rank_idx).source
     padding_row = (origins[:, 0] < 0).nonzero().flatten()
     for block in _blocks(padding_row.numel()):
         rows = padding_row[block]

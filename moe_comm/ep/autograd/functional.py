@@ -112,10 +112,32 @@ def dispatch(
         result = operators.dispatch_rows(buffer, data, scales, topk_idx, topk_weights, options)
         quantized_here = quantization if scales is None else None
         return _in_graph(result, buffer, data, topk_weights, quantized_here, word)
+    return _by_operator(
+        buffer, data, scales, topk_idx, topk_weights, options, word, is_traced=is_traced
+    )
+
+
+def _by_operator(
+    buffer: EpBuffer,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    options: dict[str, Any],
+    word: int,
+    *,
+    is_traced: bool,
+) -> DispatchResult:
+    """A dispatch that a compiler traces or somebody watches: all that it brings comes as tensors."""
+    layout, quantization, capacity = (
+        options["layout"],
+        options["quantization"],
+        options["capacity"],
+    )
     anchor = buffer.gradient_anchor if word else None
     run = operators.DISPATCH if is_traced else _eager_dispatch
     brought = run(
-        *(data, scales, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
+        *(x, x_sf, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
         *encode_dispatch(**options),
         *(word, anchor),
     )
