@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.dispatcher.megatron_manager import MegatronManager, alignment_of
-from moe_comm.dispatcher.permuted import PendingCombine
+from moe_comm.dispatcher.permuted import PermutedCombine
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors.quantization import Quantization
@@ -101,7 +101,7 @@ class MegatronTokenDispatcher:
             )
         self.shared_experts: SharedExperts | None = None
         self.hidden_shape = torch.Size()
-        self._combining: PendingCombine | None = None
+        self._combining: PermutedCombine | None = None
         # What Megatron's graph capture carries over a graph's edge.
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
         self.valid_cudagraph_attrs: list[str] | None = None

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from moe_comm.arguments import as_int, check_kind
 from moe_comm.dispatcher.permuted import (
-    PendingCombine,
-    PendingDispatch,
+    PermutedCombine,
+    PermutedDispatch,
     PermutedHandle,
     check_no_transform,
     start_combine,
@@ -51,7 +51,7 @@ def alignment_of(config: Any) -> int:
 class _InFlight:
     """A dispatch that `get_permuted_hidden_states_by_experts` ends."""
 
-    pending: PendingDispatch
+    pending: PermutedDispatch
     probs: torch.Tensor
 
 
@@ -297,7 +297,7 @@ class MegatronManager:
 
     def start_combine(
         self, hidden_states: torch.Tensor, *, async_op: bool = False
-    ) -> PendingCombine:
+    ) -> PermutedCombine:
         """The first phase of `combine`; `wait_differentiable(hidden_states)` of the result ends it."""
         if self.handle is None:
             raise RuntimeError("combine needs the handle of a dispatch, got none")

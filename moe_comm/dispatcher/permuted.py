@@ -22,8 +22,8 @@ from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
-    "PendingCombine",
-    "PendingDispatch",
+    "PermutedCombine",
+    "PermutedDispatch",
     "PermutedHandle",
     "PermutedRows",
     "check_no_transform",
@@ -89,7 +89,7 @@ class PermutedRows(NamedTuple):
     handle: PermutedHandle
 
 
-class PendingDispatch(NamedTuple):
+class PermutedDispatch(NamedTuple):
     """A dispatch that may be in flight.
 
     Args:
@@ -151,7 +151,7 @@ class PendingDispatch(NamedTuple):
         formulas.dispatch_in_graph(result, buffer, x, probs, quantization, of_choices)
 
 
-class PendingCombine(NamedTuple):
+class PermutedCombine(NamedTuple):
     """A combine that may be in flight.
 
     Args:
@@ -184,7 +184,7 @@ def start_dispatch(
     quantization: Quantization | None = None,
     async_op: bool = False,
     gradients: int = 0,
-) -> PendingDispatch:
+) -> PermutedDispatch:
     """Send every token to the experts of its row of the map.
 
     Args:
@@ -219,7 +219,7 @@ def start_dispatch(
         )
     probs_dtype = None if probs is None else probs.dtype
     return tuple.__new__(
-        PendingDispatch,
+        PermutedDispatch,
         (buffer, result, listed, quantization, probs_dtype, num_rows is not None),
     )
 
@@ -267,7 +267,7 @@ def padded_tokens_per_expert(result: DispatchResult) -> torch.Tensor:
 
 def start_combine(
     rows: torch.Tensor, handle: PermutedHandle, *, async_op: bool = False, gradients: int = 0
-) -> PendingCombine:
+) -> PermutedCombine:
     """Sum rows back to their tokens, in ascending order of expert, unweighted.
 
     Args:
@@ -281,13 +281,13 @@ def start_combine(
     if not async_op:
         summed = buffer.combine_plain(rows, places, None, gradients)
         if summed is not None:
-            return PendingCombine(summed, handle)
+            return PermutedCombine(summed, handle)
     try:
         plain = _plain(rows)
     except TypeError as error:
         buffer.reject("combine", error)
     result = buffer.combine(plain, places, async_op=async_op, gradients=gradients)
-    return PendingCombine(result if isinstance(result, CombineResult) else (result, 0), handle)
+    return PermutedCombine(result if isinstance(result, CombineResult) else (result, 0), handle)
 
 
 def gradient_of_dispatch(

@@ -15,7 +15,7 @@ from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
-from moe_comm.tensors.memory_overlap import first_meeting, has_element_twice
+from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
 __all__ = ["GradientSum"]
 
@@ -210,7 +210,7 @@ class GradientSum(Destroyable):
                     f"a tensor of out has two elements in one place: shape {tuple(tensor.shape)}, "
                     f"strides {tensor.stride()}"
                 )
-        meeting = first_meeting(out)
+        meeting = first_overlap(out)
         if meeting is not None:
             raise ValueError(
                 f"out[{meeting.written}] and out[{meeting.other}] share bytes: each of them is "

@@ -20,7 +20,7 @@ from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, group_behind
 from moe_comm.peers.communicator import Communicator
 from moe_comm.peers.missed_calls import keeps_unbound
 
-__all__ = ["Device", "GroupBuffers", "group_buffers", "is_alive", "let_go"]
+__all__ = ["Device", "GroupBuffers", "group_buffers", "is_alive", "release_all"]
 
 Device = str | torch.device | None
 
@@ -33,14 +33,14 @@ _held: dict[tuple[int, str], GroupBuffers] = {}
 _living: weakref.WeakValueDictionary[tuple[int, str], GroupBuffers] = weakref.WeakValueDictionary()
 
 
-def let_go() -> None:
+def release_all() -> None:
     """Keep nothing any longer for process groups. Every rank of each does so at the same point."""
     with _lock:
         _held.clear()
 
 
 # A process group may have threads, which have to end while Python still runs.
-atexit.register(let_go)
+atexit.register(release_all)
 
 
 class GroupBuffers:

@@ -21,7 +21,7 @@ from moe_comm.peers import missed_calls
 from moe_comm.peers.agree import first_line
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import tells_peers
-from moe_comm.peers.rendezvous import Host, JoiningRank, JoiningRanks, open_store
+from moe_comm.peers.rendezvous import InvitingRank, JoiningRank, JoiningRanks, open_store
 from moe_comm.peers.survivors import (
     CommunicatorT,
     Decision,
@@ -237,7 +237,7 @@ class ElasticRanks:
         """
         self.check_process("grow")
         native = self.require_native()
-        host: Host | None = None
+        host: InvitingRank | None = None
         problem = ""
         try:
             if operator.index(num_new_ranks) < 1:
@@ -245,7 +245,7 @@ class ElasticRanks:
             if not timeout_s > 0.0:
                 raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
             if self.rank_idx == 0:
-                host = Host(open_store(rendezvous, True, timeout_s), num_new_ranks)
+                host = InvitingRank(open_store(rendezvous, True, timeout_s), num_new_ranks)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             problem = f"grow: {first_line(error)}"
         agreed = f"num_new_ranks={num_new_ranks!r}, num_local_ranks={num_local_ranks!r}"

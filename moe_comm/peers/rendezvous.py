@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = [
-    "Host",
     "Invitation",
+    "InvitingRank",
     "JoiningRank",
     "JoiningRanks",
     "assign_ranks",
@@ -197,7 +197,7 @@ class JoiningRank:
         return bytes(self._store.get(key))
 
 
-class Host:
+class InvitingRank:
     """What the lowest living rank does at the store."""
 
     def __init__(self, store: Store, num_new_ranks: int) -> None:
@@ -269,7 +269,7 @@ class JoiningRanks:
         timeout_s: Limit for every exchange.
     """
 
-    def __init__(self, native: _host.Group, host: Host | None, timeout_s: float) -> None:
+    def __init__(self, native: _host.Group, host: InvitingRank | None, timeout_s: float) -> None:
         self.shrunk_group = native
         self.rank_idx = -1
         self.num_ranks = -1
@@ -326,7 +326,7 @@ class JoiningRanks:
         gather_idx = self._num_gathers
         self._num_gathers += 1
 
-        def hear(host: Host) -> list[Any] | None:
+        def hear(host: InvitingRank) -> list[Any] | None:
             heard = host.hear(gather_idx)
             if heard is None and (why := host.failure()):
                 raise _JoinerFailed(why)
@@ -365,7 +365,7 @@ class JoiningRanks:
             self._host.end(text)
 
     def _in_step(
-        self, poll: Callable[[Host], ResultT | None], what: Callable[[Host], str]
+        self, poll: Callable[[InvitingRank], ResultT | None], what: Callable[[InvitingRank], str]
     ) -> ResultT:
         """What the lowest rank finds at the store, on every living rank; all hear of a death meanwhile.
 
@@ -407,7 +407,10 @@ class JoiningRanks:
             self.shrunk_group.shrink_gather(b"")
 
     def _poll(
-        self, poll: Callable[[Host], Any], what: Callable[[Host], str], deadline: float
+        self,
+        poll: Callable[[InvitingRank], Any],
+        what: Callable[[InvitingRank], str],
+        deadline: float,
     ) -> tuple[str, Any]:
         assert self._host is not None
         try:

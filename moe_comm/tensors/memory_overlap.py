@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Meeting", "first_meeting", "has_element_twice", "is_same_place", "shares_bytes"]
+__all__ = ["Overlap", "first_overlap", "has_element_twice", "is_same_place", "shares_bytes"]
 
 # Steps that an exact answer may take; what takes more counts as sharing bytes.
 _MOST_STEPS = 1_000_000
@@ -16,7 +16,7 @@ _MOST_STEPS = 1_000_000
 _shares_memory: Any = np.shares_memory
 
 
-class Meeting(NamedTuple):
+class Overlap(NamedTuple):
     """Two tensors of one call that share bytes.
 
     Args:
@@ -38,7 +38,7 @@ def shares_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """
     if one.device != other.device:
         return False
-    return _meet(_Place(one), _Place(other))
+    return _overlap(_Place(one), _Place(other))
 
 
 def is_same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -75,11 +75,11 @@ def has_element_twice(tensor: torch.Tensor) -> bool:
     return len(torch.unique(offsets)) < len(offsets)
 
 
-def first_meeting(
+def first_overlap(
     written: Sequence[torch.Tensor],
     read: Sequence[torch.Tensor] = (),
     is_harmless: Callable[[int, int], bool] = lambda written, read: False,
-) -> Meeting | None:
+) -> Overlap | None:
     """A written tensor that shares bytes with another written one or with a read one, or None.
 
     Many tensors that lie apart cost little: they are looked at in the order of their addresses.
@@ -104,13 +104,13 @@ def first_meeting(
             still_open = [other for other in open_places[other_is_read] if other[1] > begin]
             open_places[other_is_read] = still_open
             for _, _, _, other_position, other_place in still_open:
-                if other_place.device != place.device or not _meet(other_place, place):
+                if other_place.device != place.device or not _overlap(other_place, place):
                     continue
                 if is_read == other_is_read:
-                    return Meeting(other_position, position, is_read=False)
+                    return Overlap(other_position, position, is_read=False)
                 pair = (other_position, position) if is_read else (position, other_position)
                 if not is_harmless(*pair):
-                    return Meeting(*pair, is_read=True)
+                    return Overlap(*pair, is_read=True)
         open_places[is_read].append(entry)
     return None
 
@@ -168,13 +168,15 @@ class _Addresses:
     __array_interface__: dict[str, Any]
 
 
-def _meet(one: _Place, other: _Place) -> bool:
+def _overlap(one: _Place, other: _Place) -> bool:
     """Whether two places of one device have a byte in common."""
     if one.begin >= other.end or other.begin >= one.end:
         return False
     if not one.dims and not other.dims:
         return True
-    rows = _meet_in_rows(one, other) if one.begin <= other.begin else _meet_in_rows(other, one)
+    rows = (
+        _overlap_in_rows(one, other) if one.begin <= other.begin else _overlap_in_rows(other, one)
+    )
     if rows is not None:
         return rows
     try:
@@ -183,7 +185,7 @@ def _meet(one: _Place, other: _Place) -> bool:
         return True
 
 
-def _meet_in_rows(lower: _Place, upper: _Place) -> bool | None:
+def _overlap_in_rows(lower: _Place, upper: _Place) -> bool | None:
     """The answer for pieces of one matrix, such as the columns of shards; None for others."""
     if len(lower.dims) > 1 or len(upper.dims) > 1:
         return None

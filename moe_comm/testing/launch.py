@@ -102,7 +102,7 @@ def _call(rank_idx: int, num_ranks: int, fn: Callable[..., Any], args: tuple[Any
         return fn(RankContext(rank_idx, num_ranks, None), *args)
     finally:
         # The process goes on to another call, with the same group.
-        group_buffers.let_go()
+        group_buffers.release_all()
 
 
 def _run_threads(

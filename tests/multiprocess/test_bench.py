@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moe_comm.cli.app import app
 from moe_comm.cli.bench import sweep, worker
 from moe_comm.cli.bench.case import BenchCase, make_x
-from moe_comm.cli.bench.exchange import Arrived, NativeExchange
+from moe_comm.cli.bench.exchange import NativeExchange, Received
 from moe_comm.cli.bench.internode_traffic import internode_bytes
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.peers.mpi import missing_mpi
@@ -382,7 +382,7 @@ def test_wrong_quantized_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
     case = dataclasses.replace(CASE, num_ranks=1, quantization=FP8_BLOCK128)
     plain = NativeExchange.dispatch
 
-    def dispatch(exchange: NativeExchange) -> Arrived:
+    def dispatch(exchange: NativeExchange) -> Received:
         result = plain(exchange)
         if result.x_sf is not None:
             result.x_sf[-1, -1] += 1.0

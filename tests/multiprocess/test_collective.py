@@ -50,11 +50,11 @@ def make_buffers(context: RankContext) -> tuple[bool, int]:
     for _ in range(3):
         with Communicator(context.group, backend="collective") as communicator:
             backend = CollectiveBackend(communicator, CONFIG)
-            first = backend._carrier._group
+            first = backend._transport._group
             backend.destroy()
     with Communicator(context.group, backend="collective") as communicator:
         backends = [CollectiveBackend(communicator, CONFIG) for _ in range(2)]
-        groups = [backend._carrier._group for backend in backends]
+        groups = [backend._transport._group for backend in backends]
         for backend in backends:
             backend.destroy()
     return groups[0] is first, len(set(map(id, groups)))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import Communicator, fused_a2a
-from moe_comm.ep.group_buffers import group_buffers, let_go
+from moe_comm.ep.group_buffers import group_buffers, release_all
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.routed import Batch, expected_counts, expected_rows, make_batches
 
@@ -407,7 +407,7 @@ def one_needs_a_gradient(context: RankContext, *, hybrid: bool) -> None:
         assert row_probs.requires_grad
         fused_a2a._buffers.clear()
         fused_a2a._hybrid_ep_buffers.clear()
-        let_go()  # the graph keeps what its backward needs
+        release_all()  # the graph keeps what its backward needs
         sums.sum().backward()
         for tensor in given:
             assert (tensor.grad is not None) is tensor.requires_grad

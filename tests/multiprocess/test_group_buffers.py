@@ -17,7 +17,7 @@ from moe_comm.dispatcher.sglang import SglangDispatcher
 from moe_comm.dispatcher.torchtitan import TorchtitanTokenDispatcher
 from moe_comm.dispatcher.transformers import TransformersExperts, register
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
-from moe_comm.ep.group_buffers import group_buffers, let_go
+from moe_comm.ep.group_buffers import group_buffers, release_all
 from moe_comm.fused_a2a import hybrid_ep_dispatch
 from moe_comm.peers import missed_calls
 from moe_comm.testing import RankContext, run_ranks
@@ -130,7 +130,7 @@ def keep_from_call_to_call(context: RankContext) -> None:
     anew, *_, other = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
     assert other.buffer is not handle.buffer
     assert torch.equal(anew, first)
-    let_go()
+    release_all()
     *_, last = hybrid_ep_dispatch(mine.x, mine.routing_map, None, context.group, 3)
     assert last.buffer is not other.buffer
     assert last.buffer.communicator is group_buffers(context.group).communicator

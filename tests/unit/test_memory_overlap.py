@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.tensors.memory_overlap import (
-    first_meeting,
+    first_overlap,
     has_element_twice,
     is_same_place,
     shares_bytes,
@@ -61,11 +61,11 @@ def test_many_tensors(written: list[torch.Tensor], read: list[torch.Tensor]) -> 
     bad |= {
         (i, j, True) for i in range(len(sets)) for j in range(len(of_read)) if sets[i] & of_read[j]
     }
-    found = first_meeting(written, read)
+    found = first_overlap(written, read)
     assert (found is None) == (not bad)
     assert found is None or tuple(found) in bad
     # Pairs that the caller allows are passed over, and the next one is found.
-    allowed = first_meeting(
+    allowed = first_overlap(
         written, read, lambda one, other: is_same_place(written[one], read[other])
     )
     bad -= {
@@ -85,12 +85,12 @@ def test_columns_of_shards_interleave() -> None:
     assert shares_bytes(left, whole[:, 47:])
     assert shares_bytes(right, whole[3])
     assert not shares_bytes(left, whole[3, 48:])
-    assert first_meeting([left, right]) is None
-    assert first_meeting([left], [right, whole]) == (0, 1, True)
+    assert first_overlap([left, right]) is None
+    assert first_overlap([left], [right, whole]) == (0, 1, True)
 
 
 def test_memory_that_is_nowhere() -> None:
     nowhere = torch.zeros(4, device="meta")
     assert not shares_bytes(nowhere, nowhere)
     assert not shares_bytes(torch.zeros(0), torch.zeros(0))
-    assert first_meeting([nowhere, nowhere], [nowhere]) is None
+    assert first_overlap([nowhere, nowhere], [nowhere]) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_comm import _host
-from moe_comm.ep.backends.kept_engines import KeptEngines, Lease
+from moe_comm.ep.backends.engine_pool import EnginePool, Lease
 from moe_comm.ep.backends.rails import mpi
 
 
@@ -18,7 +18,7 @@ def _refuse(*_: Any) -> Any:
 
 
 def test_indices_stay_equal_where_one_rank_could_not_make_an_engine() -> None:
-    ranks: list[KeptEngines[str]] = [KeptEngines(), KeptEngines()]
+    ranks: list[EnginePool[str]] = [EnginePool(), EnginePool()]
 
     def take(rank: int, engine: str) -> Lease[str]:
         return ranks[rank].take("kind", lambda fitting: [fitting, []], lambda: engine)

@@ -17,10 +17,10 @@ from moe_comm.ep.group_buffers import GroupBuffers
 from moe_comm.fused_a2a import hybrid_ep_combine, hybrid_ep_dispatch
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["Arrived", "Exchange", "HybridEpExchange", "NativeExchange"]
+__all__ = ["Exchange", "HybridEpExchange", "NativeExchange", "Received"]
 
 
-class Arrived(Protocol):
+class Received(Protocol):
     """What a dispatch brought."""
 
     @property
@@ -47,7 +47,7 @@ class Arrived(Protocol):
 class Exchange(Protocol):
     """One way to make the calls of a case on one rank; every call is collective."""
 
-    def dispatch(self) -> Arrived:
+    def dispatch(self) -> Received:
         """Send the tokens of this rank."""
         ...
 
@@ -83,7 +83,7 @@ class NativeExchange:
         self._alignment = case.expert_alignment
         self._quantization = case.quantization
 
-    def dispatch(self) -> Arrived:
+    def dispatch(self) -> Received:
         """Send the tokens of this rank."""
         return self.buffer.dispatch(
             self._x,
@@ -103,8 +103,8 @@ class NativeExchange:
         return self.buffer.empty_expert_output(handle)
 
 
-class PermutedRows(NamedTuple):
-    """`Arrived` of HybridEP."""
+class HybridEpRows(NamedTuple):
+    """`Received` of HybridEP."""
 
     x: torch.Tensor
     x_sf: torch.Tensor | None
@@ -134,7 +134,7 @@ class HybridEpExchange:
         self._pad_multiple = case.expert_alignment
         self._hidden, self._dtype = case.hidden, case.torch_dtype
 
-    def dispatch(self) -> Arrived:
+    def dispatch(self) -> Received:
         """Send the tokens of this rank."""
         x, probs, scaling_factor, _, handle = hybrid_ep_dispatch(
             self._x,
@@ -144,7 +144,7 @@ class HybridEpExchange:
             self._num_local_experts,
             pad_multiple=self._pad_multiple,
         )
-        return PermutedRows(x, scaling_factor, probs, handle)
+        return HybridEpRows(x, scaling_factor, probs, handle)
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
         """Sums `[num_tokens, hidden]` of rows `[M, hidden]`."""

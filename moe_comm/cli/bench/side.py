@@ -9,7 +9,7 @@ import torch
 
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
-from moe_comm.cli.bench.exchange import Arrived, Exchange
+from moe_comm.cli.bench.exchange import Exchange, Received
 from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
 from moe_comm.cli.bench.roof import DeviceRoof, Roof, make_roof
 from moe_comm.cli.bench.statistics import Interval
@@ -48,7 +48,7 @@ class Side:
         self.exchange = exchange
         self.x = x
         self.traffic = rank_traffic(case, rank_idx)
-        self.result: Arrived | None = None
+        self.result: Received | None = None
         # Made by `check`.
         self.expert_out: torch.Tensor
         self.ordinary_out: torch.Tensor

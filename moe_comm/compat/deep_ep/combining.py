@@ -9,7 +9,7 @@ import torch
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.routing import last_choices
-from moe_comm.compat.deep_ep.streams import plan_here
+from moe_comm.compat.deep_ep.streams import plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
@@ -161,7 +161,7 @@ def combine_reduced(
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
     returned = _return_rows(owner, arithmetic.sum_rows(rows, places), sources)
-    topk_idx = plan_here(native.plan).topk_idx
+    topk_idx = plan_on_call_device(native.plan).topk_idx
     ranks, place = last_choices(topk_idx, buffer.expert_rank, owner.num_ranks)
     # Rows come back in order of (rank that held it, token here).
     num_from = torch.bincount(ranks[ranks >= 0], minlength=owner.num_ranks)
@@ -195,7 +195,7 @@ def _combine_with_biases(
         `[N, H]` and the weights `[N, K]` or None.
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
-    plan = plan_here(native.plan)
+    plan = plan_on_call_device(native.plan)
     returned = _return_rows(owner, rows, _sources(buffer, owner, native, plan))
     # Rows come back in order of (rank that held it, row there), which is the order of slots.
     is_used = plan.slots >= 0

@@ -11,7 +11,7 @@ from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
-from moe_comm.compat.deep_ep.streams import here, plan_here
+from moe_comm.compat.deep_ep.streams import on_call_device, plan_on_call_device
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
@@ -19,7 +19,7 @@ from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
 from moe_comm.tensors import quantized
 
-__all__ = ["Arrived", "EPHandle", "Sending", "dispatch", "dispatch_cached"]
+__all__ = ["EPHandle", "Received", "Sending", "dispatch", "dispatch_cached"]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -142,7 +142,7 @@ class Sending:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrived:
+class Received:
     """What `ElasticBuffer.dispatch` hands out, without the event."""
 
     x: Rows
@@ -151,7 +151,7 @@ class Arrived:
     handle: EPHandle
 
 
-def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
+def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Received:
     """Send rows with their choices, weights and index beside them. Collective."""
     topk_idx = sending.topk_idx
     assert topk_idx is not None
@@ -176,7 +176,7 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     recv_weights = result.topk_weights
     if weights is not None and not sending.is_expanded:
         recv_weights = own_columns[:, num_topk + 1 :].contiguous().view(torch.float32)
-    return Arrived(
+    return Received(
         x=sending.arrange(unpacked(sending.x, result.x, scale_bits)),
         topk_idx=result.topk_idx,
         topk_weights=recv_weights,
@@ -184,7 +184,7 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     )
 
 
-def dispatch_cached(handle: EPHandle, sending: Sending) -> Arrived:
+def dispatch_cached(handle: EPHandle, sending: Sending) -> Received:
     """Send to the places of an earlier dispatch. Collective."""
     weights = None if sending.topk_weights is None else sending.topk_weights.detach()
     if weights is None or handle.do_expand:
@@ -192,14 +192,16 @@ def dispatch_cached(handle: EPHandle, sending: Sending) -> Arrived:
         rows = packed(x) if isinstance(x, tuple) else x.detach()
         result = handle.buffer.dispatch(rows, None, weights, handle=handle.native)
         received = result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
-        return Arrived(sending.arrange(received), handle.recv_topk_idx, result.topk_weights, handle)
+        return Received(
+            sending.arrange(received), handle.recv_topk_idx, result.topk_weights, handle
+        )
     bits = weights.contiguous().view(torch.int32)
     result = handle.buffer.dispatch(packed(sending.x, bits), None, handle=handle.native)
     assert result.x_sf is not None
     split = result.x_sf.shape[1] - bits.shape[1]
     received = unpacked(sending.x, result.x, result.x_sf[:, :split])
     recv_weights = result.x_sf[:, split:].contiguous().view(torch.float32)
-    return Arrived(sending.arrange(received), handle.recv_topk_idx, recv_weights, handle)
+    return Received(sending.arrange(received), handle.recv_topk_idx, recv_weights, handle)
 
 
 def _make_handle(
@@ -211,9 +213,9 @@ def _make_handle(
 ) -> EPHandle:
     """The handle of a dispatch; `columns` are the choices and the index of every received row."""
     assert sending.topk_idx is not None
-    plan = plan_here(result.handle.plan)
+    plan = plan_on_call_device(result.handle.plan)
     from_rank = plan.sent_tokens[:, owner.rank_idx].to(torch.int64)
-    raw = here(result.num_tokens_per_expert)
+    raw = on_call_device(result.num_tokens_per_expert)
     unit = sending.expert_alignment
     rounded = (raw + unit - 1) // unit * unit
     ends = rounded.cumsum(0)
@@ -274,7 +276,7 @@ def _filled_rows(
     buffer: EpBuffer, owner: GroupOwner, plan: PlanTensors, starts: torch.Tensor
 ) -> _Filled:
     """Of expanded rows whose experts begin at `starts`."""
-    mine = here((buffer.expert_rank == owner.rank_idx).nonzero().flatten())
+    mine = on_call_device((buffer.expert_rank == owner.rank_idx).nonzero().flatten())
     per_expert = plan.sent_choices[:, mine].T.to(torch.int64)
     ranks = torch.arange(owner.num_ranks).repeat(len(mine))
     sources = torch.repeat_interleave(ranks, per_expert.flatten())

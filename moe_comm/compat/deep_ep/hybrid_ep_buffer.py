@@ -23,7 +23,7 @@ from moe_comm.compat.deep_ep.hybrid_config import (
     rounded_max_tokens,
 )
 from moe_comm.compat.deep_ep.hybrid_rows import Routing, indices_to_map
-from moe_comm.compat.deep_ep.streams import here, on_device
+from moe_comm.compat.deep_ep.streams import on_call_device, on_device
 from moe_comm.dispatcher.permuted import padded_tokens_per_expert
 from moe_comm.dispatcher.routing_map import dense_of_topk
 from moe_comm.ep.buffer import EpBuffer
@@ -407,7 +407,7 @@ class HybridEPBuffer:
             pad_multiple=alignment,
         )
         token, _, scales = wire.unpack(result)
-        padded = here(padded_tokens_per_expert(result))
+        padded = on_call_device(padded_tokens_per_expert(result))
         return token, result.topk_weights, scales, padded, made
 
     @ints_as_bools

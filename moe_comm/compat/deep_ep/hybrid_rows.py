@@ -12,7 +12,13 @@ from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
 from moe_comm.compat.deep_ep.routing import tokens_in_ranks
-from moe_comm.compat.deep_ep.streams import Place, here, plan_here, resumed, running
+from moe_comm.compat.deep_ep.streams import (
+    Place,
+    on_call_device,
+    plan_on_call_device,
+    resumed,
+    running,
+)
 from moe_comm.dispatcher.routing_map import (
     dense_of_topk,
     routing_map_of_topk,
@@ -226,7 +232,7 @@ def rank_major_places(
     config: HybridEpConfigInstance,
 ) -> tuple[object, ...]:
     """The seven places of a handle of `dispatch`."""
-    plan = plan_here(result.handle.plan)
+    plan = plan_on_call_device(result.handle.plan)
     num_tokens = routing.topk_idx.shape[0]
     local_ids = result.topk_idx
     assert local_ids is not None
@@ -262,9 +268,9 @@ def permuted_places(
     of_shape = _of_shape(owner.num_ranks, buffer.num_local_experts, num_tokens, running().device)
     return (
         *of_shape[:3],
-        _num_dispatched(owner, plan_here(result.handle.plan)),
+        _num_dispatched(owner, plan_on_call_device(result.handle.plan)),
         *of_shape[3:],
-        here(result.num_tokens_per_expert).to(torch.int32),
+        on_call_device(result.num_tokens_per_expert).to(torch.int32),
         num_tokens,
         config,
         torch.full((1,), has_budget and bool(result.has_overflow), dtype=torch.int32),

@@ -12,7 +12,7 @@ from moe_comm.compat.deep_ep.arguments import check_bools, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import LowLatencyHandle
-from moe_comm.compat.deep_ep.streams import here, plan_here
+from moe_comm.compat.deep_ep.streams import on_call_device, plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils.math import fp8_quantization
 from moe_comm.ep.buffer import EpBuffer
@@ -92,7 +92,7 @@ class Statistics:
         if self.expert_counts is not None:
             self.expert_counts.add_(result.num_tokens_per_expert.to(self.expert_counts))
         if self.wait_ns is not None:
-            self.wait_ns.add_(here(result.wait_ns))
+            self.wait_ns.add_(on_call_device(result.wait_ns))
 
 
 def dispatch(
@@ -161,7 +161,7 @@ def dispatch(
     def finish() -> None:
         recv_count.copy_(result.num_tokens_per_expert)
         is_mine = buffer.expert_rank == owner.rank_idx
-        mine = plan_here(result.plan).sent_choices[:, is_mine].T.to(torch.int64)
+        mine = plan_on_call_device(result.plan).sent_choices[:, is_mine].T.to(torch.int64)
         layout_range.copy_(routing.packed_layout_range(mine))
         assert result.topk_weights is not None
         is_filled = torch.arange(num_places) < recv_count[:, None]
@@ -237,7 +237,7 @@ def combine(
 
     def finish() -> None:
         if wait_stats is not None:
-            wait_stats.add_(here(pending.wait_ns))
+            wait_stats.add_(on_call_device(pending.wait_ns))
 
     event, hook = completion.finish(EventHandle.of(pending.event, finish))
     return sums, event, hook

@@ -20,7 +20,7 @@ from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner, checked
 from moe_comm.compat.deep_ep.handles import RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
-from moe_comm.compat.deep_ep.streams import plan_here
+from moe_comm.compat.deep_ep.streams import plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep.buffer import EpBuffer
@@ -29,8 +29,8 @@ from moe_comm.ep.handles import DispatchResult
 from moe_comm.tensors import arithmetic
 
 __all__ = [
-    "Arrived",
     "Combined",
+    "Received",
     "Rows",
     "Sending",
     "combine",
@@ -71,7 +71,7 @@ class Sending:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrived:
+class Received:
     """What a dispatch brought, as `Buffer.dispatch` hands it out, without the event."""
 
     x: Rows
@@ -81,7 +81,7 @@ class Arrived:
     handle: RankMajorHandle
 
 
-def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
+def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Received:
     """Send every token once to every rank it goes to. Collective.
 
     Every row takes along its index and the number of its source's tokens, in two columns beside the
@@ -107,7 +107,7 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Arrived:
     assert result.x_sf is not None
     counts = _expert_counts(owner, buffer, sending, result)
     source = result.x_sf[:, -_NUM_SOURCE_COLUMNS:]
-    return Arrived(
+    return Received(
         x=unpacked(sending.x, result.x, result.x_sf[:, :-_NUM_SOURCE_COLUMNS]),
         topk_idx=None if sending.topk_idx is None else result.topk_idx,
         topk_weights=result.topk_weights,
@@ -269,7 +269,7 @@ def _make_handle(
     source: torch.Tensor,
 ) -> RankMajorHandle:
     assert sending.is_token_in_rank is not None
-    rank_prefix = plan_here(result.handle.plan).sent_tokens.cumsum(0, dtype=torch.int64)
+    rank_prefix = plan_on_call_device(result.handle.plan).sent_tokens.cumsum(0, dtype=torch.int64)
     mine = rank_prefix[:, owner.rank_idx]
     num_filled = int(mine[-1])
     recv_src_idx = source[:, 0].contiguous()

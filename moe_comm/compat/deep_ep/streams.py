@@ -23,9 +23,9 @@ __all__ = [
     "CommStream",
     "Place",
     "follow",
-    "here",
+    "on_call_device",
     "on_device",
-    "plan_here",
+    "plan_on_call_device",
     "present",
     "resumed",
     "running",
@@ -67,21 +67,21 @@ def running() -> Place:
     return _running.place or _ON_CPU
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
+def on_call_device(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that the host has, where the call works that this thread is in."""
     return tensor.to(running().device)
 
 
-def plan_here(plan: Plan) -> PlanTensors:
-    """As `here`, of what a plan holds."""
+def plan_on_call_device(plan: Plan) -> PlanTensors:
+    """As `on_call_device`, of what a plan holds."""
     tensors = plan.to_tensors()
     if tensors.counts.device == running().device:
         return tensors
     return dataclasses.replace(
         tensors,
-        counts=here(tensors.counts),
-        slots=here(tensors.slots),
-        topk_idx=here(tensors.topk_idx),
+        counts=on_call_device(tensors.counts),
+        slots=on_call_device(tensors.slots),
+        topk_idx=on_call_device(tensors.topk_idx),
     )
 
 

@@ -25,10 +25,10 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.ep.backends.carrier import Carrier, ProgressThread
 from moe_comm.ep.backends.collective_capacity import CapacityDecision
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
+from moe_comm.ep.backends.collective_transport import CollectiveTransport, ProgressThread
 from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.routing import Placement, arrangement_of
 from moe_comm.ep.backends.rows import arrange_scales
@@ -74,14 +74,16 @@ class CollectiveBackend(Backend):
         self._placement = Placement.of(
             agree_on_config(self._peers, config, self.name), self._peers.num_ranks
         )
-        self._carrier = Carrier(
+        self._transport = CollectiveTransport(
             self._peers.group, self._peers.bootstrap, self._peers.arrival_timeout_s
         )
         self._num_counts = _host.layout.num_counts(
             self._placement.num_ranks, self._placement.num_experts
         )
         self._progress = ProgressThread("moe_comm collective")
-        self._rows = RowMover(self._carrier, self._placement, NodeReduction.of(self._peers, config))
+        self._rows = RowMover(
+            self._transport, self._placement, NodeReduction.of(self._peers, config)
+        )
 
     def dispatch(
         self,
@@ -174,7 +176,7 @@ class CollectiveBackend(Backend):
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         # An ordinary tensor: there is no heap.
-        return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype, device=self._carrier.device)
+        return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype, device=self._transport.device)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
         return self._plan(
@@ -192,9 +194,9 @@ class CollectiveBackend(Backend):
         """Release what the buffer holds, after what is in flight."""
         if self._progress.is_idle():
             self._progress.stop()
-            self._carrier.destroy()
+            self._transport.destroy()
         else:
-            self._progress.submit(self._carrier.destroy)
+            self._progress.submit(self._transport.destroy)
             self._progress.stop()
 
     def _run(self, work: Callable[[], OutputT], *, async_op: bool) -> Operation[OutputT]:
@@ -264,7 +266,7 @@ class CollectiveBackend(Backend):
         if asked is not None:
             row[_NUM_HEADER_WORDS:] = asked
         operation = call.partition("(")[0]
-        rows = self._carrier.all_gather_row(row, operation)
+        rows = self._transport.all_gather_row(row, operation)
         if bool((rows[:, 0] != _STATUS_OK).any()) or bool((rows[:, 1] != rows[0, 1]).any()):
             self._raise_disagreement(operation, call, error)
         words = rows[:, 2].tolist()
@@ -275,7 +277,7 @@ class CollectiveBackend(Backend):
 
     def _raise_disagreement(self, operation: str, call: str, error: Exception | None) -> NoReturn:
         # Every rank read the same rows, so every rank comes here.
-        calls = agree(lambda item: self._carrier.all_gather_object(item, operation), error, call)
+        calls = agree(lambda item: self._transport.all_gather_object(item, operation), error, call)
         raise_unequal("ranks disagree", calls)
         raise AssertionError("rows of numbers differ where calls do")
 

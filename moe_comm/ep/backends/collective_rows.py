@@ -10,18 +10,18 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from moe_comm import _host
 from moe_comm.ep.backends import local_ops
 from moe_comm.ep.backends.agreement import Peers
-from moe_comm.ep.backends.carrier import Carrier
 from moe_comm.ep.backends.collective_plan import CollectivePlan
+from moe_comm.ep.backends.collective_transport import CollectiveTransport
 from moe_comm.ep.backends.routing import Placement, local_topk_idx
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.tensors import arithmetic
 
-__all__ = ["ArrivedRows", "NodeReduction", "RowMover"]
+__all__ = ["NodeReduction", "ReceivedRows", "RowMover"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ArrivedRows:
+class ReceivedRows:
     """What a dispatch moved to this rank, in the slots of its window.
 
     Args:
@@ -66,21 +66,21 @@ class NodeReduction:
 
 
 class RowMover:
-    """Moves what a plan says, over one carrier. Every method is collective.
+    """Moves what a plan says, over one transport. Every method is collective.
 
     Args:
-        carrier: Of the buffer.
+        transport: Of the buffer.
         placement: Of the experts.
         node_reduction: How sums are added where not row by row.
     """
 
     def __init__(
         self,
-        carrier: Carrier,
+        transport: CollectiveTransport,
         placement: Placement,
         node_reduction: NodeReduction | None = None,
     ) -> None:
-        self._carrier = carrier
+        self._transport = transport
         self._placement = placement
         self._node_reduction = node_reduction
         self.staging: dict[str, torch.Tensor] = {}
@@ -93,7 +93,7 @@ class RowMover:
         plan: CollectivePlan,
         *,
         is_cached: bool,
-    ) -> ArrivedRows:
+    ) -> ReceivedRows:
         """Everything of a dispatch.
 
         Args:
@@ -104,7 +104,7 @@ class RowMover:
             is_cached: It is not the one that made the plan.
         """
         has_ids = plan.layout is Layout.RANK_MAJOR and not is_cached
-        return ArrivedRows(
+        return ReceivedRows(
             sf=None if sf is None else self.to_experts(sf.contiguous(), plan),
             x=self.to_experts(x, plan),
             topk_idx=self.ids_to_experts(plan).to(x.device) if has_ids else None,
@@ -154,7 +154,7 @@ class RowMover:
     ) -> torch.Tensor:
         """Expert outputs `[M, hidden]` to sums `[T, hidden]`."""
         source_rows = plan.source_rows
-        if plan.layout is Layout.RANK_MAJOR and x.device == self._carrier.device:
+        if plan.layout is Layout.RANK_MAJOR and x.device == self._transport.device:
             # Every row that came, in the order in which it came.
             sent = as_bytes(x)[: source_rows.numel()]
         else:
@@ -235,7 +235,7 @@ class RowMover:
         self, values: torch.Tensor, recv_splits: list[int], send_splits: list[int], operation: str
     ) -> torch.Tensor:
         """Carry weights or ids `[n, k]` from the CPU to the CPU."""
-        sent = as_bytes(values.contiguous()).to(self._carrier.device)
+        sent = as_bytes(values.contiguous()).to(self._transport.device)
         arrived = torch.empty(
             sum(recv_splits), sent.shape[1], dtype=torch.uint8, device=sent.device
         )
@@ -250,7 +250,7 @@ class RowMover:
         send_splits: list[int],
         operation: str,
     ) -> None:
-        self._carrier.all_to_all(arrived, sent, recv_splits, send_splits, operation)
+        self._transport.all_to_all(arrived, sent, recv_splits, send_splits, operation)
 
     def _stage(self, name: str, num_rows: int, row_bytes: int) -> torch.Tensor:
         """A uint8 `[num_rows, row_bytes]` that the next call may use again.
@@ -261,7 +261,7 @@ class RowMover:
         kept = self.staging.get(name)
         if kept is None or kept.numel() < num_bytes:
             with torch.inference_mode(mode=False):  # later calls write to it in any mode
-                kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier.device)
+                kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._transport.device)
             self.staging[name] = kept
         return kept[:num_bytes].view(num_rows, row_bytes)
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from moe_comm.ep.backends import local_ops
-from moe_comm.ep.backends.carrier import Carrier
 from moe_comm.ep.backends.collective import CollectiveBackend
 from moe_comm.ep.backends.collective_plan import CollectivePlan
-from moe_comm.ep.backends.collective_rows import ArrivedRows, RowMover
+from moe_comm.ep.backends.collective_rows import ReceivedRows, RowMover
+from moe_comm.ep.backends.collective_transport import CollectiveTransport
 from moe_comm.ep.backends.deep_ep_transport import (
     Arrival,
     DeepEpTransport,
@@ -59,9 +59,9 @@ class DeepEpBackend(CollectiveBackend):
         try:
             agree(self._peers.bootstrap.all_gather, problem)
         except ValueError:
-            self._carrier.destroy()
+            self._transport.destroy()
             raise
-        self._rows = DeepEpRows(self._carrier, placement, num_local_experts, config.row_bytes)
+        self._rows = DeepEpRows(self._transport, placement, num_local_experts, config.row_bytes)
 
     def destroy(self) -> None:
         """Release what the buffer holds, after what is in flight."""
@@ -94,18 +94,22 @@ class DeepEpRows(RowMover):
     """Moves what a plan says, over DeepEP. Every method is collective.
 
     Args:
-        carrier: Of the buffer; says who knows a plan's route.
+        transport: Of the buffer; says who knows a plan's route.
         placement: Of the experts.
         num_local_experts: Most experts of one rank.
         row_bytes: Of the rows to expect, 0 if not known.
     """
 
     def __init__(
-        self, carrier: Carrier, placement: Placement, num_local_experts: int, row_bytes: int
+        self,
+        transport: CollectiveTransport,
+        placement: Placement,
+        num_local_experts: int,
+        row_bytes: int,
     ) -> None:
-        super().__init__(carrier, placement)
-        assert carrier.group is not None  # of several ranks
-        self.transport = DeepEpTransport(carrier.group, num_local_experts, row_bytes)
+        super().__init__(transport, placement)
+        assert transport.group is not None  # of several ranks
+        self.transport = DeepEpTransport(transport.group, num_local_experts, row_bytes)
         self._num_local_experts = num_local_experts
         # By what a plan says: a plan that was exported and imported again finds its route.
         self._routes: collections.OrderedDict[bytes, _Route] = collections.OrderedDict()
@@ -123,7 +127,7 @@ class DeepEpRows(RowMover):
         plan: CollectivePlan,
         *,
         is_cached: bool,
-    ) -> ArrivedRows:
+    ) -> ReceivedRows:
         # One dispatch of DeepEP carries rows, scale factors, choices and weights.
         rows = Rows(x, sf)
         self.transport.reserve(rows)
@@ -210,7 +214,7 @@ class DeepEpRows(RowMover):
         """The route of a plan, if every rank has it: there is none of a plan of another buffer."""
         route = self._routes.get(_identity(plan))
         is_known = route is not None and route.generation == self.transport.generation
-        known = self._carrier.all_gather_row(torch.tensor([int(is_known)]), "dispatch")
+        known = self._transport.all_gather_row(torch.tensor([int(is_known)]), "dispatch")
         return route if bool(known.all()) else None
 
     def _placed(
@@ -220,12 +224,12 @@ class DeepEpRows(RowMover):
         topk_weights: torch.Tensor | None,
         plan: CollectivePlan,
         route: _Route,
-    ) -> ArrivedRows:
+    ) -> ReceivedRows:
         """Arrived rows in the slots of the window, in memory that is nobody else's."""
         if route.origin is None:
             # A result of a fixed number of rows has a tail.
             tail = plan.num_recv_tokens - arrived.x.shape[0]
-            return ArrivedRows(
+            return ReceivedRows(
                 x=_with_tail(arrived.x, tail),
                 sf=None if arrived.sf is None else _with_tail(arrived.sf, tail),
                 topk_idx=None if topk_idx is None else F.pad(topk_idx, (0, 0, 0, tail), value=-1),
@@ -239,7 +243,7 @@ class DeepEpRows(RowMover):
         weights = None
         if topk_weights is not None:
             weights = _gathered(topk_weights.reshape(-1, 1), origin).view(-1)
-        return ArrivedRows(
+        return ReceivedRows(
             x=_gathered(arrived.x, row_idx),
             sf=None if arrived.sf is None else _gathered(arrived.sf, row_idx),
             topk_idx=None,

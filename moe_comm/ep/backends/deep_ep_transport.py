@@ -1,4 +1,4 @@
-"""A DeepEP `Buffer` (its V1 interface) as a carrier of rows of any dtype and size."""
+"""A DeepEP `Buffer` (its V1 interface) as a transport of rows of any dtype and size."""
 
 from __future__ import annotations
 

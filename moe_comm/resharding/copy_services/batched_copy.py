@@ -13,7 +13,7 @@ from moe_comm.arguments import as_int, as_utf8, shortened, shown, text_of
 from moe_comm.peers.communicator import Communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.missed_calls import tells_peers
-from moe_comm.tensors.memory_overlap import first_meeting, is_same_place
+from moe_comm.tensors.memory_overlap import first_overlap, is_same_place
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -85,7 +85,7 @@ def problem_with_overlaps(
         is_local = src_rank == dst_rank == rank_idx and recv_task == send_task
         return is_local and is_same_place(destination, source)
 
-    meeting = first_meeting(
+    meeting = first_overlap(
         [tensor for _, tensor, _ in recvs], [tensor for _, tensor, _ in sends], is_copy_to_itself
     )
     if meeting is None:

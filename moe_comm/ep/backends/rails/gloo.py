@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import _host
-from moe_comm.ep.backends.kept_engines import KeptEngines, Lease, make_group
+from moe_comm.ep.backends.engine_pool import EnginePool, Lease, make_group
 from moe_comm.ep.backends.rails.engine import Peers, RailEngine
 
 __all__ = ["GlooEngine", "gloo_problem"]
@@ -24,7 +24,7 @@ _NO_LIMIT = timedelta(days=30)
 # Messages that Gloo is told of before the first of them has ended.
 _MOST_UNDER_WAY = 16
 
-_kept_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, KeptEngines[dist.ProcessGroup]] = (
+_kept_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, EnginePool[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -66,7 +66,7 @@ class GlooEngine(RailEngine):
         self._waiting: set[dist.Work] = set()
         global_ranks = dist.get_process_group_ranks(group)
         rail = [global_ranks[rank_idx] for rank_idx in peers.rail]
-        self._lease: Lease[dist.ProcessGroup] = _kept_groups.setdefault(group, KeptEngines()).take(
+        self._lease: Lease[dist.ProcessGroup] = _kept_groups.setdefault(group, EnginePool()).take(
             ("rail", peers.nodes.num_local_ranks),
             peers.all_gather,
             lambda: make_group(rail, "gloo", CONNECT_TIMEOUT_S, peers.all_gather),

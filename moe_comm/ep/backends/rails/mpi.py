@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moe_comm import _host, env
-from moe_comm.ep.backends.kept_engines import KeptEngines, Lease
+from moe_comm.ep.backends.engine_pool import EnginePool, Lease
 from moe_comm.ep.backends.rails.engine import Peers, RailEngine
 
 __all__ = ["MpiEngine", "MpiPlace", "mpi_place"]
@@ -44,7 +44,7 @@ class _Channel:
 
 
 # By the places of all ranks. MPI_Comm_free is collective, which the end of a buffer is not.
-_kept_channels: dict[tuple[MpiPlace, ...], KeptEngines[_Channel]] = {}
+_kept_channels: dict[tuple[MpiPlace, ...], EnginePool[_Channel]] = {}
 
 
 def mpi_place() -> tuple[MpiPlace | None, str | None]:
@@ -107,7 +107,7 @@ class MpiEngine(RailEngine):
     def __init__(self, peers: Peers, places: Sequence[MpiPlace]) -> None:
         _check_places(places)
         super().__init__("mpi", peers)
-        self._lease: Lease[_Channel] = _kept_channels.setdefault(tuple(places), KeptEngines()).take(
+        self._lease: Lease[_Channel] = _kept_channels.setdefault(tuple(places), EnginePool()).take(
             ("rail", peers.nodes.num_local_ranks),
             peers.all_gather,
             lambda: _make_channel([places[rank_idx].rank for rank_idx in peers.rail]),

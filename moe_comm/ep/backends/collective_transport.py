@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_comm.ep.backends.kept_engines import KeptEngines, Lease, make_group
+from moe_comm.ep.backends.engine_pool import EnginePool, Lease, make_group
 from moe_comm.errors import (
     CommunicationError,
     PeerFailedError,
@@ -22,17 +22,17 @@ from moe_comm.errors import (
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.gather_objects import gather_objects_of_group
 
-__all__ = ["Carrier", "Pending", "ProgressThread"]
+__all__ = ["CollectiveTransport", "Pending", "ProgressThread"]
 
 OutputT = TypeVar("OutputT")
 
 
-_kept_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, KeptEngines[dist.ProcessGroup]] = (
+_group_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, EnginePool[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-class Carrier:
+class CollectiveTransport:
     """Collectives of one buffer, on a group of its own, so that buffers do not wait for each other.
 
     Args:
@@ -61,7 +61,7 @@ class Carrier:
         parent = dist.group.WORLD if group is None else group
         assert parent is not None
         backend = dist.get_backend(parent)
-        self._lease: Lease[dist.ProcessGroup] = _kept_groups.setdefault(parent, KeptEngines()).take(
+        self._lease: Lease[dist.ProcessGroup] = _group_pools.setdefault(parent, EnginePool()).take(
             timeout_s,
             bootstrap.all_gather,
             lambda: make_group(

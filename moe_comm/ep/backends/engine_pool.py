@@ -1,4 +1,4 @@
-"""What buffers lease from each other's past: groups that are made once and never destroyed."""
+"""Process groups and communicators of MPI: made once, never destroyed, lent to one buffer after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-__all__ = ["KeptEngines", "Lease", "make_group"]
+__all__ = ["EnginePool", "Lease", "make_group"]
 
 EngineT = TypeVar("EngineT")
 AllGather = Callable[[Any], list[Any]]
@@ -28,7 +28,7 @@ class Lease(Generic[EngineT]):
     """
 
     engine: EngineT
-    kept: KeptEngines[EngineT]
+    kept: EnginePool[EngineT]
     idx: int
 
     def give_back(self) -> None:
@@ -37,7 +37,7 @@ class Lease(Generic[EngineT]):
 
 
 @dataclasses.dataclass(eq=False)
-class KeptEngines(Generic[EngineT]):
+class EnginePool(Generic[EngineT]):
     """Engines made for buffers of the same ranks; equal indices are one engine on all its ranks.
 
     Args:
