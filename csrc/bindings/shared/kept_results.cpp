@@ -1,5 +1,7 @@
 #include "bindings/shared/kept_results.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -37,9 +39,9 @@ struct Questions {
 };
 
 const Questions& questions() {
-  // Kept for ever, as torch is.
-  static const Questions* const asked = new Questions;
-  return *asked;
+  // As in exchange_api.cpp: what runs Python may let go of the GIL.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Questions> asked;
+  return asked.call_once_and_store_result([] { return Questions(); }).get_stored();
 }
 
 py::object checked(PyObject* answer) {
