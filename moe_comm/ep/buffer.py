@@ -221,8 +221,14 @@ class EpBuffer(Destroyable):
             operation = None
             if handle is None and capacity is None and copy is None and async_op is False:
                 operation = self._dispatch_at_a_glance(
-                    *(x, topk_idx, topk_weights, layout, expert_alignment, gradients),
-                    quantization=quantization,
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout,
+                    expert_alignment,
+                    gradients,
+                    False,
+                    quantization,
                 )
             if operation is None:
                 masked = self._masked_ranks
@@ -279,9 +285,7 @@ class EpBuffer(Destroyable):
             if missed_calls.kept.calls:
                 self.communicator.tell_missed("dispatch", self._backend.reject)
             operation = self._dispatch_at_a_glance(
-                *(x, topk_idx, topk_weights, layout, expert_alignment, gradients),
-                is_map=is_map,
-                quantization=quantization,
+                x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map, quantization
             )
             if operation is None:
                 return None
@@ -296,9 +300,8 @@ class EpBuffer(Destroyable):
         layout: object,
         expert_alignment: object,
         gradients: int,
-        *,
-        is_map: bool = False,
-        quantization: object = None,
+        is_map: bool,
+        quantization: object,
     ) -> Operation[DispatchOutput] | None:
         """The backend's `dispatch_plain`, of arguments of any type."""
         if (
@@ -309,8 +312,7 @@ class EpBuffer(Destroyable):
         ):
             return None
         return self._backend.dispatch_plain(
-            *(x, topk_idx, topk_weights, layout, expert_alignment, gradients),
-            *(is_map, quantization),
+            x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map, quantization
         )
 
     def _dispatch_by_rules(
