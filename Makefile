@@ -32,6 +32,7 @@ compile = $(with_tools) $(BIN)/python setup.py --quiet build_ext --inplace
 NVSHMEM_FOLDER = $(or $(NVSHMEM_HOME),$(wildcard $(abspath $(VENV))/lib/python3*/site-packages/nvidia/nvshmem))
 
 CXX_FOLDERS = csrc tests/cpp tests/schedules tests/gpu
+CXX_FILES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 
 # What the marks select, two tests at a time and in few to a portion, so that the cheapest rung is
 # first. Who selects tests with TEST_ARGS may leave a rung without any (status 5).
@@ -89,8 +90,8 @@ lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find $(CXX_FOLDERS) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
-	  | xargs $(BIN)/clang-format --dry-run -Werror
+	@echo "$(BIN)/clang-format --dry-run -Werror, on $(CXX_FOLDERS)"
+	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
 
 # The programs that tests run, and before them only what needs no package beside the compiler.
