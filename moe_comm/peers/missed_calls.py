@@ -2,7 +2,7 @@
 
 Peers are in such a call and wait. Most mistakes are told at once, in the place of the call. What is left
 is a call that Python itself rejects without an object to tell through, such as `dispatch(buffer="b")`:
-it is kept here, by thread because ranks may be threads, until the next collective call tells it.
+it is kept here, by thread because ranks may be threads, until the next collective call tells it (`Communicator.tell_missed`).
 """
 
 from __future__ import annotations
