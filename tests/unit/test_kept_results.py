@@ -161,12 +161,31 @@ def test_memory_that_nobody_holds_is_taken_again(buffer: EpBuffer) -> None:
     assert _dispatch(buffer, 1).x.data_ptr() == address
 
 
+def _with_hook(x: torch.Tensor, register: str) -> None:
+    x.requires_grad_()
+    getattr(x, register)(lambda _: None)
+    x.requires_grad_(False)
+
+
+def _in_a_graph_for_a_while(x: torch.Tensor) -> None:
+    x.mul_(torch.ones((), dtype=x.dtype, requires_grad=True))
+    x.retain_grad()
+    x.detach_()
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
-    "a gradient": lambda x: x.requires_grad_(),
+    "needs a gradient": lambda x: x.requires_grad_(),
+    "a gradient": lambda x: setattr(x, "grad", torch.ones_like(x)),
+    "a hook": lambda x: _with_hook(x, "register_hook"),
+    "a later hook": lambda x: _with_hook(x, "register_post_accumulate_grad_hook"),
+    "kept gradients": _in_a_graph_for_a_while,
+    "a sign": lambda x: torch._C._set_neg(x, True),
     "an attribute": lambda x: setattr(x, "note", 1),
     "a shape": lambda x: x.t_(),
     "memory": lambda x: setattr(x, "data", torch.zeros(2, 2, dtype=x.dtype)),
     "a weak reference": weakref.ref,
+    "an attribute of its storage": lambda x: setattr(x.untyped_storage(), "note", 1),
+    "a weak reference to its storage": lambda x: weakref.ref(x.untyped_storage()),
 }
 
 
@@ -179,10 +198,16 @@ def test_no_result_shows_what_was_done_to_an_earlier_one(buffer: EpBuffer, chang
     del first
     for seed in range(1, 4):
         result = _dispatch(buffer, seed)
-        assert (result.x.shape, result.x.requires_grad, result.x.__dict__) == (shape, False, {})
-        assert torch.equal(result.x[0], _x(seed)[0])
+        x, storage = result.x, result.x.untyped_storage()
+        assert (x.shape, x.is_neg(), x.__dict__, storage.__dict__) == (shape, False, {}, {})
+        assert (x.requires_grad, x.retains_grad, x.grad) == (False, False, None)
+        assert x._backward_hooks is None
+        assert x._post_accumulate_grad_hooks is None
+        assert torch.equal(x[0], _x(seed)[0])
         if left is not None:
-            assert left() is not result.x
+            assert left() is not x
+            assert left() is not storage
+        del x, storage
     assert left is None or left() is None
 
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/shared/exchange_api.h"
+#include "bindings/shared/tensor_view.h"
 #include "core/sync.h"
 
 namespace moe::bindings {
@@ -24,7 +25,12 @@ constexpr size_t kMostTensors = 4;
 /// What is asked of torch, looked up once.
 struct Questions {
   PyObject* use_count = PyUnicode_InternFromString("_use_count");
-  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  /// What autograd may know of a tensor: False, then None, unless somebody left something there.
+  PyObject* flags[2] = {PyUnicode_InternFromString("requires_grad"),
+                        PyUnicode_InternFromString("retains_grad")};
+  PyObject* marks[3] = {PyUnicode_InternFromString("grad"),
+                        PyUnicode_InternFromString("_backward_hooks"),
+                        PyUnicode_InternFromString("_post_accumulate_grad_hooks")};
   py::object storage_use_count;  ///< null where this torch has none, or tensors cannot be described
   py::object is_inference_mode;
 
@@ -62,6 +68,23 @@ bool has_weak_references(py::handle object) {
   const Py_ssize_t offset = Py_TYPE(object.ptr())->tp_weaklistoffset;
   return offset != 0 &&
          *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset) != nullptr;
+}
+
+/// Whether somebody would know @p object again, by a weak reference or by an attribute.
+bool is_remembered(py::handle object) {
+  return has_weak_references(object) ||
+         PyDict_Size(checked(PyObject_GenericGetDict(object.ptr(), nullptr)).ptr()) != 0;
+}
+
+bool is_known_to_autograd(py::handle tensor) {
+  const auto is_not = [&](PyObject* name, PyObject* expected) {
+    return checked(PyObject_GetAttr(tensor.ptr(), name)).ptr() != expected;
+  };
+  // In this order: a tensor that needs no gradient is a leaf, of which torch tells `grad` silently.
+  return std::ranges::any_of(questions().flags,
+                             [&](PyObject* name) { return is_not(name, Py_False); }) ||
+         std::ranges::any_of(questions().marks,
+                             [&](PyObject* name) { return is_not(name, Py_None); });
 }
 
 }  // namespace
@@ -103,10 +126,8 @@ bool KeptTensor::is_as_made() const {
     if (found.shape[dim] != form_.shape[dim] ||
         (found.shape[dim] > 1 && found.strides[dim] != form_.strides[dim]))
       return false;
-  // Who remembers a tensor by a weak reference or by an attribute must not take another for it.
-  const py::object attributes = checked(PyObject_GenericGetDict(tensor_.ptr(), nullptr));
-  return !has_weak_references(tensor_) && PyDict_Size(attributes.ptr()) == 0 &&
-         checked(PyObject_GetAttr(tensor_.ptr(), questions().requires_grad)).ptr() == Py_False;
+  return !is_remembered(tensor_) && !is_remembered(storage_) && !is_known_to_autograd(tensor_) &&
+         !is_negated(tensor_);
 }
 
 bool KeptWindows::Result::is_held() const {
