@@ -19,8 +19,8 @@ from moe_comm.cli.command_rules import (
     wide_console,
 )
 from moe_comm.cli.options import DtypeName
-from moe_comm.cli.trace_report import NO_PEER, PhaseSummary, perfetto_document, summarize_phases
-from moe_comm.ep.tracing import PhaseRecord, read_trace
+from moe_comm.cli.trace_report import PhaseSummary, perfetto_document, summarize_phases
+from moe_comm.ep.tracing import NO_PEER, PhaseRecord, read_trace
 from moe_comm.output_files import check_output
 
 __all__ = ["trace_app"]

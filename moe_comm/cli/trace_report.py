@@ -8,14 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moe_comm.ep.tracing import PhaseRecord
+from moe_comm.ep.tracing import NO_PEER, PhaseRecord
 
-__all__ = ["NO_PEER", "WAIT_PHASE", "PhaseSummary", "perfetto_document", "summarize_phases"]
+__all__ = ["WAIT_PHASE", "PhaseSummary", "perfetto_document", "summarize_phases"]
 
 WAIT_PHASE = "wait"
 """Phase of a record that says which peer was waited for; it lies inside a record of a real phase."""
-
-NO_PEER = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,17 @@ from pathlib import Path
 
 from moe_comm.output_files import check_output
 
-__all__ = ["PhaseRecord", "check_trace_path", "read_trace", "trace_file_name", "write_trace"]
+__all__ = [
+    "NO_PEER",
+    "PhaseRecord",
+    "check_trace_path",
+    "read_trace",
+    "trace_file_name",
+    "write_trace",
+]
+
+NO_PEER = -1
+"""In place of a rank: nobody was waited for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +39,7 @@ class PhaseRecord:
         phase: Such as `"rows"` or `"data"`.
         start_ns: `CLOCK_MONOTONIC`.
         end_ns: `CLOCK_MONOTONIC`, not before `start_ns`.
-        peer: Last rank waited for, -1 for none.
+        peer: Last rank waited for, or `NO_PEER`.
     """
 
     rank: int

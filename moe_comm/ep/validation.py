@@ -10,7 +10,7 @@ from moe_comm.arguments import as_dense, as_int, check_resolved, shown
 from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.tensors.memory_overlap import shares_bytes
-from moe_comm.tensors.quantization import Quantization
+from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
 __all__ = [
     "check_alignment",
@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 _CPU = torch.device("cpu")
 
 
@@ -80,8 +79,8 @@ def check_rows(
         raise TypeError(f"quantization must be a Quantization, got {quantization!r}")
     if not isinstance(x, tuple):
         is_tensor = isinstance(x, torch.Tensor)
-        if quantization is not None and is_tensor and x.dtype not in QUANTIZABLE:
-            names = ", ".join(str(dtype) for dtype in QUANTIZABLE)
+        if quantization is not None and is_tensor and x.dtype not in QUANTIZABLE_DTYPES:
+            names = ", ".join(str(dtype) for dtype in QUANTIZABLE_DTYPES)
             raise TypeError(f"rows that are to be quantized must be {names}, got {x.dtype}")
         return x, None
     if len(x) != 2:

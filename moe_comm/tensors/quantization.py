@@ -10,11 +10,15 @@ import torch
 __all__ = [
     "FP8_BLOCK128",
     "MXFP8",
+    "QUANTIZABLE_DTYPES",
     "Quantization",
     "QuantizationFormat",
     "ScaleFormat",
     "scale_column_stride",
 ]
+
+QUANTIZABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of rows that a dispatch can quantize."""
 
 _SCALE_COLUMN_BYTES = 16
 

@@ -10,6 +10,7 @@ import torch
 
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import (
+    QUANTIZABLE_DTYPES,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
@@ -17,7 +18,6 @@ from moe_comm.tensors.quantization import (
 )
 
 __all__ = [
-    "QUANTIZABLE_DTYPES",
     "column_major",
     "dequantize",
     "quantize",
@@ -25,8 +25,6 @@ __all__ = [
     "quantize_rows",
     "store_factors",
 ]
-
-QUANTIZABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _LARGEST = 448.0  # of e4m3
 _LEAST_AMAX = 1e-4  # of FP8_BLOCK128

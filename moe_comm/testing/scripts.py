@@ -10,8 +10,7 @@ from moe_comm.ep.backends.base import Backend, DispatchOutput, Plan
 from moe_comm.ep.config import Layout
 from moe_comm.ep.spec import Received
 from moe_comm.tensors.arithmetic import dot_rows, scale_rows
-from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8
-from moe_comm.tensors.quantized import QUANTIZABLE_DTYPES
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, QUANTIZABLE_DTYPES
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData, as_sent
 from moe_comm.testing.cases import Case, RankInput, case_inputs, scales_of_case

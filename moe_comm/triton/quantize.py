@@ -6,6 +6,7 @@ import torch
 import triton
 
 from moe_comm.tensors.quantization import (
+    QUANTIZABLE_DTYPES,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
@@ -23,7 +24,6 @@ from moe_comm.triton.quantize_kernels import dequantize_kernel, quantize_kernel
 
 __all__ = ["dequantize", "quantize"]
 
-_QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS_PER_PROGRAM = 1024
 
 
@@ -45,7 +45,7 @@ def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor,
     _check_quantization(quantization)
     check_no_gradient(x=x)
     check_tensor("x", x, 2)
-    check_dtype("x", x, *_QUANTIZABLE)
+    check_dtype("x", x, *QUANTIZABLE_DTYPES)
     num_rows, hidden = x.shape
     data = torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn, device=x.device)
     sf = _empty_scales(num_rows, quantization.num_scales(hidden), quantization, x.device)
@@ -103,8 +103,8 @@ def dequantize(
     check_tensor("data", data, 2)
     check_dtype("data", data, quantization.data_dtype)
     check_dtype("sf", sf, quantization.sf_dtype)
-    if dtype not in _QUANTIZABLE:
-        names = ", ".join(str(each) for each in _QUANTIZABLE)
+    if dtype not in QUANTIZABLE_DTYPES:
+        names = ", ".join(str(each) for each in QUANTIZABLE_DTYPES)
         raise TypeError(f"dtype must be one of {names}, got {dtype}")
     num_rows, hidden = data.shape
     shape = (num_rows, quantization.num_scales(hidden))

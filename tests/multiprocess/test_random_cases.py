@@ -10,13 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.tensors.quantization import (
+    QUANTIZABLE_DTYPES,
+    Quantization,
+    QuantizationFormat,
+    ScaleFormat,
+)
 from moe_comm.testing import Case, Target, check_case
 from moe_comm.testing.case_list import in_layout
 from moe_comm.testing.cases import ROUTINGS
 from tests.helpers.node_ranks import target
 
-QUANTIZABLE = [torch.bfloat16, torch.float16, torch.float32]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64]
 
 
@@ -49,7 +53,7 @@ def row_fields(draw: st.DrawFn) -> dict[str, Any]:
             "is_elastic": True,
         }
     is_quantized = kind == "quantized"
-    dtype = draw(st.sampled_from(QUANTIZABLE if is_quantized else DTYPES))
+    dtype = draw(st.sampled_from(QUANTIZABLE_DTYPES if is_quantized else DTYPES))
     units = draw(st.integers(1, 40 if is_quantized else 9))
     return {
         "dtype": dtype,

@@ -17,6 +17,7 @@ from moe_comm.tensors import quantized
 from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
     MXFP8,
+    QUANTIZABLE_DTYPES,
     Quantization,
     QuantizationFormat,
     ScaleFormat,
@@ -81,7 +82,7 @@ def test_rounding_is_to_nearest_even(quantize: Quantize) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", quantized.QUANTIZABLE_DTYPES)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("hidden", [1, 31, 32, 128, 129, 416, 1000])
 @pytest.mark.parametrize("quantization", ALL.values(), ids=ALL)
 def test_bits_are_those_of_the_definition(
@@ -179,7 +180,7 @@ def test_scale_factors_by_hand(quantize: Quantize) -> None:
     assert mx.view(torch.uint8).tolist() == [wanted]
 
 
-@pytest.mark.parametrize("dtype", quantized.QUANTIZABLE_DTYPES)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("quantization", ALL.values(), ids=ALL)
 def test_values_come_back_within_half_a_step(
     quantization: Quantization, dtype: torch.dtype

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.bench.statistics import Interval, percentile
-from moe_comm.cli.trace_report import NO_PEER
-from moe_comm.ep.tracing import PhaseRecord
+from moe_comm.ep.tracing import NO_PEER, PhaseRecord
 
 if TYPE_CHECKING:
     from moe_comm.ep.backends.host import HostBackend

@@ -45,8 +45,7 @@ from moe_comm.ep.config import (
     numbers_of,
 )
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
-from moe_comm.ep.validation import QUANTIZABLE
-from moe_comm.tensors.quantization import Quantization
+from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
 __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
 
@@ -197,7 +196,7 @@ class NativeBackend(Backend):
         """What quantizing x makes; None where a glance does not show that it can be quantized."""
         if type(x) is not torch.Tensor or type(quantization) is not Quantization:
             return None
-        if x.dtype not in QUANTIZABLE or x.dim() != 2:
+        if x.dtype not in QUANTIZABLE_DTYPES or x.dim() != 2:
             return None
         hidden = x.shape[1]
         latest = self._latest_scales
