@@ -138,12 +138,9 @@ void launch_sums(DeviceEndpoint& endpoint,
   if (const Internode* const internode = endpoint.internode()) {
     const InternodeKernels& kernels = internode->kernels();
     device::Launch launch = endpoint.launch(endpoint.num_sms());
-    while (launch.num_threads > 32 &&
-           kernels.combine_shared_bytes(kernel, internode->rails(), launch.num_threads) >
-               endpoint.device().max_shared_bytes())
-      launch.num_threads = launch.num_threads / 64 * 32;
-    launch.shared_bytes =
-        kernels.combine_shared_bytes(kernel, internode->rails(), launch.num_threads);
+    fit_shared_memory(endpoint.device(), launch, [&](int num_threads) {
+      return kernels.combine_shared_bytes(kernel, internode->rails(), num_threads);
+    });
     kernels.combine(launch, kernel, internode->rails());
     return;
   }
@@ -151,10 +148,9 @@ void launch_sums(DeviceEndpoint& endpoint,
     launch_rank_sums(endpoint, params, requests, &kernel);
   device::Launch launch = endpoint.launch(endpoint.num_sms(), kernels::kMaxCombineThreads);
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
-  while (launch.num_threads > 32 && kernels::combine_shared_bytes(kernel, launch.num_threads) >
-                                        endpoint.device().max_shared_bytes())
-    launch.num_threads = launch.num_threads / 64 * 32;
-  launch.shared_bytes = kernels::combine_shared_bytes(kernel, launch.num_threads);
+  fit_shared_memory(endpoint.device(), launch, [&](int num_threads) {
+    return kernels::combine_shared_bytes(kernel, num_threads);
+  });
   kernels::launch_combine(launch, kernel);
 }
 
