@@ -25,6 +25,7 @@ struct CombineParams {
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   std::shared_ptr<Window> window;          ///< for what sums_window() lays out; null for a new one
   CopyOut copy_out = CopyOut::kAuto;
+  bool is_async = false;                    ///< as in DispatchParams
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };
 

@@ -17,7 +17,7 @@ from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
 from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
 from moe_comm.ep.backends.gradients import check_word
-from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import Capacity, CombineOptions, DispatchOptions, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
@@ -510,15 +510,10 @@ class EpBuffer(Destroyable):
                 )
             if operation is None:
                 self._check_combine(handle, expert_out, topk_weights, row_weights, out)
+                # By hand, as in dispatch.
+                options = tuple.__new__(CombineOptions, (copy, async_op, gradients))
                 operation = self._backend.combine(
-                    expert_out,
-                    handle.plan,
-                    topk_weights,
-                    row_weights,
-                    out=out,
-                    copy_out=copy,
-                    async_op=async_op,
-                    gradients=gradients,
+                    expert_out, handle.plan, topk_weights, row_weights, out, options
                 )
             if async_op or gradients or row_weights is not None:
                 return CombineResult(operation, None if async_op else operation.early)

@@ -16,6 +16,7 @@ from moe_comm.tensors.quantization import Quantization
 __all__ = [
     "ON_OVERFLOW",
     "Capacity",
+    "CombineOptions",
     "DispatchOptions",
     "EpConfig",
     "Layout",
@@ -124,6 +125,20 @@ class DispatchOptions(NamedTuple):
     quantization: Quantization | None = None
     capacity: Capacity | None = None
     masked_ranks: tuple[int, ...] = ()
+    copy_out: bool | None = None
+    async_op: bool = False
+    gradients: int = 0
+
+
+class CombineOptions(NamedTuple):
+    """How the sums of one combine come back, which an `EpBuffer` has checked and hands its backend whole.
+
+    Args:
+        copy_out: As in `DispatchOptions`, for the sums.
+        async_op: As in `DispatchOptions`.
+        gradients: As in `DispatchOptions`; weights that are applied belong to what ranks compare.
+    """
+
     copy_out: bool | None = None
     async_op: bool = False
     gradients: int = 0

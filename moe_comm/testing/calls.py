@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_comm.ep.backends.base import Backend, CombineOutput, DispatchOutput, Operation, Plan
-from moe_comm.ep.config import DispatchOptions
+from moe_comm.ep.config import CombineOptions, DispatchOptions
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput
 
@@ -84,8 +84,6 @@ def combine(
         plan,
         topk_weights,
         row_weights,
-        out=out,
-        copy_out=copy_out,
-        async_op=async_op,
-        gradients=gradients,
+        out,
+        CombineOptions(copy_out, async_op, gradients),
     )

@@ -19,7 +19,7 @@ from moe_comm.ep.backends.base import (
 )
 from moe_comm.ep.backends.cuda import CudaBackend
 from moe_comm.ep.backends.nvshmem import NvshmemBackend
-from moe_comm.ep.config import DispatchOptions
+from moe_comm.ep.config import CombineOptions, DispatchOptions
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import bootstrap_for
 
@@ -141,9 +141,8 @@ class OnDevice(Backend):
         plan: Plan,
         topk_weights: torch.Tensor | None,
         row_weights: torch.Tensor | None,
-        *,
         out: torch.Tensor | None,
-        **options: Any,
+        options: CombineOptions,
     ) -> Operation[CombineOutput]:
         on_device = None if out is None else torch.empty_like(out, device=self._device)
         operation = self._inner.combine(
@@ -151,8 +150,8 @@ class OnDevice(Backend):
             plan,
             self._to_device(topk_weights),
             self._to_device(row_weights),
-            out=on_device,
-            **options,
+            on_device,
+            options,
         )
 
         def fetch(output: CombineOutput) -> CombineOutput:

@@ -25,8 +25,8 @@ class _Mutant(reference.ReferenceBackend):
         output = super().dispatch(*args, **options).wait()
         return self.spoil(dataclasses.replace(output, x=self.spoil_rows(output)))
 
-    def combine(self, *args: Any, **options: Any) -> Operation[CombineOutput]:
-        output = super().combine(*args, **options).wait()
+    def combine(self, *args: Any) -> Operation[CombineOutput]:
+        output = super().combine(*args).wait()
         if output.x is None:
             return output
         return dataclasses.replace(output, x=self.spoil_sums(output.x))
@@ -87,25 +87,22 @@ class AddsBackwards(_Mutant):
         x: torch.Tensor | None,
         plan: Plan,
         topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
         *args: Any,
-        **options: Any,
     ) -> Operation[CombineOutput]:
         assert isinstance(plan, reference.ReferencePlan)
-        if x is not None and plan.layout is Layout.EXPERT_MAJOR:
-            row_weights, *_ = args
-            if row_weights is None:
-                plan = dataclasses.replace(
-                    plan, slots=plan.slots.flip(1), topk_idx=plan.topk_idx.flip(1), dispatch=None
-                )
-                topk_weights = None if topk_weights is None else topk_weights.flip(1)
-        return super().combine(x, plan, topk_weights, *args, **options)
+        if x is not None and row_weights is None and plan.layout is Layout.EXPERT_MAJOR:
+            plan = dataclasses.replace(
+                plan, slots=plan.slots.flip(1), topk_idx=plan.topk_idx.flip(1), dispatch=None
+            )
+            topk_weights = None if topk_weights is None else topk_weights.flip(1)
+        return super().combine(x, plan, topk_weights, row_weights, *args)
 
 
 class IgnoresOut(_Mutant):
-    def combine(
-        self, *args: Any, out: torch.Tensor | None, **options: Any
-    ) -> Operation[CombineOutput]:
-        return super().combine(*args, out=None, **options)
+    def combine(self, *args: Any) -> Operation[CombineOutput]:
+        *tensors, _, options = args
+        return super().combine(*tensors, None, options)
 
 
 class LeavesTheTailUnwritten(_Mutant):
@@ -190,8 +187,10 @@ class GrowsInsteadOfRaising(_Mutant):
 
 
 class KeepsItsNeedsToItself(_Mutant):
-    def combine(self, *args: Any, gradients: int, **options: Any) -> Operation[CombineOutput]:
-        return super().combine(*args, gradients=min(gradients, ENABLED), **options)
+    def combine(self, *args: Any) -> Operation[CombineOutput]:
+        *tensors, options = args
+        options = options._replace(gradients=min(options.gradients, ENABLED))
+        return super().combine(*tensors, options)
 
 
 class HearsItselfAlone(_Mutant):

@@ -19,7 +19,7 @@ from moe_comm import CommunicationError, Communicator, EpBuffer, EpConfig, Layou
 from moe_comm.compat import deep_ep
 from moe_comm.ep import group_buffers
 from moe_comm.ep.backends.deep_ep_transport import problem_with_deep_ep
-from moe_comm.ep.config import DispatchOptions
+from moe_comm.ep.config import CombineOptions, DispatchOptions
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES
@@ -348,10 +348,9 @@ def use_an_imported_plan(context: RankContext) -> bool:
             # As if this rank had a route of its own that its peer has not.
             second._rows._routes.update(first._rows._routes)  # type: ignore[attr-defined]
         plan = second.import_plan(plan.to_tensors())
-        kind: dict[str, Any] = {"copy_out": None, "async_op": False}
         again = second.dispatch_cached(x, None, plan, None, DispatchOptions()).wait()
         sums = [
-            backend.combine(known.x, some, None, None, out=None, **kind).wait().x
+            backend.combine(known.x, some, None, None, None, CombineOptions()).wait().x
             for backend, some in ((first, known.plan), (second, plan))
         ]
         assert sums[0] is not None

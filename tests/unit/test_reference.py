@@ -13,7 +13,7 @@ import torch
 from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.reference import ReferenceBackend
-from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import Capacity, CombineOptions, DispatchOptions, EpConfig, Layout
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.testing.launch import RankContext, run_ranks
@@ -233,7 +233,7 @@ def run_by_hand(context: RankContext) -> dict[str, torch.Tensor | None]:
         results[f"{layout.name} counts"] = output.num_tokens_per_expert
         results[f"{layout.name} offsets"] = output.expert_offsets
         combined = backend.combine(
-            output.x, output.plan, None, output.topk_weights, out=None, copy_out=None, async_op=True
+            *(output.x, output.plan, None, output.topk_weights, None), CombineOptions(async_op=True)
         ).wait()
         assert combined.x is not None
         results[f"{layout.name} sums"] = combined.x[:, 0]
@@ -334,4 +334,10 @@ def test_a_backend_of_a_third_party_that_names_options_one_by_one_is_refused() -
 
         class Old(ReferenceBackend):
             def dispatch(self, *tensors: Any, layout: Any, quantization: Any, **more: Any) -> Any:
+                raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"Older\.combine takes one CombineOptions .*\.gradients"):
+
+        class Older(ReferenceBackend):
+            def combine(self, *tensors: Any, gradients: int, **more: Any) -> Any:
                 raise NotImplementedError

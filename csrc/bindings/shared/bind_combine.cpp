@@ -4,6 +4,14 @@
 
 namespace moe::bindings {
 
+void read_options(const py::tuple& values, ops::CombineParams* params) {
+  enum { kCopyOut, kAsyncOp, kGradients, kNumOptions };
+  const OptionTuple options(values, "combine", kNumOptions);
+  params->copy_out = options.copy_out(kCopyOut);
+  params->is_async = options.at(kAsyncOp).cast<bool>();
+  params->gradients = options.at(kGradients).cast<int32_t>();
+}
+
 void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params) {
   KeptResults* const kept = kept_results_of(endpoint);
   // What may become part of a graph is not kept: it would keep the graph.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <utility>
 
 #include "bindings/shared/kept_results.h"
@@ -19,9 +18,8 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
   SubmittedCombine(std::shared_ptr<ops::EndpointBase> endpoint,
                    std::shared_ptr<void> inputs,
                    const Body& body,
-                   const ops::CombineParams& params,
-                   bool is_async)
-      : Submitted(std::move(endpoint), std::move(inputs), body, is_async), params_(params) {}
+                   const ops::CombineParams& params)
+      : Submitted(std::move(endpoint), std::move(inputs), body, params.is_async), params_(params) {}
 
   /// (sums or None, pulled weights or None, what all ranks say of gradients, see
   /// layout::GradientWord); sums is None where the caller gave `out`.
@@ -61,6 +59,9 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
 /// Adds SubmittedCombine to @p module, known to no other.
 void bind_submitted_combine(py::module_& module);
 
+/// @param values  a CombineOptions of moe_comm/ep/config.py
+void read_options(const py::tuple& values, ops::CombineParams* params);
+
 /// Sums of low-latency rows have the size of those before.
 void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params);
 
@@ -68,17 +69,15 @@ void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params);
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endpoint,
                                                  ops::CombineParams params,
-                                                 bool is_async,
                                                  const MakeTuple& tensors) {
   take_sums_window(*endpoint, &params);
-  std::shared_ptr<void> inputs = keep_inputs(*endpoint, is_async, tensors);
+  std::shared_ptr<void> inputs = keep_inputs(*endpoint, params.is_async, tensors);
   auto* const raw = endpoint.get();
   return std::make_unique<SubmittedCombine>(
       std::move(endpoint),
       std::move(inputs),
       [raw, params](const group::InterruptCheck& check) { return combine(*raw, params, check); },
-      params,
-      is_async);
+      params);
 }
 
 /// Adds SubmittedCombine to @p module, combine() and combine_plain() to @p endpoint_class.
@@ -95,9 +94,7 @@ void bind_combine(py::module_& module,
                         py::object row_weights,
                         py::object out,
                         int32_t dtype,
-                        std::optional<bool> copy_out,
-                        bool is_async,
-                        int32_t gradients) {
+                        const py::tuple& options) {
                        endpoint->group().check_process("combine");
                        const TensorView rows = view_tensor(x);
                        const TensorView weights = view_tensor(topk_weights);
@@ -113,11 +110,10 @@ void bind_combine(py::module_& module,
                        params.row_weight_bytes = static_cast<int32_t>(pulled.element_bytes);
                        params.out = view_tensor(out).data;
                        params.plan = std::move(plan);
-                       params.copy_out = copy_out_of(copy_out);
-                       params.gradients = gradients;
-                       if (is_async)
+                       read_options(options, &params);
+                       if (params.is_async)
                          params.caller_mark = endpoint->mark_caller();
-                       return submit_combine(std::move(endpoint), params, is_async, [&] {
+                       return submit_combine(std::move(endpoint), params, [&] {
                          return py::make_tuple(x, topk_weights, row_weights, out);
                        });
                      });
@@ -140,7 +136,7 @@ void bind_combine(py::module_& module,
                        params.weight_bytes = static_cast<int32_t>(plain->weights.element_bytes);
                        params.plan = std::move(plan);
                        params.gradients = gradients;
-                       return submit_combine(std::move(endpoint), params, false, [&] {
+                       return submit_combine(std::move(endpoint), params, [&] {
                          return py::make_tuple(x, topk_weights);
                        });
                      });

@@ -52,37 +52,27 @@ TensorTypes describe_scales(const py::tuple& arguments,
   return scales.types;
 }
 
-/// Places in a DispatchOptions of moe_comm/ep/config.py, a tuple: to look for names takes longer
-/// than the rest of the arguments.
-enum Option {
-  kLayout,
-  kExpertAlignment,
-  kQuantization,
-  kCapacity,
-  kMaskedRanks,
-  kCopyOut,
-  kAsyncOp,
-  kGradients,
-  kNumOptions
-};
-
-/// All but quantization and capacity, whose native forms come apart.
-void read_options(const py::tuple& options, ops::DispatchParams* params) {
-  MOE_CHECK(options.size() == kNumOptions,
-            "options of a dispatch must be ",
-            int{kNumOptions},
-            ", got ",
-            options.size());
-  const auto get = [&options](Option option) {
-    return py::handle(PyTuple_GET_ITEM(options.ptr(), option));
+/// @param values  a DispatchOptions, whose quantization and capacity come apart, in native forms.
+void read_options(const py::tuple& values, ops::DispatchParams* params) {
+  enum {
+    kLayout,
+    kExpertAlignment,
+    kQuantization,
+    kCapacity,
+    kMaskedRanks,
+    kCopyOut,
+    kAsyncOp,
+    kGradients,
+    kNumOptions
   };
-  params->layout = static_cast<layout::RowLayout>(get(kLayout).cast<int>());
-  params->expert_alignment = get(kExpertAlignment).cast<int64_t>();
-  if (PyTuple_GET_SIZE(get(kMaskedRanks).ptr()) > 0)
-    params->masked_ranks = get(kMaskedRanks).cast<std::vector<int>>();
-  params->copy_out = copy_out_of(get(kCopyOut).cast<std::optional<bool>>());
-  params->is_async = get(kAsyncOp).cast<bool>();
-  params->gradients = get(kGradients).cast<int32_t>();
+  const OptionTuple options(values, "dispatch", kNumOptions);
+  params->layout = static_cast<layout::RowLayout>(options.at(kLayout).cast<int>());
+  params->expert_alignment = options.at(kExpertAlignment).cast<int64_t>();
+  if (PyTuple_GET_SIZE(options.at(kMaskedRanks).ptr()) > 0)
+    params->masked_ranks = options.at(kMaskedRanks).cast<std::vector<int>>();
+  params->copy_out = options.copy_out(kCopyOut);
+  params->is_async = options.at(kAsyncOp).cast<bool>();
+  params->gradients = options.at(kGradients).cast<int32_t>();
 }
 
 ops::DispatchParams params_of(const TensorView& rows,

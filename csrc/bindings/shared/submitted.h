@@ -11,6 +11,7 @@
 #include "bindings/shared/make_tensor.h"
 #include "bindings/shared/signals.h"
 #include "core/dtype.h"
+#include "core/error.h"
 #include "ops/dispatch.h"
 
 // What the bindings of dispatch and combine share.
@@ -25,11 +26,33 @@ inline int32_t weight_type(int64_t weight_bytes) {
   return dlpack_type(weight_bytes == 8 ? DType::kFloat64 : DType::kFloat32);
 }
 
-inline ops::CopyOut copy_out_of(const std::optional<bool>& copy_out) {
-  if (!copy_out)
-    return ops::CopyOut::kAuto;
-  return *copy_out ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
-}
+/// The options of a call as moe_comm/ep/config.py has them, in a tuple that is read by place: to
+/// look for names takes longer than the rest of the arguments.
+class OptionTuple {
+ public:
+  OptionTuple(const py::tuple& values, const char* operation, size_t num_options)
+      : values_(values) {
+    MOE_CHECK(values.size() == num_options,
+              "options of a ",
+              operation,
+              " must be ",
+              num_options,
+              ", got ",
+              values.size());
+  }
+
+  py::handle at(int place) const { return PyTuple_GET_ITEM(values_.ptr(), place); }
+
+  ops::CopyOut copy_out(int place) const {
+    const auto value = at(place).cast<std::optional<bool>>();
+    if (!value)
+      return ops::CopyOut::kAuto;
+    return *value ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
+  }
+
+ private:
+  const py::tuple& values_;
+};
 
 template <typename Value>
 py::object vector_tensor(std::vector<Value> values,

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
-from moe_comm.ep.config import DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import CombineOptions, DispatchOptions, EpConfig, Layout
 
 __all__ = [
     "Backend",
@@ -266,12 +266,18 @@ class Backend(abc.ABC):
     has_rank_reduction = False
 
     def __init_subclass__(cls) -> None:
-        for method in (cls.dispatch, cls.dispatch_cached):
-            if "quantization" in inspect.signature(method).parameters:
-                raise TypeError(
-                    f"{method.__qualname__} takes one DispatchOptions as its last argument, got a "
-                    f"keyword for each option: read options.quantization"
-                )
+        for method, options in (
+            (cls.dispatch, DispatchOptions),
+            (cls.dispatch_cached, DispatchOptions),
+            (cls.combine, CombineOptions),
+        ):
+            parameters = inspect.signature(method).parameters
+            for name in options._fields:
+                if name in parameters:
+                    raise TypeError(
+                        f"{method.__qualname__} takes one {options.__name__} as its last argument, "
+                        f"got a keyword for each option: read options.{name}"
+                    )
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         self.communicator = communicator
@@ -338,11 +344,8 @@ class Backend(abc.ABC):
         plan: Plan,
         topk_weights: torch.Tensor | None,
         row_weights: torch.Tensor | None,
-        *,
         out: torch.Tensor | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: CombineOptions,
     ) -> Operation[CombineOutput]:
         """Sum rows back to their tokens, and pull one weight per row or choice back with them.
 
@@ -353,9 +356,7 @@ class Backend(abc.ABC):
             row_weights: `[M]` (EXPERT_MAJOR, LOW_LATENCY) or `[M, num_topk]` (RANK_MAJOR), pulled to
                 `[num_tokens, num_topk]`, or None.
             out: `[num_tokens, hidden]` to write the sums to, or None.
-            copy_out: As in `DispatchOptions`, for the sums.
-            async_op: Return before the end.
-            gradients: As in `DispatchOptions`; weights that are applied belong to what ranks compare.
+            options: How they come back.
         """
 
     def combine_plain(

@@ -32,7 +32,7 @@ from moe_comm.ep.backends.collective_transport import CollectiveTransport, Progr
 from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.routing import Placement, arrangement_of
 from moe_comm.ep.backends.rows import arrange_scales
-from moe_comm.ep.config import DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import CombineOptions, DispatchOptions, EpConfig, Layout
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization
@@ -145,19 +145,16 @@ class CollectiveBackend(Backend):
         plan: Plan,
         topk_weights: torch.Tensor | None,
         row_weights: torch.Tensor | None,
-        *,
         out: torch.Tensor | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: CombineOptions,
     ) -> Operation[CombineOutput]:
-        del copy_out
         assert isinstance(plan, CollectivePlan)
         known = plan
         call = messages.describe_combine(x, row_weights, plan)
 
         def work() -> CombineOutput:
-            _, united = self._agree(call, gradients=with_applied_weights(gradients, topk_weights))
+            word = with_applied_weights(options.gradients, topk_weights)
+            _, united = self._agree(call, gradients=word)
             return CombineOutput(
                 x=None if x is None else self._rows.sum_home(x, known, topk_weights, out),
                 topk_weights=None if row_weights is None else self._rows.pull(row_weights, known),
@@ -165,7 +162,7 @@ class CollectiveBackend(Backend):
                 gradients=united,
             )
 
-        return self._run(work, async_op=async_op)
+        return self._run(work, async_op=options.async_op)
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

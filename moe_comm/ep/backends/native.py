@@ -38,6 +38,7 @@ from moe_comm.ep.backends.native_outcomes import (
 )
 from moe_comm.ep.backends.native_scales import Scales, describe_scales
 from moe_comm.ep.config import (
+    CombineOptions,
     DispatchOptions,
     EpConfig,
     Layout,
@@ -211,11 +212,8 @@ class NativeBackend(Backend):
         plan: Plan,
         topk_weights: torch.Tensor | None,
         row_weights: torch.Tensor | None,
-        *,
         out: torch.Tensor | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: CombineOptions,
     ) -> Operation[CombineOutput]:
         native = self._endpoint.combine(
             x,
@@ -224,11 +222,9 @@ class NativeBackend(Backend):
             row_weights,
             out,
             0 if x is None else SUMMABLE_TYPES[x.dtype],
-            copy_out,
-            async_op,
-            gradients,
+            options,
         )
-        return NativeCombineOutput(native, out, is_early=not async_op)  # type: ignore[return-value]
+        return NativeCombineOutput(native, out, is_early=not options.async_op)  # type: ignore[return-value]
 
     def combine_plain(
         self, x: object, plan: Plan, topk_weights: object, gradients: int

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from moe_comm.ep.config import DispatchOptions
+from moe_comm.ep.config import CombineOptions, DispatchOptions
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -176,11 +176,9 @@ class NativeEndpoint(Protocol):
         row_weights: torch.Tensor | None,
         out: torch.Tensor | None,
         dtype: int,
-        copy_out: bool | None,
-        is_async: bool,
-        gradients: int,
+        options: CombineOptions,
     ) -> SubmittedCombine:
-        """Sums, pulled weights or both."""
+        """Sums, pulled weights or both. Options are read by place."""
         ...
 
     def combine_plain(

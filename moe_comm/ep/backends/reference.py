@@ -27,6 +27,7 @@ from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import (
     Capacity,
+    CombineOptions,
     DispatchOptions,
     EpConfig,
     Layout,
@@ -161,13 +162,9 @@ class ReferenceBackend(Backend):
         plan: Plan,
         topk_weights: torch.Tensor | None,
         row_weights: torch.Tensor | None,
-        *,
         out: torch.Tensor | None,
-        copy_out: bool | None,
-        async_op: bool,
-        gradients: int = 0,
+        options: CombineOptions,
     ) -> Operation[CombineOutput]:
-        del copy_out, async_op
         assert isinstance(plan, ReferencePlan)
         call = messages.describe_combine(x, row_weights, plan)
         gathered = self._exchange(
@@ -176,7 +173,7 @@ class ReferenceBackend(Backend):
                 x=x,
                 topk_idx=plan.topk_idx,
                 row_weights=row_weights,
-                gradients=with_applied_weights(gradients, topk_weights),
+                gradients=with_applied_weights(options.gradients, topk_weights),
             )
         )
         dispatch, rank_idx = self._earlier(plan, gathered), self._peers.rank_idx
