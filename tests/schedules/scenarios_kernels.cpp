@@ -242,10 +242,16 @@ MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are droppe
   run_operations(run, with_drops(run, on_devices(run, expert_major(run))), 1);
 }
 
-MOE_SCENARIO(rank_reduction, "ranks add the rows of a token before their sum is pulled") {
-  KernelCase shape = expert_major(run);
+/// @p shape whose ranks add first, and offer the rows that they have in their heap or have none
+/// there.
+KernelCase with_rank_reduction(Run& run, KernelCase shape) {
   shape.rank_reduction = true;
   shape.offers_rows = run.random().chance(1, 2);
+  return shape;
+}
+
+MOE_SCENARIO(rank_reduction, "ranks add the rows of a token before their sum is pulled") {
+  KernelCase shape = with_rank_reduction(run, expert_major(run));
   shape.is_plain = run.random().chance(1, 4);
   shape.with_weights = run.random().chance(1, 2);
   constexpr DType kAll[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
@@ -254,9 +260,7 @@ MOE_SCENARIO(rank_reduction, "ranks add the rows of a token before their sum is 
 }
 
 MOE_SCENARIO(rank_reduction_epochs, "the same in memory of rings and flags that is used again") {
-  KernelCase shape = expert_major(run);
-  shape.rank_reduction = true;
-  shape.offers_rows = run.random().chance(1, 2);
+  KernelCase shape = with_rank_reduction(run, expert_major(run));
   shape.num_ranks = 2;
   shape.num_threads = 32;
   shape.num_max_tokens = 3;
@@ -264,28 +268,22 @@ MOE_SCENARIO(rank_reduction_epochs, "the same in memory of rings and flags that 
 }
 
 MOE_SCENARIO(devices_rank_reduction, "the same on two devices, between which a sum crosses once") {
-  KernelCase shape = on_devices(run, expert_major(run));
-  shape.rank_reduction = true;
-  shape.offers_rows = run.random().chance(1, 2);
+  KernelCase shape = with_rank_reduction(run, on_devices(run, expert_major(run)));
   if (run.random().chance(1, 4))
     shape = with_drops(run, shape);
   run_operations(run, shape, 1);
 }
 
 MOE_SCENARIO(rank_reduction_low_latency, "the same where most rows of a window are nobody's") {
-  KernelCase shape;
+  KernelCase shape = with_rank_reduction(run, {});
   shape.layout = RowLayout::kLowLatency;
   shape.with_masks = true;
-  shape.rank_reduction = true;
-  shape.offers_rows = run.random().chance(1, 2);
   shape.hidden = run.random().chance(1, 4) ? 9 : 16;
   run_operations(run, on_devices(run, draw_case(run, shape)), 1);
 }
 
 MOE_SCENARIO(rank_reduction_many_choices, "the same with more slots of a token than lanes") {
-  KernelCase shape = expert_major(run);
-  shape.rank_reduction = true;
-  shape.offers_rows = run.random().chance(1, 2);
+  KernelCase shape = with_rank_reduction(run, expert_major(run));
   shape.num_ranks = 2;
   shape.num_experts = 36;
   shape.num_topk = 34;
@@ -321,9 +319,7 @@ MOE_SCENARIO(devices_early_end,
 
 MOE_SCENARIO(rank_reduction_early_end,
              "a rank never adds: who pulls its sums names it and leaves") {
-  KernelCase shape = expert_major(run);
-  shape.rank_reduction = true;
-  shape.offers_rows = run.random().chance(1, 2);
+  KernelCase shape = with_rank_reduction(run, expert_major(run));
   shape.num_ranks = 2;
   shape.num_experts = 4;
   run_to_an_early_end_of_sums(run, shape, run.random().chance(1, 2));
