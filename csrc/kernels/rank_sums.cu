@@ -195,6 +195,8 @@ MOE_DEVICE void add_for_ranks(const RankSumsParams& params, int64_t row_bytes) {
   ProgressReporter progress(params.buffer);
   const int64_t step = int64_t{device::num_blocks()} * device::num_warps();
   int64_t token_idx = int64_t{device::warp_idx()} * device::num_blocks() + device::block_idx();
+  const bool offers_rows =
+      device::load_constant(&layout::RankSumsMap::header(params.sums)->rows.bytes) > 0;
 #pragma unroll 1
   for (int rank_idx = 0; rank_idx < params.buffer.num_ranks; ++rank_idx) {
     const Peer* const peer = params.tables.peers + rank_idx;
@@ -202,7 +204,7 @@ MOE_DEVICE void add_for_ranks(const RankSumsParams& params, int64_t row_bytes) {
       continue;
     const auto requests =
         RankRequests<typename Number::Scalar>::of(device::load_constant(&peer->rows));
-    const bool skips_alone = params.offers_rows != 0 && !requests.is_weighted;
+    const bool skips_alone = offers_rows && !requests.is_weighted;
 #pragma unroll 1
     for (; token_idx < requests.num_tokens; token_idx += step) {
       rows.begin(requests, token_idx);

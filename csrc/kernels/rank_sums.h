@@ -34,8 +34,7 @@ struct RankSumsParams {
   DType dtype = DType::kBFloat16;
   int64_t hidden = 0;
   const std::byte* rows = nullptr;  ///< device or heap: this rank's rows
-  int32_t offers_rows = 0;          ///< as RankRequestsParams::rows, which has bytes
-  std::byte* sums = nullptr;        ///< heap: of this rank's window
+  std::byte* sums = nullptr;        ///< heap: of the window that launch_rank_requests() wrote
 };
 
 /// Behind the exchange, which has found what the peers offer: adds the rows that lie here for each

@@ -41,6 +41,17 @@ layout::RankSumsMap rank_sums_map(const ops::CombineParams& params) {
       params.plan->num_tokens, params.plan->num_slots, added_bytes(params));
 }
 
+/// Where rows of this rank are pulled that are alone there: 0 bytes where they do not lie in its
+/// heap, in units of bulk copies.
+Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& params) {
+  Offer offer;
+  const auto bytes =
+      static_cast<uint64_t>(params.plan->num_rows() * ops::combined_row_bytes(params));
+  const bool is_found = bytes > 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0 &&
+                        endpoint.memory().find(params.x, bytes, &offer);
+  return is_found ? offer : Offer{};
+}
+
 /// Adds the rows that lie here, and has the combine pull the sums of the others.
 /// @param kernel  of the combine
 void launch_rank_sums(DeviceEndpoint& endpoint,
@@ -53,7 +64,6 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
   sums.dtype = params.dtype;
   sums.hidden = params.hidden;
   sums.rows = params.x;
-  sums.offers_rows = find_own_rows(endpoint, params).bytes > 0 ? 1 : 0;
   sums.sums = requests + rank_sums_map(params).sums_offset;
   // Rows and sums are this rank's own, and no block but the last waits: all SMs, for a short time,
   // have as many loads under way as memory needs.
@@ -66,15 +76,6 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
 }
 
 }  // namespace
-
-Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& params) {
-  Offer offer;
-  const auto bytes =
-      static_cast<uint64_t>(params.plan->num_rows() * ops::combined_row_bytes(params));
-  const bool is_found = bytes > 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0 &&
-                        endpoint.memory().find(params.x, bytes, &offer);
-  return is_found ? offer : Offer{};
-}
 
 int64_t rank_sums_bytes(const ops::CombineParams& params) {
   return rank_sums_map(params).bytes(params.plan->num_rows(), ops::combined_row_bytes(params));

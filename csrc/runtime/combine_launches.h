@@ -19,10 +19,6 @@ kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
 /// Of the window that a rank offers where ops::adds_by_rank(): see layout::RankSumsMap.
 int64_t rank_sums_bytes(const ops::CombineParams& params);
 
-/// Where rows of this rank are pulled that are alone there: 0 bytes where they do not lie in its
-/// heap, in units of bulk copies.
-Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& params);
-
 /// Launches what writes the requests of such a window, in front of the exchange. @return what
 /// peers are told of it.
 Offer launch_requests(DeviceEndpoint& endpoint,

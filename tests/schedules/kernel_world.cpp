@@ -590,7 +590,6 @@ void KernelWorld::launch_rank_sums(int rank_idx,
   params.dtype = shape_.dtype;
   params.hidden = shape_.hidden;
   params.rows = segment(outputs.rows_segment[static_cast<size_t>(rank_idx)]);
-  params.offers_rows = shape_.offers_rows ? 1 : 0;
   params.sums = requests + rank_sums_map(*combine).sums_offset;
   kernels::launch_rank_sums(shape_of(rank_idx, shape_.num_blocks), params);
   combine->row_slots = reinterpret_cast<const int64_t*>(requests);
