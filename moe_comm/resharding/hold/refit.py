@@ -13,7 +13,7 @@ from moe_comm.resharding.hold.plan_cache import plan_cache
 from moe_comm.resharding.hold.refit_group import RefitGroup, agree
 from moe_comm.resharding.hold.refit_models import Model
 from moe_comm.resharding.hold.refit_options import Group, RefitOptions, Verify
-from moe_comm.resharding.hold.refit_pass import RefitPass
+from moe_comm.resharding.hold.refit_pass import RefitCall, RefitPass
 from moe_comm.resharding.hold.refit_services import (
     RefitBackendName,
     check_backend,
@@ -128,7 +128,7 @@ class Refit:
     ) -> None:
         self._passes: list[RefitPass] = []
         for each in _passes(
-            "Refit",
+            RefitCall.REFIT,
             src_model,
             target_model,
             *_service_of(refit_method),
@@ -146,7 +146,7 @@ class Refit:
             # The plans of all ranks have the same id, by which they tell this refit from another.
             plan_id = each.prepare()
             refit = self._passes[0].refit if self._passes else f"{plan_id:016x}"
-            self._passes.append(dataclasses.replace(each, function="Refit.run", refit=refit))
+            self._passes.append(dataclasses.replace(each, call=RefitCall.REFIT_RUN, refit=refit))
 
     @tells_peers(_reject_run)
     def run(self) -> None:
@@ -199,7 +199,7 @@ def prepare_swap_model_weights(
         ValueError, RuntimeError, TypeError: As `swap_model_weights`.
     """
     for each in _passes(
-        "prepare_swap_model_weights",
+        RefitCall.PREPARE,
         src_model,
         target_model,
         None,
@@ -272,7 +272,7 @@ def swap_model_weights(
         CommunicationError: A peer is gone or did not come.
     """
     for each in _passes(
-        "swap_model_weights",
+        RefitCall.SWAP,
         src_model,
         target_model,
         *_service_of(refit_method),
@@ -328,7 +328,7 @@ def reshard_model_weights(
         problem.keep(TypeError(f"service must be a CopyService, got {type(given).__name__}"))
         given = None
     RefitPass(
-        "reshard_model_weights",
+        RefitCall.RESHARD,
         src_model,
         target_model,
         given,
@@ -355,7 +355,7 @@ def _service_of(refit_method: Any) -> tuple[CopyService | str | None, FirstError
 
 
 def _passes(
-    function: str,
+    call: RefitCall,
     src_model: Model,
     target_model: Model,
     service: CopyService | str | None,
@@ -368,4 +368,4 @@ def _passes(
     # Made one by one: a number of pools that other ranks do not share may be any number.
     for pool_index in range(1 if problem else options.num_dst_pools):
         target = target_model if pool_index == options.dst_pool_index else None
-        yield RefitPass(function, src_model, target, service, options, pool_index, problem)
+        yield RefitPass(call, src_model, target, service, options, pool_index, problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import secrets
 
@@ -40,7 +41,7 @@ from moe_comm.resharding.plan.planner import build_local_reshard_plan
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import as_reshard_transform
 
-__all__ = ["RefitPass"]
+__all__ = ["RefitCall", "RefitPass"]
 
 
 def _lines(**asked: object) -> str:
@@ -64,12 +65,32 @@ class _Sides:
     plans: CachedPlans
 
 
+class RefitCall(enum.Enum):
+    """What the caller called, in the words that ranks compare."""
+
+    PREPARE = "prepare_swap_model_weights"
+    SWAP = "swap_model_weights"
+    RESHARD = "reshard_model_weights"
+    REFIT = "Refit"
+    REFIT_RUN = "Refit.run"
+
+    @property
+    def takes_service(self) -> bool:
+        """Whether its caller names a copy service."""
+        return self is not RefitCall.PREPARE
+
+    @property
+    def converts_target(self) -> bool:
+        """Whether it makes plans, and converts a target that asks for it."""
+        return self in (RefitCall.PREPARE, RefitCall.REFIT)
+
+
 @dataclasses.dataclass
 class RefitPass:
     """One collective pass of a refit on this rank: from one source to one pool of targets.
 
     Args:
-        function: What the caller called.
+        call: What the caller called.
         src_model: As the caller gave it.
         target_model: None on ranks whose target is of another pool.
         service: A service or the name of one; None where there is none.
@@ -79,7 +100,7 @@ class RefitPass:
         refit: Which `Refit` runs, empty for none.
     """
 
-    function: str
+    call: RefitCall
     src_model: Model
     target_model: Model
     service: CopyService | str | None
@@ -135,8 +156,7 @@ class RefitPass:
     def ranks(self) -> RefitGroup:
         """Who takes part, as of now: a default group may be another than the last time."""
         service = self.service if isinstance(self.service, CopyService) else None
-        # Only a preparation is without a service.
-        is_in_doubt = self.service is None and self.function != "prepare_swap_model_weights"
+        is_in_doubt = self.service is None and self.call.takes_service
         return RefitGroup(self.options.group, service, is_in_doubt=is_in_doubt)
 
     def _agree(
@@ -180,7 +200,7 @@ class RefitPass:
     def _compared(self) -> tuple[str, str]:
         """What ranks compare of a pass in every run alike, before and after what may differ."""
         own = _lines(
-            function=self.function,
+            function=self.call.value,
             verify=self.options.verify,
             strict=self.options.strict,
             num_dst_pools=self.options.num_dst_pools,
@@ -190,9 +210,7 @@ class RefitPass:
 
     def _look(self, group: RefitGroup) -> _Sides:
         models = unwrap_models(self.src_model, self.target_model)
-        if self.function in ("prepare_swap_model_weights", "Refit") and _needs_mxfp8_conversion(
-            self.target_model
-        ):
+        if self.call.converts_target and _needs_mxfp8_conversion(self.target_model):
             mxfp8_backend_of(config_of(self.target_model))
         states = module_state(models.source), module_state(models.target)
         source = models.source
