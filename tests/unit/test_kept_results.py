@@ -10,23 +10,14 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128, Communicator, EpBuffer, EpConfig, Layout, Quantization
-from moe_comm.peers.bootstrap import RankThreads
+from tests.helpers.described_tensors import needs_described_tensors
 
 CONFIG = EpConfig(num_experts=4, num_topk=2, hidden=256, num_max_tokens_per_rank=4)
 TOPK_IDX = torch.tensor([[0, 1], [2, 1], [3, 0]])
 WEIGHTS = torch.rand(3, 2)
 
 
-@pytest.fixture(autouse=True)
-def _described_by_torch() -> None:
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch describes no tensors in C: none are kept")
-
-
-@pytest.fixture
-def communicator() -> Iterator[Communicator]:
-    with Communicator(RankThreads(1)[0]) as made:
-        yield made
+pytestmark = needs_described_tensors  # without, none are kept
 
 
 @pytest.fixture

@@ -23,21 +23,12 @@ from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep import validation
 from moe_comm.ep.backends.base import Operation
 from moe_comm.ep.config import DispatchOptions
-from moe_comm.peers.bootstrap import RankThreads
+from tests.helpers.described_tensors import needs_described_tensors
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _described_by_torch() -> None:
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch describes no tensors in C: every call is checked rule by rule")
-
-
-@pytest.fixture(scope="module")
-def communicator() -> Iterator[Communicator]:
-    with Communicator(RankThreads(1)[0]) as made:
-        yield made
+pytestmark = needs_described_tensors  # without, every call is checked rule by rule
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 
 from moe_comm.resharding.describe import tensor_table
 from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
+from tests.helpers.described_tensors import HAS_DESCRIBED_TENSORS
 
 Tensors = list[torch.Tensor]
 
@@ -33,8 +34,8 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
             raise ValueError
 
         monkeypatch.setattr(tensor_table._host, "TensorTable", describe_none)
-    elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has no DLPack exchange API")
+    elif not HAS_DESCRIBED_TENSORS:
+        pytest.skip("this torch describes no tensors in C")
     return str(request.param)
 
 
