@@ -140,7 +140,7 @@ class Progress:
                         lines.append(pending)
                         pending = b""
                     for line in lines:
-                        self._hear(line.decode(errors="replace"))
+                        self._take_line(line.decode(errors="replace"))
                 if time.monotonic() - self._shown_at > self.HEARTBEAT_S:
                     self._show()
             if pending:
@@ -150,7 +150,7 @@ class Progress:
             sys.stdout.write("\n")
         return process.returncode
 
-    def _hear(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         plain = self.ESCAPE.sub("", line).strip()
         if plain.endswith("Re-checking globbed directories..."):
             return

@@ -64,7 +64,7 @@ class Progress:
         self._num_packages = 0
         self._known: set[str] = set()
 
-    def hear(self, line: str | None) -> None:
+    def take_line(self, line: str | None) -> None:
         """Takes a line of pip; None where it has been silent for a while."""
         if line is None:
             self._say(f"{self._doing}{self._counted()}, {self.seconds:.0f} s")
@@ -116,7 +116,7 @@ def main(arguments: list[str], silence_s: float = SILENCE_S) -> int:
         for line in lines_or_silence(pip.stdout, silence_s):
             if line is not None:
                 said.append(line)
-            progress.hear(line)
+            progress.take_line(line)
     if pip.returncode:
         sys.stderr.writelines(said)
         print(f"exit status {pip.returncode} of: {' '.join(command)}", file=sys.stderr)

@@ -376,7 +376,7 @@ std::shared_ptr<Window> IpcHeap::make_window(Block* block, uint64_t bytes) {
 std::byte* IpcHeap::try_resolve(int rank_idx, const Offer& offer) {
   core_->origin.check("the heap");
   if (offer.bytes == 0)
-    return heap::place_of_nothing();
+    return heap::empty_window_address();
   MOE_CHECK(rank_idx >= 0 && rank_idx < mesh_->num_ranks(),
             "rank ",
             rank_idx,

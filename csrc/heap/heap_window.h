@@ -66,7 +66,7 @@ class HeapWindow final : public Window {
 };
 
 /// What a window without memory resolves to: an address like any other, but nobody may touch it.
-inline std::byte* place_of_nothing() {
+inline std::byte* empty_window_address() {
   alignas(WindowAllocator::kSmallBytes) static std::byte nothing[WindowAllocator::kSmallBytes];
   return nothing;
 }

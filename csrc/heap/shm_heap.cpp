@@ -229,7 +229,7 @@ void MemfdHeap::warm(const Block& block) {
 std::byte* MemfdHeap::try_resolve(int rank_idx, const Offer& offer) {
   core_->origin.check("the heap");
   if (offer.bytes == 0)
-    return place_of_nothing();
+    return empty_window_address();
   const SegmentTable::Entry* entry = rank_idx == rank_idx_
                                          ? core_->table.find(offer.segment_idx)
                                          : mesh_->find_segment(rank_idx, offer.segment_idx);

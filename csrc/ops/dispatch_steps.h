@@ -108,7 +108,7 @@ class DispatchSteps {
     if (hears_later())
       return {};
     Rows rows = exchange_.collect(false);
-    hear(rows);
+    take_headers(rows);
     return rows;
   }
 
@@ -155,7 +155,7 @@ class DispatchSteps {
     plan_ = mover().hear_counts_later();
   }
 
-  void hear(const Rows& rows) {
+  void take_headers(const Rows& rows) {
     outcome_.gradients = unite_gradients(rows, endpoint_.group());
     offers_.reserve(static_cast<size_t>(num_ranks_));
     for (const auto& header : rows.headers)
@@ -164,7 +164,7 @@ class DispatchSteps {
 
   /// Every rank finds the same in the same rows, before it takes any row for good.
   void judge(Rows* rows) {
-    hear(*rows);
+    take_headers(*rows);
     JudgedCounts judged = judge_counts(
         std::move(rows->counts), endpoint_, arrangement_, params_.capacity, params_.row_bytes);
     if (judged.overflow) {

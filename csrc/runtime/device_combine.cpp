@@ -25,7 +25,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
   friend CombineSteps;
 
   void begin() {
-    endpoint_.follow_caller(params_.caller_mark.get());
+    endpoint_.wait_for_caller(params_.caller_mark.get());
     exchange_.tell_late_error(ops::combine_arguments(params_));
     exchange_.reject_if(find_failure(plan_), ops::combine_arguments(params_));
   }

@@ -32,7 +32,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   friend DispatchSteps;
 
   void begin() {
-    endpoint_.follow_caller(params_.caller_mark.get());
+    endpoint_.wait_for_caller(params_.caller_mark.get());
     exchange_.tell_late_error(arguments());
     if (params_.plan)
       reject_if(find_failure(*params_.plan));
@@ -93,12 +93,12 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     launches_.foresee_plan();
     const auto counts = std::make_shared<ops::LateCounts>();
     outcome_.late_counts = counts;
-    hear_ = [counts,
-             plan = launches_.made_plan(),
-             &endpoint = endpoint_,
-             arrangement = arrangement_,
-             capacity = params_.capacity,
-             row_bytes = params_.row_bytes](ops::Rows rows) {
+    take_counts_ = [counts,
+                    plan = launches_.made_plan(),
+                    &endpoint = endpoint_,
+                    arrangement = arrangement_,
+                    capacity = params_.capacity,
+                    row_bytes = params_.row_bytes](ops::Rows rows) {
       ops::JudgedCounts judged =
           ops::judge_counts(std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
       if (judged.overflow)
@@ -158,7 +158,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     } else {
       exchange_.enter("done");
       outcome_.end = exchange_.finish();
-      outcome_.verdict = exchange_.judge_later(std::move(hear_));
+      outcome_.verdict = exchange_.judge_later(std::move(take_counts_));
       if (outcome_.late_counts)
         launches_.made_plan()->verdict = outcome_.verdict;
     }
@@ -175,7 +175,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   }
 
   DispatchLaunches launches_;
-  HearCounts hear_;             ///< where counts come later
+  TakeCounts take_counts_;      ///< where counts come later
   bool are_rows_sent_ = false;  ///< unless the exchange has found that rows may not move
   bool is_moving_ = false;
   bool is_copied_out_ = false;

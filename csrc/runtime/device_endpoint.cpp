@@ -375,7 +375,7 @@ std::shared_ptr<const void> DeviceEndpoint::mark_caller() {
   return is_host_caller() ? nullptr : caller_stream().record();
 }
 
-void DeviceEndpoint::follow_caller(const void* mark) {
+void DeviceEndpoint::wait_for_caller(const void* mark) {
   if (is_host_caller())
     return;
   if (mark != nullptr)
@@ -384,12 +384,12 @@ void DeviceEndpoint::follow_caller(const void* mark) {
     stream_->wait(*caller_stream().record());
 }
 
-void DeviceEndpoint::lead_caller() {
+void DeviceEndpoint::make_caller_wait() {
   if (!is_host_caller())
-    lead_caller(*stream_->record());
+    make_caller_wait(*stream_->record());
 }
 
-void DeviceEndpoint::lead_caller(const Event& end) {
+void DeviceEndpoint::make_caller_wait(const Event& end) {
   caller_stream().wait(end);
 }
 

@@ -85,11 +85,11 @@ class DeviceEndpoint : public ops::EndpointBase {
   const std::shared_ptr<Stream>& shared_caller_stream() const;
   std::shared_ptr<const void> mark_caller() override;
   /// Kernels launched from now on run after what the caller's stream holds, or held at @p mark.
-  void follow_caller(const void* mark = nullptr);
+  void wait_for_caller(const void* mark = nullptr);
   /// What the caller's stream is given from now on runs after the kernels launched so far.
-  void lead_caller();
+  void make_caller_wait();
   /// The same behind @p end, which was recorded in the stream.
-  void lead_caller(const Event& end);
+  void make_caller_wait(const Event& end);
   /// Puts off until somebody joins that @p caller waits for @p end.
   static std::shared_ptr<ops::CallerJoin> join_caller(std::shared_ptr<Stream> caller,
                                                       std::shared_ptr<Event> end);

@@ -63,7 +63,7 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
       ticket_(left.ticket),
       former_epoch_(left.former_epoch),
       has_launched_(true),
-      hear_(std::move(left.hear)) {}
+      take_counts_(std::move(left.take_counts)) {}
 
 std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
   if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
@@ -101,12 +101,12 @@ bool DeviceExchange::hears_later(const layout::OperationArguments& arguments) {
   return hears_later_;
 }
 
-std::shared_ptr<ops::CallerJoin> DeviceExchange::judge_later(HearCounts hear) {
+std::shared_ptr<ops::CallerJoin> DeviceExchange::judge_later(TakeCounts take_counts) {
   if (!hears_later_)
     return nullptr;
   step_ = Phase::kRows;
-  const auto verdict =
-      LateVerdict::make(endpoint_, LeftRows{leave(), former_epoch_, ticket_, std::move(hear)});
+  const auto verdict = LateVerdict::make(
+      endpoint_, LeftRows{leave(), former_epoch_, ticket_, std::move(take_counts)});
   endpoint_.leave_to_judge(verdict);
   return verdict;
 }
@@ -115,10 +115,10 @@ void DeviceExchange::hear_late() {
   // A row that stands for that of such a peer says nothing.
   if (knows_epoch())
     check_closed();
-  ops::Rows rows = collect(hear_ != nullptr);
-  if (hear_ == nullptr)
+  ops::Rows rows = collect(take_counts_ != nullptr);
+  if (take_counts_ == nullptr)
     return;
-  if (const std::exception_ptr error = hear_(std::move(rows))) {
+  if (const std::exception_ptr error = take_counts_(std::move(rows))) {
     settle(OperationStatus::kOverflow);
     std::rethrow_exception(error);
   }
@@ -248,7 +248,7 @@ std::shared_ptr<ops::CallerJoin> DeviceExchange::finish() {
     // What the caller puts into its stream until it asks for the results runs beside the rows.
     if (endpoint_.is_on_progress_thread())
       return DeviceEndpoint::join_caller(endpoint_.shared_caller_stream(), std::move(end));
-    endpoint_.lead_caller(*end);
+    endpoint_.make_caller_wait(*end);
     return nullptr;
   }
   await_stream();
@@ -306,7 +306,7 @@ void reject_operation(DeviceEndpoint& endpoint,
     throw InvalidArgument(message);
   }
   ops::run_rejected<DeviceExchange>(endpoint, operation, status, message, interrupt_check, [&] {
-    endpoint.follow_caller();  // epochs are taken in the order of the calls
+    endpoint.wait_for_caller();  // epochs are taken in the order of the calls
   });
 }
 

@@ -16,14 +16,14 @@
 namespace moe::runtime {
 
 /// Takes the count matrix of rows that agree. @return what every rank finds wrong with it, or null.
-using HearCounts = std::function<std::exception_ptr(ops::Rows)>;
+using TakeCounts = std::function<std::exception_ptr(ops::Rows)>;
 
 /// An operation whose exchange was launched, and whose rows the host has yet to hear.
 struct LeftRows {
   ops::LeftOperation operation;
   uint64_t former_epoch = 0;  ///< that the host knew of
   uint64_t ticket = 0;
-  HearCounts hear;  ///< none where rows come without counts
+  TakeCounts take_counts;  ///< none where rows come without counts
 };
 
 /// Warns of a peer whose row does not come, and gives up where it cannot. The limit is the
@@ -79,7 +79,7 @@ class DeviceExchange : public ops::BufferOperation {
   bool hears_later(const layout::OperationArguments& arguments);
   /// Leaves what the rows say to a later call, the next operation at the latest. Null unless
   /// hears_later().
-  std::shared_ptr<ops::CallerJoin> judge_later(HearCounts hear = nullptr);
+  std::shared_ptr<ops::CallerJoin> judge_later(TakeCounts take_counts = nullptr);
 
   /// What a LateVerdict does.
   void hear_late();
@@ -135,7 +135,7 @@ class DeviceExchange : public ops::BufferOperation {
   bool hears_later_ = false;
   bool hears_now_ = false;         ///< peers may refuse this operation
   std::exception_ptr late_error_;  ///< of the operation before
-  HearCounts hear_;
+  TakeCounts take_counts_;
   group::GoneWatch gone_;
   RowArrivals arrivals_;
 };

@@ -63,7 +63,7 @@ void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
   }
   if (verdict == nullptr)
     return;
-  verdict->hear(interrupt_check);
+  verdict->await_judged(interrupt_check);
   // Of an abort the caller hears in the operation that it is in.
   if (verdict->group_ == &endpoint.group() && endpoint.group().is_aborted())
     verdict->is_told_.store(true, std::memory_order_relaxed);
@@ -72,7 +72,7 @@ void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
 void LateVerdict::join(const group::InterruptCheck& interrupt_check) {
   if (!is_judged_.load(std::memory_order_acquire)) {
     const auto active = endpoint_.device().activate_for_now();
-    hear(interrupt_check);
+    await_judged(interrupt_check);
   }
   is_told_.store(true, std::memory_order_relaxed);
   if (error_)
@@ -100,7 +100,7 @@ uint64_t LateVerdict::epoch() const {
 }
 
 std::exception_ptr LateVerdict::settle(const group::InterruptCheck& interrupt_check) {
-  hear(interrupt_check);
+  await_judged(interrupt_check);
   return is_told_.exchange(true) ? nullptr : error_;
 }
 
@@ -155,7 +155,7 @@ void LateVerdict::try_alone(const std::function<void()>& body) {
   body();
 }
 
-void LateVerdict::hear(const group::InterruptCheck& interrupt_check) {
+void LateVerdict::await_judged(const group::InterruptCheck& interrupt_check) {
   constexpr auto kAnswerEvery = std::chrono::milliseconds(50);
   if (is_judged_.load(std::memory_order_acquire))
     return;

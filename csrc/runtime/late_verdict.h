@@ -50,7 +50,7 @@ class LateVerdict final : public ops::CallerJoin {
   LateVerdict(DeviceEndpoint& endpoint, LeftRows left);
   /// Until it is judged, by this thread or another.
   /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
-  void hear(const group::InterruptCheck& interrupt_check);
+  void await_judged(const group::InterruptCheck& interrupt_check);
   /// Runs @p body, which has left_ and arrivals_ for itself; not where another thread does.
   void try_alone(const std::function<void()>& body);
   void judge(const group::InterruptCheck& interrupt_check);

@@ -18,14 +18,14 @@ __all__ = [
     "FirstError",
     "Problem",
     "agree",
+    "decode_problem",
+    "encode_problem",
     "first_line",
     "make_together",
     "name_ranks",
-    "problem_of",
     "raise_different",
     "raise_together",
     "raise_unequal",
-    "said_of",
     "unlike_ends",
 ]
 
@@ -60,7 +60,7 @@ class FirstError:
         first = FirstError()
         with first:
             check(mine)
-        texts = all_gather(said_of(first.error))
+        texts = all_gather(encode_problem(first.error))
         first.raise_own()
     """
 
@@ -239,7 +239,7 @@ def unlike_ends(
     return unlike + [(key, None, here) for key, here in received.items() if key not in sent]
 
 
-def said_of(problem: Problem) -> str:
+def encode_problem(problem: Problem) -> str:
     """A problem as text, for wires that carry bytes; "" for none."""
     if problem is None:
         return ""
@@ -247,8 +247,8 @@ def said_of(problem: Problem) -> str:
     return f"{kind}\n{_text(problem)}"
 
 
-def problem_of(said: str) -> Problem:
-    """What a rank said by `said_of`; errors of kinds that others need not know are ValueErrors."""
+def decode_problem(said: str) -> Problem:
+    """What a rank said by `encode_problem`; errors of kinds that others need not know are ValueErrors."""
     kind, _, text = said.partition("\n")
     return _KINDS.get(kind, ValueError)(text) if said else None
 

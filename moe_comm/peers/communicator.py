@@ -19,13 +19,13 @@ from moe_comm.arguments import as_int, shortened, shown, text_of
 from moe_comm.peers import missed_calls, node_layout, nvshmem
 from moe_comm.peers.agree import (
     agree,
+    decode_problem,
+    encode_problem,
     first_line,
     make_together,
-    problem_of,
     raise_different,
     raise_together,
     raise_unequal,
-    said_of,
 )
 from moe_comm.peers.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
@@ -435,7 +435,7 @@ class Communicator(ElasticRanks, Destroyable):
                 this rank's number in front.
         """
         kind = next((kind for kind in _TOLD_KINDS if isinstance(error, kind)), ValueError)
-        told = said_of(kind(text_of(error)[:_MOST_TEXT]))
+        told = encode_problem(kind(text_of(error)[:_MOST_TEXT]))
         self._gather(_REJECTION + told.encode(errors="backslashreplace"))
         raise AssertionError("a rejected exchange did not raise") from error
 
@@ -446,7 +446,7 @@ class Communicator(ElasticRanks, Destroyable):
             gathered = [bytes(item) for item in self.bootstrap.all_gather(payload)]
         if any(item.startswith(_REJECTION) for item in gathered):
             raise_together(
-                problem_of(item[len(_REJECTION) :].decode(errors="replace"))
+                decode_problem(item[len(_REJECTION) :].decode(errors="replace"))
                 if item.startswith(_REJECTION)
                 else None
                 for item in gathered

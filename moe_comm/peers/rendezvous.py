@@ -232,7 +232,7 @@ class InvitingRank:
         """Invite one of those that came, or tell it why not."""
         _set(self._store, f"call/{self._first + position}", pickle.dumps((refusal, invitation)))
 
-    def hear(self, gather_idx: int) -> list[Any] | None:
+    def collect(self, gather_idx: int) -> list[Any] | None:
         """What those that come said in one exchange; None before all have."""
         keys = [f"{self._prefix}/up/{gather_idx}/{j}" for j in range(self._num_new_ranks)]
         if not self._store.check(keys):
@@ -326,13 +326,13 @@ class JoiningRanks:
         gather_idx = self._num_gathers
         self._num_gathers += 1
 
-        def hear(host: InvitingRank) -> list[Any] | None:
-            heard = host.hear(gather_idx)
+        def collect(host: InvitingRank) -> list[Any] | None:
+            heard = host.collect(gather_idx)
             if heard is None and (why := host.failure()):
                 raise _JoinerFailed(why)
             return heard
 
-        theirs: list[Any] = self._in_step(hear, lambda _: "the processes that join to go on")
+        theirs: list[Any] = self._in_step(collect, lambda _: "the processes that join to go on")
         gathered = [mine[former] if former >= 0 else None for former in self.former_ranks]
         for rank_idx, item_of_joined in zip(self._joined, theirs, strict=True):
             gathered[rank_idx] = item_of_joined

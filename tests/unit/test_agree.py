@@ -10,12 +10,12 @@ from moe_comm.peers.agree import (
     FirstError,
     Problem,
     agree,
+    decode_problem,
+    encode_problem,
     name_ranks,
-    problem_of,
     raise_different,
     raise_together,
     raise_unequal,
-    said_of,
     unlike_ends,
 )
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
@@ -91,10 +91,10 @@ def test_things_that_meet_are_named() -> None:
     ],
 )
 def test_problems_travel_as_text(problem: Problem, kind: type[Exception], text: str) -> None:
-    heard = problem_of(said_of(problem))
+    heard = decode_problem(encode_problem(problem))
     assert type(heard) is kind
     assert str(heard) == text
-    assert problem_of(said_of(None)) is None
+    assert decode_problem(encode_problem(None)) is None
 
 
 def test_all_agree_or_all_raise() -> None:
@@ -134,7 +134,7 @@ def test_the_first_error_is_kept_until_it_is_raised() -> None:
         with first:
             raise TypeError(text)
     first.keep(ValueError("three"))
-    assert said_of(first.error) == "TypeError\none"
+    assert encode_problem(first.error) == "TypeError\none"
     with pytest.raises(TypeError, match=r"^one$"):
         first.raise_own()
     assert not first

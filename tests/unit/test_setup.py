@@ -132,7 +132,7 @@ def test_a_narrow_terminal_shows_how_long_it_takes(
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "40")
     progress = names["Progress"]()
-    progress._hear(f"@1 0 9@ Building CXX object x.dir/{'a_long_name_' * 4}.cpp.o")
+    progress._take_line(f"@1 0 9@ Building CXX object x.dir/{'a_long_name_' * 4}.cpp.o")
     progress._running = {name: since - 75 for name, since in progress._running.items()}
     progress._show()
     shown = terminal.getvalue().rsplit("\r", 1)[1]

@@ -42,14 +42,16 @@ def test_progress_counts_packages_that_are_complete(tmp_path: Path) -> None:
     (tmp_path / "pip-26.0.dist-info").mkdir()
     (tmp_path / "pip-26.0.dist-info" / "INSTALLER").touch()
     progress = tool("pip_install").Progress(tmp_path, said.append)
-    progress.hear(None)
-    progress.hear("  Downloading rich-15.0.0-py3-none-any.whl (310 kB)\n")
-    progress.hear("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (532.1 MB)\n")
-    progress.hear("Installing collected packages: rich, torch\n")
+    progress.take_line(None)
+    progress.take_line("  Downloading rich-15.0.0-py3-none-any.whl (310 kB)\n")
+    progress.take_line(
+        "  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (532.1 MB)\n"
+    )
+    progress.take_line("Installing collected packages: rich, torch\n")
     (tmp_path / "rich-15.0.0.dist-info").mkdir()
     (tmp_path / "rich-15.0.0.dist-info" / "INSTALLER").touch()
     (tmp_path / "torch-2.13.0.dist-info").mkdir()  # still unpacked
-    progress.hear(None)
+    progress.take_line(None)
     assert [re.sub(r"\d+ s$", "so long", line) for line in said] == [
         "looking for packages, so long",
         "downloading torch-2.13.0 (532.1 MB)",

@@ -13,7 +13,7 @@ namespace {
 
 py::tuple export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
   ops::Plan exported;
-  hear(plan.verdict);
+  await_verdict(plan.verdict);
   {
     const py::gil_scoped_release no_gil;
     exported = runtime::export_plan(endpoint, plan);
@@ -69,11 +69,7 @@ DeviceEndpointClass bind_device_endpoint(py::module_& module) {
             const py::gil_scoped_release no_gil;
             endpoint.set_caller_stream(handle, signal_check());
           },
-          py::arg("handle"))
-      .def(
-          "lead_caller",
-          [](DeviceEndpoint& self) { self.lead_caller(); },
-          py::call_guard<py::gil_scoped_release>());
+          py::arg("handle"));
   return endpoint;
 }
 

@@ -98,7 +98,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
 
   py::object num_tokens_per_expert() {
     const ops::DispatchOutcome& outcome = wait();
-    hear(outcome.plan->verdict);
+    await_verdict(outcome.plan->verdict);
     const auto& counts = outcome.plan->received.num_tokens_per_expert;
     if (outcome.num_tokens_per_expert)
       return make_tensor(outcome.num_tokens_per_expert,
@@ -163,7 +163,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
   const ops::LateCounts* late_counts() {
     const ops::DispatchOutcome& outcome = wait();
     if (outcome.late_counts)
-      hear(outcome.verdict);
+      await_verdict(outcome.verdict);
     return outcome.late_counts.get();
   }
 

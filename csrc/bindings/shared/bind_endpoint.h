@@ -60,7 +60,7 @@ py::class_<PlanT, std::shared_ptr<PlanT>> bind_plan(py::module_& module) {
       .def_property_readonly(
           "sizes",
           [](const PlanT& self) {
-            hear(self.verdict);
+            await_verdict(self.verdict);
             return py::make_tuple(
                 self.num_tokens, self.num_topk, self.num_rows(), self.num_recv_topk);
           })

@@ -64,7 +64,7 @@ py::object vector_tensor(std::vector<Value> values,
 }
 
 /// Before the host reads what it learns with @p verdict; null for what it knows.
-inline void hear(const std::shared_ptr<ops::CallerJoin>& verdict) {
+inline void await_verdict(const std::shared_ptr<ops::CallerJoin>& verdict) {
   if (!verdict)
     return;
   const py::gil_scoped_release no_gil;
@@ -166,7 +166,7 @@ class Submitted {
   }
 
   /// The same, and what all ranks say of it has been heard.
-  void judge() { hear(wait().verdict); }
+  void judge() { await_verdict(wait().verdict); }
 
   const std::shared_ptr<ops::EndpointBase>& endpoint() const { return endpoint_; }
 

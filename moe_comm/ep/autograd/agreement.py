@@ -20,7 +20,7 @@ from moe_comm.ep.validation import SUMMABLE
 __all__ = [
     "combine_word",
     "dispatch_word",
-    "is_cut_from",
+    "is_graph_cut",
 ]
 
 
@@ -64,7 +64,7 @@ def combine_word(*inputs: object, is_traced: bool = False) -> int:
     return ENABLED
 
 
-def is_cut_from(
+def is_graph_cut(
     rows: object, dispatch: Node | None, num_pairs: Callable[[], int] | None = None
 ) -> bool:
     """Whether the caller has cut the graph between a dispatch and the rows of its combine.

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.autograd.agreement import is_cut_from
+from moe_comm.ep.autograd.agreement import is_graph_cut
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
 from moe_comm.ep.backends.gradients import NEEDS_ANY, NEEDS_ROWS, NEEDS_WEIGHTS
 from moe_comm.ep.buffer import EpBuffer
@@ -300,7 +300,7 @@ def link_for(
 
     # Of RANK_MAJOR rows alone, experts may share one.
     is_by_rank = handle.layout is Layout.RANK_MAJOR
-    is_cut = is_cut_from(expert_out, node, num_pairs if is_by_rank else None)
+    is_cut = is_graph_cut(expert_out, node, num_pairs if is_by_rank else None)
     return buffer.gradient_anchor if is_cut else link
 
 

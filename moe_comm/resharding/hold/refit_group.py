@@ -17,7 +17,13 @@ import torch.distributed as dist
 
 from moe_comm.arguments import shown
 from moe_comm.errors import CommunicationError, PeerFailedError
-from moe_comm.peers.agree import FirstError, name_ranks, problem_of, raise_together, said_of
+from moe_comm.peers.agree import (
+    FirstError,
+    decode_problem,
+    encode_problem,
+    name_ranks,
+    raise_together,
+)
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, process_group_of
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
@@ -302,7 +308,7 @@ def agree(
         )
     rows = [_ROW.unpack(item) for item in gathered]
     if any(is_bad for is_bad, *_ in rows):
-        _raise_problems(group.all_gather_text(said_of(problem.error)), problem)
+        _raise_own_or_peers(group.all_gather_text(encode_problem(problem.error)), problem)
     if len({wish for _, wish, *_ in rows}) > 1:
         texts = group.all_gather_text(options)
         raise ValueError(f"ranks ask for different refits: {_differences(texts)}")
@@ -334,12 +340,12 @@ def agree_that_it_ran(group: RefitGroup, service: object, problem: FirstError) -
     communicator = getattr(service, "communicator", None)
     ranks = communicator if isinstance(communicator, Communicator) else group
     try:
-        texts = _gather_text(said_of(problem.error), ranks.all_gather)
+        texts = _gather_text(encode_problem(problem.error), ranks.all_gather)
     except CommunicationError:
         problem.raise_own()
         raise
     if any(texts):
-        _raise_problems(texts, problem)
+        _raise_own_or_peers(texts, problem)
 
 
 def _differences(options: Sequence[str]) -> str:
@@ -355,10 +361,10 @@ def _differences(options: Sequence[str]) -> str:
     return "; ".join(texts)
 
 
-def _raise_problems(texts: Sequence[str], own: FirstError) -> None:
+def _raise_own_or_peers(texts: Sequence[str], own: FirstError) -> None:
     """Raise this rank's problem, or say whose it is."""
     own.raise_own()
-    raise_together(problem_of(text) for text in texts)
+    raise_together(decode_problem(text) for text in texts)
 
 
 def _hash_of(text: str) -> int:
