@@ -47,32 +47,43 @@ help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(TOOLS): constraints.txt
+$(TORCH): $(TOOLS)
+$(PACKAGE): $(TOOLS) pyproject.toml
+$(READY): $(PACKAGE)
+
+# Two makes in one checkout set it up one after the other: who holds the lock looks again at what is there.
+ifndef HOLDS_LOCK
+$(TOOLS) $(TORCH) $(PACKAGE) $(READY):
+	@$(PYTHON) tools/one_at_a_time.py build/environment.lock $(MAKE) --no-print-directory HOLDS_LOCK=1 $@
+else
+$(TOOLS):
 	$(PYTHON) -m venv $(VENV)
 	$(install) setuptools wheel pybind11 cmake ninja
 	touch $@
 
-$(TORCH): $(TOOLS)
+$(TORCH):
 	$(install) torch
 	touch $@
 
-.PHONY: host
-host: $(TOOLS)
-	MOE_COMM_MODULES=host $(compile)
-
 # The package with what it needs to run. Torch is fetched and unpacked on one core while the other compiles.
 # pip would compile in silence: so it finds the module built.
-$(PACKAGE): $(TOOLS) pyproject.toml
+$(PACKAGE):
 	@$(MAKE) --no-print-directory -j2 $(TORCH) host
 	MOE_COMM_MODULES=host $(install) --no-build-isolation -e .
 	touch $@
 
 # What tests and linters need besides: extras of the package, which pip finds installed.
-$(READY): $(PACKAGE)
+$(READY):
 	$(install) 'moe_comm[lint,plot,test,wheel]'
 	$(install) --no-deps "torchtitan; python_version >= '3.11'"
 	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
 	  || $(install) --no-deps nvidia-nvshmem-cu$(CUDA_MAJOR)
 	touch $@
+endif
+
+.PHONY: host
+host: $(TOOLS)
+	MOE_COMM_MODULES=host $(compile)
 
 .PHONY: build
 build: $(READY)  ## Set up .venv and compile what has changed

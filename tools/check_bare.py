@@ -114,7 +114,8 @@ def installations(path: Path) -> list[list[str]]:
     targets = [
         t for t in TARGET.findall((ROOT / "Makefile").read_text()) if t not in ("clean", "help")
     ]
-    make = ["make", "--no-print-directory", "-nB", f"VENV={sys.prefix}"]
+    # Who holds the lock of the environment does what any other starts a make of its own for.
+    make = ["make", "--no-print-directory", "-nB", "HOLDS_LOCK=1", f"VENV={sys.prefix}"]
     found = []
     for target in targets:
         recipe = run([*make, target], bare_environment(path)).replace("\\\n", " ")

@@ -1,4 +1,4 @@
-"""The scripts behind `make`: what they say while pip works, and which installations they check."""
+"""The scripts behind `make`: who waits for whom, what they say while pip works, which installations they check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import io
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +25,55 @@ def tool(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# As much of Python as the first rule of the Makefile needs: the environment is made once `go` is there.
+PRETENDED_PYTHON = """\
+#!/bin/sh
+case "$*" in
+tools/one_at_a_time.py*) exec "{python}" "$@" ;;
+"-m venv .venv")
+    echo venv >> log
+    while [ ! -e go ]; do sleep 0.01; done
+    mkdir -p .venv/bin
+    cp "$0" .venv/bin/python
+    ;;
+*) echo install >> log ;;
+esac
+"""
+
+
+def test_two_makes_from_nothing_make_the_environment_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # of a make that runs this test
+        monkeypatch.delenv(name, raising=False)
+    for name in ("Makefile", "constraints.txt", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    python = tmp_path / "python"
+    python.write_text(PRETENDED_PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    log = tmp_path / "log"
+
+    def start() -> subprocess.Popen[str]:
+        command = ["make", f"PYTHON={python}", ".venv/has-tools"]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+
+    with start() as first:
+        while not log.exists() and first.poll() is None:
+            time.sleep(0.01)
+        with start() as second:
+            try:
+                assert second.stdout is not None
+                assert "waiting for another make" in second.stdout.readline()
+            finally:
+                (tmp_path / "go").touch()
+                second.communicate()
+                first.communicate()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert log.read_text().split() == ["venv", "install"]
 
 
 def test_silence_of_pip_is_noticed() -> None:
