@@ -215,7 +215,7 @@ class EpBuffer(Destroyable):
                 if gradients != 0:
                     check_word(gradients)
                 elif not self._has_warned and torch.is_grad_enabled():
-                    self._warn_of_gradients("dispatch", x=x, topk_weights=topk_weights)
+                    self._warn_of_gradients("dispatch", ("x", x), ("topk_weights", topk_weights))
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             operation = None
@@ -497,24 +497,23 @@ class EpBuffer(Destroyable):
                 elif not self._has_warned and torch.is_grad_enabled():
                     self._warn_of_gradients(
                         "combine",
-                        expert_out=expert_out,
-                        topk_weights=topk_weights,
-                        row_weights=row_weights,
+                        ("expert_out", expert_out),
+                        ("topk_weights", topk_weights),
+                        ("row_weights", row_weights),
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
-            operation = None
-            if row_weights is None and out is None and copy is None and async_op is False:
-                operation = self._backend.combine_plain(
-                    expert_out, handle.plan, topk_weights, gradients
-                )
-            if operation is None:
-                self._check_combine(handle, expert_out, topk_weights, row_weights, out)
-                # By hand, as in dispatch.
-                options = tuple.__new__(CombineOptions, (copy, async_op, gradients))
-                operation = self._backend.combine(
-                    expert_out, handle.plan, topk_weights, row_weights, out, options
-                )
+            is_sum_alone = row_weights is None and out is None and gradients == 0
+            if is_sum_alone and copy is None and async_op is False:
+                summed = self._backend.combine_plain(expert_out, handle.plan, topk_weights, 0)
+                if summed is not None:
+                    return summed[0]
+            self._check_combine(handle, expert_out, topk_weights, row_weights, out)
+            # By hand, as in dispatch.
+            options = tuple.__new__(CombineOptions, (copy, async_op, gradients))
+            operation = self._backend.combine(
+                expert_out, handle.plan, topk_weights, row_weights, out, options
+            )
             if async_op or gradients or row_weights is not None:
                 return CombineResult(operation, None if async_op else operation.early)
             output = operation.early
@@ -535,15 +534,7 @@ class EpBuffer(Destroyable):
                 validation.check_handle(handle, self.buffer_id, self.generation)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
-            operation = self._backend.combine_plain(
-                expert_out, handle.plan, topk_weights, gradients
-            )
-        if operation is None:
-            return None
-        output = operation.early
-        assert output is not None
-        assert output.x is not None
-        return output.x, output.gradients if gradients else 0
+            return self._backend.combine_plain(expert_out, handle.plan, topk_weights, gradients)
 
     def _check_combine(
         self,
@@ -655,10 +646,10 @@ class EpBuffer(Destroyable):
             raise ValueError(self.communicator.buffer_end_text)
         self.communicator.check_process("EpBuffer")
 
-    def _warn_of_gradients(self, operation: str, **tensors: object) -> None:
+    def _warn_of_gradients(self, operation: str, *tensors: tuple[str, object]) -> None:
         """Say once that what an eager operation returns has no gradient, where one may be expected."""
-        for name, tensor in tensors.items():
-            if getattr(tensor, "requires_grad", False):
+        for name, tensor in tensors:
+            if tensor is not None and getattr(tensor, "requires_grad", False):
                 self._has_warned = True
                 warnings.warn(
                     f"EpBuffer.{operation} records no gradient, and {name} requires one: call "

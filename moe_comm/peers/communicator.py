@@ -32,6 +32,7 @@ from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.communicator_options import CommunicatorOptions
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.elastic import ElasticRanks
+from moe_comm.peers.forks import forks
 from moe_comm.peers.heap_stats import HeapStats
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.peers.native_group import connect_group
@@ -171,6 +172,7 @@ class Communicator(ElasticRanks, Destroyable):
     ) -> None:
         self.bootstrap = bootstrap_for(group)
         self._process_id = os.getpid()
+        self._fork_generation = forks.generation
         self.group: dist.ProcessGroup | None = (
             group if group is not None and isinstance(group, dist.ProcessGroup) else None
         )
@@ -337,7 +339,7 @@ class Communicator(ElasticRanks, Destroyable):
         Raises:
             ValueError: This process was forked from the one that made the communicator.
         """
-        if os.getpid() != self._process_id:
+        if forks.generation != self._fork_generation:
             raise ValueError(
                 f"{what}: the communicator belongs to process {self._process_id} and this is its "
                 f"forked child {os.getpid()}"

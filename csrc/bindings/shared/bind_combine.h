@@ -25,25 +25,19 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
   /// layout::GradientWord); sums is None where the caller gave `out`.
   py::tuple result() {
     const ops::CombineOutcome& outcome = wait();
-    const int64_t num_tokens = params_.plan->num_tokens;
-    py::object sums = py::none();
     py::object weights = py::none();
-    if (params_.has_rows && params_.out == nullptr) {
-      const TensorForm form({num_tokens, params_.hidden}, dlpack_type(params_.dtype));
-      // Sums that were copied out of the window lie elsewhere.
-      sums = params_.window != nullptr && outcome.owner == params_.window
-                 ? kept_results_of(*endpoint())
-                       ->sums.tensor(params_.window, outcome.sums, form, device())
-                 : make_tensor(outcome.owner, outcome.sums, form, device());
-    }
     if (params_.row_weight_bytes > 0)
       weights = make_tensor(outcome.owner,
                             outcome.weights,
-                            {num_tokens, params_.plan->num_topk},
+                            {params_.plan->num_tokens, params_.plan->num_topk},
                             weight_type(params_.row_weight_bytes),
                             device());
-    return py::make_tuple(sums, weights, outcome.gradients);
+    const bool has_sums = params_.has_rows && params_.out == nullptr;
+    return py::make_tuple(has_sums ? sums() : py::none(), weights, outcome.gradients);
   }
+
+  /// (sums, what all ranks say of gradients)
+  py::tuple summed() { return py::make_tuple(sums(), wait().gradients); }
 
   bool was_copied_in() { return wait().was_copied_in; }
 
@@ -53,6 +47,16 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
   }
 
  private:
+  py::object sums() {
+    const ops::CombineOutcome& outcome = wait();
+    const TensorForm form({params_.plan->num_tokens, params_.hidden}, dlpack_type(params_.dtype));
+    // Sums that were copied out of the window lie elsewhere.
+    if (params_.window != nullptr && outcome.owner == params_.window)
+      return kept_results_of(*endpoint())
+          ->sums.tensor(params_.window, outcome.sums, form, device());
+    return make_tensor(outcome.owner, outcome.sums, form, device());
+  }
+
   ops::CombineParams params_;
 };
 
@@ -122,11 +126,11 @@ void bind_combine(py::module_& module,
                         py::handle x,
                         std::shared_ptr<PlanT> plan,
                         py::handle topk_weights,
-                        int32_t gradients) -> std::unique_ptr<SubmittedCombine> {
+                        int32_t gradients) -> py::object {
                        endpoint->group().check_process("combine");
                        const auto plain = view_plain_combine(*endpoint, *plan, x, topk_weights);
                        if (!plain)
-                         return nullptr;
+                         return py::none();
                        ops::CombineParams params;
                        params.x = plain->rows.data;
                        params.has_rows = true;
@@ -136,9 +140,8 @@ void bind_combine(py::module_& module,
                        params.weight_bytes = static_cast<int32_t>(plain->weights.element_bytes);
                        params.plan = std::move(plan);
                        params.gradients = gradients;
-                       return submit_combine(std::move(endpoint), params, [&] {
-                         return py::make_tuple(x, topk_weights);
-                       });
+                       const auto tensors = [&] { return py::make_tuple(x, topk_weights); };
+                       return submit_combine(std::move(endpoint), params, tensors)->summed();
                      });
 }
 

@@ -361,8 +361,13 @@ class Backend(abc.ABC):
 
     def combine_plain(
         self, x: object, plan: Plan, topk_weights: object, gradients: int
-    ) -> Operation[CombineOutput] | None:
-        """`combine` as `dispatch_plain` is to `dispatch`: no weights are pulled, sums are new memory."""
+    ) -> tuple[torch.Tensor, int] | None:
+        """`combine` as `dispatch_plain` is to `dispatch`: no weights are pulled, sums are new memory.
+
+        Returns:
+            The sums and what all ranks say of gradients, once they are there, with no more around them:
+            a decode step sees what an object costs.
+        """
         return None
 
     @abc.abstractmethod

@@ -228,11 +228,10 @@ class NativeBackend(Backend):
 
     def combine_plain(
         self, x: object, plan: Plan, topk_weights: object, gradients: int
-    ) -> Operation[CombineOutput] | None:
+    ) -> tuple[torch.Tensor, int] | None:
         if not self._has_plain_calls:
             return None
-        native = self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, gradients)
-        return None if native is None else NativeCombineOutput(native, None)  # type: ignore[return-value]
+        return self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, gradients)
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

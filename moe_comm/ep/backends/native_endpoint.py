@@ -183,8 +183,8 @@ class NativeEndpoint(Protocol):
 
     def combine_plain(
         self, x: object, plan: EndpointPlan, topk_weights: object, gradients: int
-    ) -> SubmittedCombine | None:
-        """A combine; None where a glance at the arguments does not suffice."""
+    ) -> tuple[torch.Tensor, int] | None:
+        """Sums, and what all ranks say of gradients; None where a glance at the arguments does not suffice."""
         ...
 
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:

@@ -35,7 +35,7 @@ class StreamCallersBackend(NativeBackend):
     def combine(self, *arguments: Any, **options: Any) -> Operation[CombineOutput]:
         return self._in_stream(lambda: NativeBackend.combine(self, *arguments, **options))
 
-    def combine_plain(self, *arguments: Any) -> Operation[CombineOutput] | None:
+    def combine_plain(self, *arguments: Any) -> tuple[torch.Tensor, int] | None:
         return self._in_stream(lambda: NativeBackend.combine_plain(self, *arguments))
 
     def weighted_gradient(

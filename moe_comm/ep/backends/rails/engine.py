@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from moe_comm import _host
+from moe_comm.peers.forks import forks
 from moe_comm.peers.node_layout import NodeLayout
 
 __all__ = ["Peers", "RailEngine"]
@@ -63,7 +63,7 @@ class RailEngine(abc.ABC):
         self._threads: list[threading.Thread] = []
         self._has_failed = False
         self._num_recoveries = peers.native.num_recoveries
-        self._process_id = os.getpid()
+        self._fork_generation = forks.generation
         self._is_closed = False
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class RailEngine(abc.ABC):
         Local. Waits for a transfer that the engine cannot end, but not for long.
         """
         # A forked child has none of the threads, and perhaps a lock that one of them held.
-        if self._is_closed or os.getpid() != self._process_id:
+        if self._is_closed or forks.generation != self._fork_generation:
             return
         self._is_closed = True
         self.rail.give_up("the buffer was destroyed")
