@@ -124,6 +124,20 @@ int WindowAllocator::next_bin(int bin_idx) const {
   return static_cast<int>(word_idx * 64) + std::countr_zero(word);
 }
 
+/// Last bin up to @p bin_idx that has blocks, -1 if none.
+int WindowAllocator::previous_bin(int bin_idx) const {
+  if (bin_idx < 0)
+    return -1;
+  size_t word_idx = static_cast<size_t>(bin_idx) / 64;
+  uint64_t word = occupied_[word_idx] & (~uint64_t{0} >> (63 - bin_idx % 64));
+  while (word == 0) {
+    if (word_idx-- == 0)
+      return -1;
+    word = occupied_[word_idx];
+  }
+  return static_cast<int>(word_idx * 64) + 63 - std::countl_zero(word);
+}
+
 WindowAllocator::Block* WindowAllocator::find_fit(uint64_t rounded) const {
   for (int bin_idx = next_bin(bin_of(rounded)); bin_idx < kNumBins;
        bin_idx = next_bin(bin_idx + 1)) {
@@ -136,7 +150,8 @@ WindowAllocator::Block* WindowAllocator::find_fit(uint64_t rounded) const {
 
 WindowAllocator::Block* WindowAllocator::largest_block() const {
   Block* largest = nullptr;
-  for (int bin_idx = kNumBins - 1; bin_idx >= 0; --bin_idx) {
+  for (int bin_idx = previous_bin(kNumBins - 1); bin_idx >= 0;
+       bin_idx = previous_bin(bin_idx - 1)) {
     // Alignment can make a block of a lower bin the better one, but not below its own bin.
     if (largest != nullptr && bin_of(usable_bytes(*largest)) > bin_idx)
       break;

@@ -104,6 +104,7 @@ class WindowAllocator {
   Block* find_fit(uint64_t rounded) const;
   Block* largest_block() const;
   int next_bin(int bin_idx) const;
+  int previous_bin(int bin_idx) const;
   Block* take(Block* block, uint64_t rounded);
   Block* split(Block* block, uint64_t lower_bytes);
   void insert_free(Block* block) noexcept;

@@ -33,10 +33,38 @@ int64_t CountMatrix::num_recv_topk() const {
 
 int64_t CountMatrix::to_expert(int expert_idx) const {
   int64_t total = 0;
-  for (int src_rank = 0; src_rank < num_ranks; ++src_rank)
-    total += to_expert(src_rank, expert_idx);
+  const int64_t step = stride();
+  const int32_t* choices = counts.data() + expert_idx;
+  for (int src_rank = 0; src_rank < num_ranks; ++src_rank, choices += step)
+    total += *choices;
   return total;
 }
+
+std::vector<int64_t> CountMatrix::to_experts(int end_rank) const {
+  std::vector<int64_t> totals(static_cast<size_t>(num_experts));
+  for (int src_rank = 0; src_rank < end_rank; ++src_rank) {
+    const int32_t* const choices = row(src_rank);
+    for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx)
+      totals[static_cast<size_t>(expert_idx)] += choices[expert_idx];
+  }
+  return totals;
+}
+
+namespace {
+
+/// Arrangement::expert_rows(), without its division where nothing is padded.
+int64_t expert_rows(const Arrangement& arrangement, int64_t count) {
+  const bool is_padded =
+      arrangement.layout == RowLayout::kLowLatency || arrangement.expert_alignment != 1;
+  return is_padded ? arrangement.expert_rows(count) : count;
+}
+
+int64_t window_rows(const Arrangement& arrangement, int64_t fixed_rows, int64_t required_rows) {
+  const bool is_fixed = fixed_rows >= 0 && arrangement.layout != RowLayout::kLowLatency;
+  return is_fixed ? fixed_rows : required_rows;
+}
+
+}  // namespace
 
 ReceivedRows received_rows(const CountMatrix& counts,
                            const Placement& placement,
@@ -44,17 +72,19 @@ ReceivedRows received_rows(const CountMatrix& counts,
                            int rank_idx) {
   const auto& owned = placement.local_experts[static_cast<size_t>(rank_idx)];
   ReceivedRows received;
-  received.num_tokens_per_expert.reserve(owned.size());
-  received.expert_offsets.reserve(owned.size() + 1);
+  received.num_tokens_per_expert.resize(owned.size());
+  received.expert_offsets.resize(owned.size() + 1);
   int64_t start = 0;
-  for (const int32_t expert_idx : owned) {
-    const int64_t count = counts.to_expert(expert_idx);
-    received.num_tokens_per_expert.push_back(count);
-    received.expert_offsets.push_back(start);
-    start += arrangement.expert_rows(count);
+  for (size_t e = 0; e < owned.size(); ++e) {
+    const int64_t count = counts.to_expert(owned[e]);
+    received.num_tokens_per_expert[e] = count;
+    start += expert_rows(arrangement, count);
+    received.expert_offsets[e + 1] = start;
   }
-  received.expert_offsets.push_back(start);
-  received.num_rows = num_window_rows(counts, placement, arrangement, rank_idx);
+  const int64_t required_rows = arrangement.is_by_rank()
+                                    ? num_required_rows(counts, placement, arrangement, rank_idx)
+                                    : start;
+  received.num_rows = window_rows(arrangement, counts.fixed_rows(rank_idx), required_rows);
   return received;
 }
 
@@ -72,7 +102,7 @@ int64_t num_required_rows(const CountMatrix& counts,
   if (arrangement.layout == RowLayout::kLowLatency)
     return static_cast<int64_t>(owned.size()) * arrangement.rows_per_expert;
   for (const int32_t expert_idx : owned)
-    num_rows += arrangement.expert_rows(counts.to_expert(expert_idx));
+    num_rows += expert_rows(arrangement, counts.to_expert(expert_idx));
   return num_rows;
 }
 
@@ -80,10 +110,28 @@ int64_t num_window_rows(const CountMatrix& counts,
                         const Placement& placement,
                         const Arrangement& arrangement,
                         int rank_idx) {
-  const int64_t fixed_rows = counts.fixed_rows(rank_idx);
-  if (fixed_rows >= 0 && arrangement.layout != RowLayout::kLowLatency)
-    return fixed_rows;
-  return num_required_rows(counts, placement, arrangement, rank_idx);
+  return window_rows(arrangement,
+                     counts.fixed_rows(rank_idx),
+                     num_required_rows(counts, placement, arrangement, rank_idx));
+}
+
+std::vector<int64_t> num_window_rows(const CountMatrix& counts,
+                                     const Placement& placement,
+                                     const Arrangement& arrangement) {
+  std::vector<int64_t> num_rows(static_cast<size_t>(counts.num_ranks));
+  const bool is_by_rank = arrangement.is_by_rank();
+  const std::vector<int64_t> totals = counts.to_experts(is_by_rank ? 0 : counts.num_ranks);
+  for (int rank_idx = 0; rank_idx < counts.num_ranks; ++rank_idx) {
+    int64_t required_rows = 0;
+    if (is_by_rank)
+      required_rows = num_required_rows(counts, placement, arrangement, rank_idx);
+    else
+      for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(rank_idx)])
+        required_rows += expert_rows(arrangement, totals[static_cast<size_t>(expert_idx)]);
+    num_rows[static_cast<size_t>(rank_idx)] =
+        window_rows(arrangement, counts.fixed_rows(rank_idx), required_rows);
+  }
+  return num_rows;
 }
 
 bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank) {
@@ -107,19 +155,13 @@ std::vector<int64_t> expert_stream_starts(const CountMatrix& counts,
                                           const Placement& placement,
                                           const Arrangement& arrangement,
                                           int src_rank) {
-  std::vector<int64_t> starts(static_cast<size_t>(placement.num_experts));
+  std::vector<int64_t> starts = counts.to_experts(src_rank);
+  const std::vector<int64_t> totals = counts.to_experts(counts.num_ranks);
   for (const auto& owned : placement.local_experts) {
     int64_t start = 0;
     for (const int32_t expert_idx : owned) {
-      int64_t before = 0;
-      int64_t total = 0;
-      for (int peer_rank = 0; peer_rank < counts.num_ranks; ++peer_rank) {
-        if (peer_rank == src_rank)
-          before = total;
-        total += counts.to_expert(peer_rank, expert_idx);
-      }
-      starts[static_cast<size_t>(expert_idx)] = start + before;
-      start += arrangement.expert_rows(total);
+      starts[static_cast<size_t>(expert_idx)] += start;
+      start += expert_rows(arrangement, totals[static_cast<size_t>(expert_idx)]);
     }
   }
   return starts;

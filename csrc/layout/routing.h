@@ -93,6 +93,9 @@ struct CountMatrix {
   int64_t num_recv_topk() const;
   /// Choices of one expert, by all ranks.
   int64_t to_expert(int expert_idx) const;
+  /// Choices of every expert, by the ranks before @p end_rank: [num_experts]. Adds whole rows: to
+  /// ask for every expert takes several times as long.
+  std::vector<int64_t> to_experts(int end_rank) const;
   uint64_t hash(uint64_t seed) const;
 };
 
@@ -123,6 +126,10 @@ int64_t num_window_rows(const CountMatrix& counts,
                         const Placement& placement,
                         const Arrangement& arrangement,
                         int rank_idx);
+/// The same of every rank: [num_ranks].
+std::vector<int64_t> num_window_rows(const CountMatrix& counts,
+                                     const Placement& placement,
+                                     const Arrangement& arrangement);
 
 /// Whether @p src_rank sends any row to @p dst_rank.
 bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank);

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -116,10 +117,9 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
   }
 
   void write_rows() {
-    int64_t total_rows = 0;
-    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
-      total_rows +=
-          layout::num_window_rows(plan_->counts, endpoint_.placement(), arrangement_, rank_idx);
+    const auto num_rows =
+        layout::num_window_rows(plan_->counts, endpoint_.placement(), arrangement_);
+    const int64_t total_rows = std::accumulate(num_rows.begin(), num_rows.end(), int64_t{0});
     const cpu::StoreMode mode = endpoint_.store_mode(total_rows * params_.row_bytes);
     const RowTargets targets{windows_, bases_, with_topk_idx_};
     if (exchange_.relay() != nullptr) {
@@ -149,7 +149,8 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
       zero_rows(num_filled, received.num_rows - num_filled);
       return;
     }
-    for (size_t e = 0; e < received.num_tokens_per_expert.size(); ++e) {
+    const bool is_padded = arrangement_.expert_alignment != 1;
+    for (size_t e = 0; is_padded && e < received.num_tokens_per_expert.size(); ++e) {
       const int64_t first = received.expert_offsets[e] + received.num_tokens_per_expert[e];
       zero_rows(first, received.expert_offsets[e + 1] - first);
     }

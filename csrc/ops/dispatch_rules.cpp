@@ -54,22 +54,9 @@ std::vector<ReceiveWindow> lay_out_windows(const layout::CountMatrix& counts,
   const int64_t num_recv_topk = counts.num_recv_topk();
   std::vector<ReceiveWindow> windows;
   windows.reserve(static_cast<size_t>(counts.num_ranks));
-  for (int rank_idx = 0; rank_idx < counts.num_ranks; ++rank_idx)
-    windows.push_back(
-        receive_window(arrangement,
-                       params,
-                       layout::num_window_rows(counts, placement, arrangement, rank_idx),
-                       num_recv_topk));
+  for (const int64_t num_rows : layout::num_window_rows(counts, placement, arrangement))
+    windows.push_back(receive_window(arrangement, params, num_rows, num_recv_topk));
   return windows;
-}
-
-std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
-                                            const layout::Placement& placement,
-                                            int rank_idx) {
-  std::vector<int64_t> choices;
-  for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(rank_idx)])
-    choices.push_back(counts.to_expert(expert_idx));
-  return choices;
 }
 
 JudgedCounts judge_counts(layout::CountMatrix asked,
@@ -86,7 +73,8 @@ JudgedCounts judge_counts(layout::CountMatrix asked,
   const bool is_kept_first = arrangement.layout == layout::RowLayout::kLowLatency;
   JudgedCounts judged;
   judged.num_required_rows = layout::num_required_rows(asked, placement, arrangement, own_rank);
-  judged.num_asked_per_expert = choices_of_own_experts(asked, placement, own_rank);
+  judged.num_asked_per_expert =
+      layout::received_rows(asked, placement, arrangement, own_rank).num_tokens_per_expert;
   if (!is_kept_first)
     judged.overflow = find_overflow(asked);
   if (judged.overflow)

@@ -28,11 +28,6 @@ std::vector<layout::ReceiveWindow> lay_out_windows(const layout::CountMatrix& co
                                                    const layout::Arrangement& arrangement,
                                                    const DispatchParams& params);
 
-/// Choices of every local expert, by all ranks.
-std::vector<int64_t> choices_of_own_experts(const layout::CountMatrix& counts,
-                                            const layout::Placement& placement,
-                                            int rank_idx);
-
 /// What every rank finds in the counts of an uncached dispatch.
 struct JudgedCounts {
   std::exception_ptr overflow;  ///< what every rank throws, and then nothing of the rest; else null
