@@ -318,6 +318,19 @@ class kernels:
         num_passes: int = ...,
     ) -> None: ...
     @staticmethod
+    def roof_of_meeting_ranks(
+        fan_outs: list[tuple[Any, list[Any]]],
+        sums: list[tuple[list[Any], Any]],
+        row_bytes: int,
+        words: Any,
+        rank_idx: int,
+        num_met: int,
+        isa: str | None = ...,
+        *,
+        streaming: bool = ...,
+        num_passes: int = ...,
+    ) -> None: ...
+    @staticmethod
     def roof_copy(
         src: Any,
         dst: Any,

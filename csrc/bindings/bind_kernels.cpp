@@ -1,13 +1,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/shared/byte_buffers.h"
 #include "core/error.h"
+#include "core/sync.h"
 #include "cpu/roof.h"
 #include "cpu/row_kernels.h"
 
@@ -36,6 +41,50 @@ void check_lines(int64_t bytes, const char* what) {
   MOE_CHECK(bytes % 64 == 0, what, ": expected a multiple of 64 bytes, got ", bytes);
 }
 
+class FanOut {
+ public:
+  FanOut(const py::buffer& src, int64_t row_bytes, const std::vector<py::buffer>& dst)
+      : rows_(src, false),
+        row_bytes_(row_bytes),
+        copies_(dst, rows_.size(), 64, true, "destination") {
+    check_lines(row_bytes, "row");
+    MOE_CHECK(row_bytes > 0 && rows_.size() % row_bytes == 0,
+              "source: expected whole rows of ",
+              row_bytes,
+              " bytes, got ",
+              rows_.size(),
+              " bytes");
+    rows_.check(rows_.size(), 64, "source");
+  }
+
+  void run(const RoofKernels& kernels, cpu::StoreMode mode) const {
+    kernels.fan_out(
+        rows_.data(), rows_.size() / row_bytes_, row_bytes_, copies_.data(), copies_.size(), mode);
+  }
+
+ private:
+  Bytes rows_;
+  int64_t row_bytes_;
+  ByteRows copies_;
+};
+
+class Sum {
+ public:
+  Sum(const std::vector<py::buffer>& src, const py::buffer& dst)
+      : sum_(dst, true), streams_(src, sum_.size(), 64, false, "source") {
+    check_lines(sum_.size(), "sum");
+    sum_.check(sum_.size(), 64, "sum");
+  }
+
+  void run(const RoofKernels& kernels, cpu::StoreMode mode) const {
+    kernels.sum(streams_.data(), streams_.size(), sum_.size(), sum_.data(), mode);
+  }
+
+ private:
+  Bytes sum_;
+  ByteRows streams_;
+};
+
 void roof_fan_out(const py::buffer& src,
                   int64_t row_bytes,
                   const std::vector<py::buffer>& dst,
@@ -43,24 +92,10 @@ void roof_fan_out(const py::buffer& src,
                   bool streaming,
                   int num_passes) {
   const RoofKernels& kernels = roof_kernels(isa);
-  const Bytes rows(src, false);
-  check_lines(row_bytes, "row");
-  MOE_CHECK(row_bytes > 0 && rows.size() % row_bytes == 0,
-            "source: expected whole rows of ",
-            row_bytes,
-            " bytes, got ",
-            rows.size(),
-            " bytes");
-  rows.check(rows.size(), 64, "source");
-  const ByteRows copies(dst, rows.size(), 64, true, "destination");
+  const FanOut fan_out(src, row_bytes, dst);
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
-    kernels.fan_out(rows.data(),
-                    rows.size() / row_bytes,
-                    row_bytes,
-                    copies.data(),
-                    copies.size(),
-                    cpu::store_mode(streaming));
+    fan_out.run(kernels, cpu::store_mode(streaming));
 }
 
 void roof_sum(const std::vector<py::buffer>& src,
@@ -69,13 +104,10 @@ void roof_sum(const std::vector<py::buffer>& src,
               bool streaming,
               int num_passes) {
   const RoofKernels& kernels = roof_kernels(isa);
-  const Bytes sum(dst, true);
-  check_lines(sum.size(), "sum");
-  sum.check(sum.size(), 64, "sum");
-  const ByteRows streams(src, sum.size(), 64, false, "source");
+  const Sum sum(src, dst);
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
-    kernels.sum(streams.data(), streams.size(), sum.size(), sum.data(), cpu::store_mode(streaming));
+    sum.run(kernels, cpu::store_mode(streaming));
 }
 
 void roof_copy(const py::buffer& src,
@@ -92,6 +124,90 @@ void roof_copy(const py::buffer& src,
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i)
     kernels.copy(from.data(), to.data(), from.size(), cpu::store_mode(streaming));
+}
+
+/// Where the ranks of a machine meet: each raises its own word and yields its core until all have.
+class MeetingPlace {
+ public:
+  /// @param words  A cache line for every rank, shared by all.
+  /// @param num_met  Meetings there so far.
+  MeetingPlace(std::span<uint64_t> words, int rank_idx, uint64_t num_met)
+      : words_(words), own_(static_cast<size_t>(rank_idx) * kLineWords), num_met_(num_met) {
+    MOE_CHECK(rank_idx >= 0 && own_ < words.size(),
+              "rank ",
+              rank_idx,
+              " has no word among ",
+              words.size() / kLineWords);
+  }
+
+  void meet() {
+    sync::store_release(words_[own_], ++num_met_);
+    for (size_t peer = 0; peer < words_.size(); peer += kLineWords)
+      for (int64_t num_yields = 0; sync::load_acquire(words_[peer]) < num_met_; ++num_yields)
+        yield(num_yields, peer / kLineWords);
+  }
+
+ private:
+  static constexpr size_t kLineWords = 8;
+  static constexpr int64_t kYieldsPerLook = 4096;
+  static constexpr std::chrono::seconds kMostWait{60};
+
+  void yield(int64_t num_yields, size_t peer_rank) {
+    sync::yield();
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    if (num_yields == 0)
+      since_ = now();
+    MOE_CHECK(num_yields % kYieldsPerLook != 0 || now() - since_ < kMostWait,
+              "rank ",
+              peer_rank,
+              " did not come to meeting ",
+              num_met_,
+              " of a roof in ",
+              kMostWait.count(),
+              " s");
+  }
+
+  std::span<uint64_t> words_;
+  size_t own_;
+  uint64_t num_met_;
+  std::chrono::steady_clock::time_point since_;
+};
+
+void roof_of_meeting_ranks(
+    const std::vector<std::pair<py::buffer, std::vector<py::buffer>>>& fan_outs,
+    const std::vector<std::pair<std::vector<py::buffer>, py::buffer>>& sums,
+    int64_t row_bytes,
+    const py::buffer& words,
+    int rank_idx,
+    uint64_t num_met,
+    const std::optional<std::string>& isa,
+    bool streaming,
+    int num_passes) {
+  const RoofKernels& kernels = roof_kernels(isa);
+  const cpu::StoreMode mode = cpu::store_mode(streaming);
+  std::vector<FanOut> dispatch;
+  for (const auto& [src, dst] : fan_outs)
+    dispatch.emplace_back(src, row_bytes, dst);
+  std::vector<Sum> combine;
+  for (const auto& [src, dst] : sums)
+    combine.emplace_back(src, dst);
+  const Bytes lines(words, true);
+  lines.check(lines.size(), alignof(uint64_t), "words");
+  MeetingPlace place(
+      {reinterpret_cast<uint64_t*>(lines.data()), static_cast<size_t>(lines.size()) / 8},
+      rank_idx,
+      num_met);
+  const py::gil_scoped_release release;
+  for (int i = 0; i < num_passes; ++i) {
+    place.meet();  // who sends how much where
+    for (const FanOut& part : dispatch)
+      part.run(kernels, mode);
+    place.meet();  // all rows have arrived
+    place.meet();  // all experts are done
+    for (const Sum& part : combine)
+      part.run(kernels, mode);
+    place.meet();  // all rows have been read
+  }
 }
 
 }  // namespace
@@ -128,6 +244,21 @@ void bind_kernels(py::module_& parent) {
         py::kw_only(),
         py::arg("streaming") = true,
         py::arg("num_passes") = 1);
+  m.def(
+      "roof_of_meeting_ranks",
+      &roof_of_meeting_ranks,
+      "A dispatch and a combine by ranks that do no more than move their bytes and meet; words: a "
+      "cache line for each of them, shared, where they have met num_met times.",
+      py::arg("fan_outs"),
+      py::arg("sums"),
+      py::arg("row_bytes"),
+      py::arg("words"),
+      py::arg("rank_idx"),
+      py::arg("num_met"),
+      py::arg("isa") = py::none(),
+      py::kw_only(),
+      py::arg("streaming") = true,
+      py::arg("num_passes") = 1);
 }
 
 }  // namespace moe::bindings

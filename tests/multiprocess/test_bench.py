@@ -81,16 +81,22 @@ def test_host_backend_is_timed_between_roofs(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").exists()
 
 
-SWEEP = ("--sweep", "--hidden", "64", "--topk", "2", "--experts", "4", "--repeats", "1")
+SWEEP = ("--sweep", "--hidden", "64", "--topk", "2", "--experts", "12", "--repeats", "1")
 
 
-def test_a_sweep_takes_every_size_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])  # with a core each, or not, where there are two
+def test_a_sweep_takes_every_size_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
     pytest.importorskip("moe_comm._host")
     monkeypatch.setattr(sweep, "SWEEP_TOKENS", (1, 8))
     plot, out = tmp_path / "plot.svg", tmp_path / "out.json"
     done = CliRunner().invoke(
         app,
-        ["bench", "dispatch-combine", *SWEEP, "--plot", str(plot), "--json", str(out)],
+        [
+            *("bench", "dispatch-combine", *SWEEP, "--ranks", str(num_ranks)),
+            *("--plot", str(plot), "--json", str(out)),
+        ],
         catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
@@ -99,7 +105,7 @@ def test_a_sweep_takes_every_size_apart(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = [case for case in cases if case["op"] == "sweep"]
     assert [case["tokens"] for case in sizes] == [1, 8]
     for case in sizes:
-        assert (case["check"], case["ranks"]) == ("ok", 2)
+        assert (case["check"], case["ranks"]) == ("ok", num_ranks)
         assert set(case["threads_us"]) >= {"automatic", "1"}
         assert case["differentiable_ratio"] > 0.0
         for name in PARTS:
@@ -107,7 +113,7 @@ def test_a_sweep_takes_every_size_apart(tmp_path: Path, monkeypatch: pytest.Monk
             assert case["parts_us"][name] == pytest.approx(both)
             # Two ranks may have met without waiting; nothing else comes for nothing.
             assert both >= 0.0 if name == "waiting" else both > 0.0, name
-    assert sizes[1]["bytes"] == 2 * 2 * 8 * 3 * 128
+    assert sizes[1]["bytes"] == num_ranks * 2 * 8 * 3 * 128
     assert sizes[1]["fraction_of_roof"] > 0.0
     fixed = {case["what"]: case for case in cases if case["op"] == "fixed_cost"}
     assert len(fixed) == len(cases) - 2 == 7

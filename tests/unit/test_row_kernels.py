@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -417,6 +418,34 @@ def test_roofs_move_the_bytes_they_count(
     _host.kernels.roof_copy(streams[1], target.bytes, isa, **how)
     assert (target.bytes == streams[1]).all()
     target.check_margins()
+
+
+def test_ranks_of_a_roof_meet_before_and_after_their_rows() -> None:
+    num_ranks, num_passes = 3, 5
+    words = np.zeros(num_ranks * 64, np.uint8)
+    rows = [np.full(128, rank_idx + 1, np.uint8) for rank_idx in range(num_ranks)]
+    # Every rank writes to the next one's memory, and then adds what it was sent to its own row.
+    windows = [aligned(128) for _ in range(num_ranks)]
+    sums = [aligned(128) for _ in range(num_ranks)]
+
+    def run(rank_idx: int) -> None:
+        row = place(rows[rank_idx], 0)
+        for turn in range(num_passes):
+            _host.kernels.roof_of_meeting_ranks(
+                *([(row, [windows[(rank_idx + 1) % num_ranks]])],),
+                *([([row, windows[rank_idx]], sums[rank_idx])],),
+                *(64, words, rank_idx, 4 * 2 * turn),
+                streaming=False,
+                num_passes=2,
+            )
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        list(pool.map(run, range(num_ranks)))
+    for rank_idx in range(num_ranks):
+        assert (sums[rank_idx] == rows[rank_idx] + rows[rank_idx - 1]).all()
+    assert (words.view(np.uint64).reshape(num_ranks, 8)[:, 0] == 4 * 2 * num_passes).all()
+    with pytest.raises(ValueError, match="rank 3 has no word among 3"):
+        _host.kernels.roof_of_meeting_ranks([], [], 64, words, 3, 0)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -29,11 +29,16 @@ class SpinBarrier:
         path: File of `file_bytes(num_ranks)` zero bytes that all ranks share.
         rank_idx: This rank.
         num_ranks: Ranks.
+
+    Attributes:
+        words_of_roofs: Bytes that are shared likewise, a cache line for every rank, and left alone here.
     """
 
     def __init__(self, path: Path, rank_idx: int, num_ranks: int) -> None:
         with path.open("r+b") as file:
-            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+            shared = memoryview(mmap.mmap(file.fileno(), 0))
+        self._words = shared[: len(shared) // 2].cast("q")
+        self.words_of_roofs = shared[len(shared) // 2 :]
         self._own = rank_idx * CACHE_LINE_WORDS
         self._peers = [i * CACHE_LINE_WORDS for i in range(num_ranks) if i != rank_idx]
         self._epoch = 0
@@ -41,7 +46,7 @@ class SpinBarrier:
     @staticmethod
     def file_bytes(num_ranks: int) -> int:
         """Size of the shared file."""
-        return num_ranks * CACHE_LINE_WORDS * 8
+        return 2 * num_ranks * CACHE_LINE_WORDS * 8
 
     def wait(self, timeout_s: float = 600.0) -> None:
         """Return when every rank has called it as often as this one.

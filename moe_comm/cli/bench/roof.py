@@ -81,6 +81,19 @@ class Roof:
         for part in self._sum_turns:
             self._kernels.roof_sum([stream[: part.size] for stream in self._sources], part, **how)
 
+    def dispatch_and_combine(self, **how: Any) -> None:
+        """Both by ranks that meet before rows move and when they have moved, as the operations do.
+
+        What ranks that share cores cannot go below: whoever waits has to let another run.
+
+        Args:
+            how: `words`, `rank_idx` and `num_met`, where they meet; `streaming` and `num_passes`.
+        """
+        sums = [
+            ([stream[: part.size] for stream in self._sources], part) for part in self._sum_turns
+        ]
+        self._kernels.roof_of_meeting_ranks(self._fan_outs, sums, LINE_BYTES, **how)
+
     def copy_in(self) -> None:
         """Copy the ordinary rows into the window."""
         self._kernels.roof_copy(self._copy_src, self._copy_dst)

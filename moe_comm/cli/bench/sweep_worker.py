@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from moe_comm.peers.communicator import Communicator
 
 __all__ = ["CALLS", "SweepWorker"]
 
+MEETINGS_OF_A_PASS = 4  # of `roof_of_meeting_ranks`
+
 CALLS = ("EpBuffer.dispatch", "EpBuffer.combine", "moe_comm.dispatch", "moe_comm.combine")
 
 
@@ -39,11 +42,14 @@ class SweepWorker(Worker):
     def __init__(
         self, launch: Launch, folder: Path, rank_idx: int, group: Bootstrap | None = None
     ) -> None:
+        # Before it is bound to one of them.
+        self._shares_cores = launch.case.num_ranks > len(os.sched_getaffinity(0))
         super().__init__(launch, folder, rank_idx, group)
         self._launch = launch
         self._of_threads: dict[int, Communicator] = {}
         self._by_threads: dict[int, Side] = {}
         self._traced: Side | None = None
+        self._num_met = 0
         library: Any = torch.library.Library("moe_comm_bench", "DEF")  # type: ignore[no-untyped-call]
         library.define("no_op(Tensor a, Tensor b) -> ()")
         library.impl("no_op", lambda a, b: None, "CPU")
@@ -110,10 +116,16 @@ class SweepWorker(Worker):
         roof = side.roof
         if not isinstance(roof, Roof):
             return None
+        how = {"streaming": is_streaming, "num_passes": num_passes}
         self.barrier.wait()
         start = time.perf_counter_ns()
-        roof.dispatch(streaming=is_streaming, num_passes=num_passes)
-        roof.combine(streaming=is_streaming, num_passes=num_passes)
+        if self._shares_cores:
+            meeting = {"words": self.barrier.words_of_roofs, "rank_idx": self.rank_idx}
+            roof.dispatch_and_combine(num_met=self._num_met, **meeting, **how)
+            self._num_met += MEETINGS_OF_A_PASS * num_passes
+        else:
+            roof.dispatch(**how)
+            roof.combine(**how)
         return (time.perf_counter_ns() - start) / 1e3 / num_passes
 
     def run_taken_apart(self, num_iterations: int) -> dict[str, list[Parts]]:
