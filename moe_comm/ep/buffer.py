@@ -214,8 +214,8 @@ class EpBuffer(Destroyable):
                     expert_alignment = validation.check_alignment(expert_alignment)
                 if gradients != 0:
                     check_word(gradients)
-                elif not self._has_warned and torch.is_grad_enabled():
-                    self._warn_of_gradients("dispatch", ("x", x), ("topk_weights", topk_weights))
+                elif not self._has_warned and _is_in_graph(x, topk_weights):
+                    self._warn_of_gradients("dispatch", x=x, topk_weights=topk_weights)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("dispatch", error)
             operation = None
@@ -494,12 +494,12 @@ class EpBuffer(Destroyable):
                 validation.check_handle(handle, self.buffer_id, self.generation)
                 if gradients != 0:
                     check_word(gradients)
-                elif not self._has_warned and torch.is_grad_enabled():
+                elif not self._has_warned and _is_in_graph(expert_out, topk_weights, row_weights):
                     self._warn_of_gradients(
                         "combine",
-                        ("expert_out", expert_out),
-                        ("topk_weights", topk_weights),
-                        ("row_weights", row_weights),
+                        expert_out=expert_out,
+                        topk_weights=topk_weights,
+                        row_weights=row_weights,
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
@@ -646,14 +646,20 @@ class EpBuffer(Destroyable):
             raise ValueError(self.communicator.buffer_end_text)
         self.communicator.check_process("EpBuffer")
 
-    def _warn_of_gradients(self, operation: str, *tensors: tuple[str, object]) -> None:
-        """Say once that what an eager operation returns has no gradient, where one may be expected."""
-        for name, tensor in tensors:
-            if tensor is not None and getattr(tensor, "requires_grad", False):
-                self._has_warned = True
-                warnings.warn(
-                    f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
-                    f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
-                    stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
-                )
-                return
+    def _warn_of_gradients(self, operation: str, **tensors: object) -> None:
+        """Say once that what an eager operation returns has no gradient, where one is expected."""
+        self._has_warned = True
+        name = next(name for name, tensor in tensors.items() if _is_in_graph(tensor))
+        warnings.warn(
+            f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
+            f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
+            stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
+        )
+
+
+def _is_in_graph(*tensors: object) -> bool:
+    """Whether autograd records what is done with any of them; asked before every eager call."""
+    for tensor in tensors:
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            return torch.is_grad_enabled()
+    return False
