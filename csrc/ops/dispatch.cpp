@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -117,10 +116,10 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
   }
 
   void write_rows() {
-    const auto num_rows =
-        layout::num_window_rows(plan_->counts, endpoint_.placement(), arrangement_);
-    const int64_t total_rows = std::accumulate(num_rows.begin(), num_rows.end(), int64_t{0});
-    const cpu::StoreMode mode = endpoint_.store_mode(total_rows * params_.row_bytes);
+    int64_t rows_bytes = 0;
+    for (const ReceiveWindow& window : windows_)
+      rows_bytes += window.scales_offset;  // where its rows end
+    const cpu::StoreMode mode = endpoint_.store_mode(rows_bytes);
     const RowTargets targets{windows_, bases_, with_topk_idx_};
     if (exchange_.relay() != nullptr) {
       InternodeDispatch(endpoint_, params_, *plan_, targets, exchange_).run(mode, [this] {
