@@ -324,7 +324,6 @@ class kernels:
         row_bytes: int,
         words: Any,
         rank_idx: int,
-        num_met: int,
         isa: str | None = ...,
         *,
         streaming: bool = ...,

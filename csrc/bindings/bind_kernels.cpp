@@ -129,15 +129,15 @@ void roof_copy(const py::buffer& src,
 /// Where the ranks of a machine meet: each raises its own word and yields its core until all have.
 class MeetingPlace {
  public:
-  /// @param words  A cache line for every rank, shared by all.
-  /// @param num_met  Meetings there so far.
-  MeetingPlace(std::span<uint64_t> words, int rank_idx, uint64_t num_met)
-      : words_(words), own_(static_cast<size_t>(rank_idx) * kLineWords), num_met_(num_met) {
+  /// @param words  A cache line for every rank, shared by all: how often it has come.
+  MeetingPlace(std::span<uint64_t> words, int rank_idx)
+      : words_(words), own_(static_cast<size_t>(rank_idx) * kLineWords) {
     MOE_CHECK(rank_idx >= 0 && own_ < words.size(),
               "rank ",
               rank_idx,
               " has no word among ",
               words.size() / kLineWords);
+    num_met_ = words[own_];  // which nobody else writes
   }
 
   void meet() {
@@ -169,7 +169,7 @@ class MeetingPlace {
 
   std::span<uint64_t> words_;
   size_t own_;
-  uint64_t num_met_;
+  uint64_t num_met_ = 0;
   std::chrono::steady_clock::time_point since_;
 };
 
@@ -179,7 +179,6 @@ void roof_of_meeting_ranks(
     int64_t row_bytes,
     const py::buffer& words,
     int rank_idx,
-    uint64_t num_met,
     const std::optional<std::string>& isa,
     bool streaming,
     int num_passes) {
@@ -194,9 +193,7 @@ void roof_of_meeting_ranks(
   const Bytes lines(words, true);
   lines.check(lines.size(), alignof(uint64_t), "words");
   MeetingPlace place(
-      {reinterpret_cast<uint64_t*>(lines.data()), static_cast<size_t>(lines.size()) / 8},
-      rank_idx,
-      num_met);
+      {reinterpret_cast<uint64_t*>(lines.data()), static_cast<size_t>(lines.size()) / 8}, rank_idx);
   const py::gil_scoped_release release;
   for (int i = 0; i < num_passes; ++i) {
     place.meet();  // who sends how much where
@@ -248,13 +245,12 @@ void bind_kernels(py::module_& parent) {
       "roof_of_meeting_ranks",
       &roof_of_meeting_ranks,
       "A dispatch and a combine by ranks that do no more than move their bytes and meet; words: a "
-      "cache line for each of them, shared, where they have met num_met times.",
+      "cache line for each of them, shared, zero at first.",
       py::arg("fan_outs"),
       py::arg("sums"),
       py::arg("row_bytes"),
       py::arg("words"),
       py::arg("rank_idx"),
-      py::arg("num_met"),
       py::arg("isa") = py::none(),
       py::kw_only(),
       py::arg("streaming") = true,

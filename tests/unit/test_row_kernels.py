@@ -430,11 +430,11 @@ def test_ranks_of_a_roof_meet_before_and_after_their_rows() -> None:
 
     def run(rank_idx: int) -> None:
         row = place(rows[rank_idx], 0)
-        for turn in range(num_passes):
+        for _ in range(num_passes):
             _host.kernels.roof_of_meeting_ranks(
                 *([(row, [windows[(rank_idx + 1) % num_ranks]])],),
                 *([([row, windows[rank_idx]], sums[rank_idx])],),
-                *(64, words, rank_idx, 4 * 2 * turn),
+                *(64, words, rank_idx),
                 streaming=False,
                 num_passes=2,
             )
@@ -445,7 +445,7 @@ def test_ranks_of_a_roof_meet_before_and_after_their_rows() -> None:
         assert (sums[rank_idx] == rows[rank_idx] + rows[rank_idx - 1]).all()
     assert (words.view(np.uint64).reshape(num_ranks, 8)[:, 0] == 4 * 2 * num_passes).all()
     with pytest.raises(ValueError, match="rank 3 has no word among 3"):
-        _host.kernels.roof_of_meeting_ranks([], [], 64, words, 3, 0)
+        _host.kernels.roof_of_meeting_ranks([], [], 64, words, 3)
 
 
 def test_wrong_arguments_are_named() -> None:

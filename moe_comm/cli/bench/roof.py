@@ -57,13 +57,16 @@ class Roof:
         ]
         num_sources = max(1, round(traffic.num_sent_rows / max(1, traffic.num_tokens)))
         stream_bytes = _whole_lines(min(row_bytes.size // num_sources, sum_bytes.size))
-        self._sources = _streams(row_bytes, stream_bytes, num_sources)
-        self._sum_turns = _turns(sum_bytes, stream_bytes)
+        sources = _streams(row_bytes, stream_bytes, num_sources)
+        self._sums = [
+            ([stream[: part.size] for stream in sources], part)
+            for part in _turns(sum_bytes, stream_bytes)
+        ]
         num_copied = _whole_lines(min(row_bytes.size, ordinary_bytes.size))
         self._copy_src = ordinary_bytes[:num_copied]
         self._copy_dst = row_bytes[:num_copied]
         self.dispatch_bytes = sum(part.size * (1 + len(to)) for part, to in self._fan_outs)
-        self.combine_bytes = sum(part.size for part in self._sum_turns) * (1 + num_sources)
+        self.combine_bytes = sum(part.size for _, part in self._sums) * (1 + num_sources)
         self.copy_in_bytes = 2 * num_copied
 
     def dispatch(self, **how: Any) -> None:
@@ -78,8 +81,8 @@ class Roof:
 
     def combine(self, **how: Any) -> None:
         """Read K rows and write one sum, for every token."""
-        for part in self._sum_turns:
-            self._kernels.roof_sum([stream[: part.size] for stream in self._sources], part, **how)
+        for streams, part in self._sums:
+            self._kernels.roof_sum(streams, part, **how)
 
     def dispatch_and_combine(self, **how: Any) -> None:
         """Both by ranks that meet before rows move and when they have moved, as the operations do.
@@ -87,12 +90,9 @@ class Roof:
         What ranks that share cores cannot go below: whoever waits has to let another run.
 
         Args:
-            how: `words`, `rank_idx` and `num_met`, where they meet; `streaming` and `num_passes`.
+            how: `words` and `rank_idx`, where they meet; `streaming` and `num_passes`.
         """
-        sums = [
-            ([stream[: part.size] for stream in self._sources], part) for part in self._sum_turns
-        ]
-        self._kernels.roof_of_meeting_ranks(self._fan_outs, sums, LINE_BYTES, **how)
+        self._kernels.roof_of_meeting_ranks(self._fan_outs, self._sums, LINE_BYTES, **how)
 
     def copy_in(self) -> None:
         """Copy the ordinary rows into the window."""

@@ -24,8 +24,6 @@ from moe_comm.peers.communicator import Communicator
 
 __all__ = ["CALLS", "SweepWorker"]
 
-MEETINGS_OF_A_PASS = 4  # of `roof_of_meeting_ranks`
-
 CALLS = ("EpBuffer.dispatch", "EpBuffer.combine", "moe_comm.dispatch", "moe_comm.combine")
 
 
@@ -49,7 +47,6 @@ class SweepWorker(Worker):
         self._of_threads: dict[int, Communicator] = {}
         self._by_threads: dict[int, Side] = {}
         self._traced: Side | None = None
-        self._num_met = 0
         library: Any = torch.library.Library("moe_comm_bench", "DEF")  # type: ignore[no-untyped-call]
         library.define("no_op(Tensor a, Tensor b) -> ()")
         library.impl("no_op", lambda a, b: None, "CPU")
@@ -120,9 +117,8 @@ class SweepWorker(Worker):
         self.barrier.wait()
         start = time.perf_counter_ns()
         if self._shares_cores:
-            meeting = {"words": self.barrier.words_of_roofs, "rank_idx": self.rank_idx}
-            roof.dispatch_and_combine(num_met=self._num_met, **meeting, **how)
-            self._num_met += MEETINGS_OF_A_PASS * num_passes
+            words = self.barrier.words_of_roofs
+            roof.dispatch_and_combine(words=words, rank_idx=self.rank_idx, **how)
         else:
             roof.dispatch(**how)
             roof.combine(**how)
