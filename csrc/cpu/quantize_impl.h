@@ -196,34 +196,47 @@ MOE_FORCE_INLINE Simd::Words with_nans(Simd::Words codes, int idx, const float* 
   return (codes & ~is_nan) | (is_nan & (kNanCode * 0x01010101u));
 }
 
-/// Quantizes kSpan elements to @p codes, in order.
+/// What the blocks of a span are multiplied by.
+template <int kBlock>
+struct Multipliers {
+  float of_block[kSpan / kBlock] = {};
+  bool are_finite = true;
+};
+
+/// Finds the multipliers of kSpan elements and writes their scale factors.
 /// @param num_elements  fewer for the end of a row; those past it are +0.0 and have no scales.
 template <typename Number, int kBlock>
-MOE_FORCE_INLINE void quantize_span(const std::byte* src,
-                                    int num_elements,
-                                    ScaleWriter& scales,
-                                    Simd::Words* codes) {
-  constexpr int kNumBlocks = kSpan / kBlock;
-  constexpr int kUnit = Simd::kRegisterBytes / 2;
-  float multipliers[kNumBlocks] = {};
-  bool is_finite = true;
-  for (int b = 0; b < kNumBlocks; ++b) {
+MOE_FORCE_INLINE Multipliers<kBlock> scale_span(const std::byte* src,
+                                                int num_elements,
+                                                ScaleWriter& scales) {
+  Multipliers<kBlock> multipliers;
+  for (int b = 0; b < kSpan / kBlock; ++b) {
     if (b * kBlock >= num_elements)
       break;
     const float amax = greatest_magnitude<Number, kBlock>(src + b * kBlock * Number::kElementBytes);
-    multipliers[b] = scales.write<kBlock>(amax);
-    is_finite = is_finite && multipliers[b] != kNotFinite;
+    multipliers.of_block[b] = scales.write<kBlock>(amax);
+    multipliers.are_finite = multipliers.are_finite && multipliers.of_block[b] != kNotFinite;
   }
+  return multipliers;
+}
+
+/// Quantizes kSpan elements to @p codes, in order.
+template <typename Number, int kBlock>
+MOE_FORCE_INLINE void encode_span(const std::byte* src,
+                                  const Multipliers<kBlock>& multipliers,
+                                  Simd::Words* codes) {
+  constexpr int kUnit = Simd::kRegisterBytes / 2;
+  const float* const of_block = multipliers.of_block;
   for (int i = 0; i < kSpanRegisters; ++i) {
     const int even = 2 * i * kUnit;
     const int odd = even + kUnit;
     codes[i] = Simd::narrow_to_8(
-        encode_elements<Number>(src + even * Number::kElementBytes, multipliers[even / kBlock]),
-        encode_elements<Number>(src + odd * Number::kElementBytes, multipliers[odd / kBlock]));
+        encode_elements<Number>(src + even * Number::kElementBytes, of_block[even / kBlock]),
+        encode_elements<Number>(src + odd * Number::kElementBytes, of_block[odd / kBlock]));
   }
-  if (!is_finite) [[unlikely]]
+  if (!multipliers.are_finite) [[unlikely]]
     for (int i = 0; i < kSpanRegisters; ++i)
-      codes[i] = with_nans<kBlock>(codes[i], i, multipliers);
+      codes[i] = with_nans<kBlock>(codes[i], i, of_block);
 }
 
 template <typename Number, int kBlock, bool kStream>
@@ -236,8 +249,16 @@ void quantize_row_of(const RowQuantization& quantization,
   const int64_t hidden = quantization.hidden;
   Simd::Words codes[kSpanRegisters];
   int64_t at = 0;
+  Multipliers<kBlock> next;
+  if (hidden >= kSpan)
+    next = scale_span<Number, kBlock>(src, kSpan, scales);
   for (; at + kSpan <= hidden; at += kSpan) {
-    quantize_span<Number, kBlock>(src + at * Number::kElementBytes, kSpan, scales, codes);
+    // One span ahead: its long chain of dependent instructions runs while stores wait for memory.
+    const Multipliers<kBlock> multipliers = next;
+    const std::byte* const span = src + at * Number::kElementBytes;
+    if (at + 2 * kSpan <= hidden)
+      next = scale_span<Number, kBlock>(span + kSpan * Number::kElementBytes, kSpan, scales);
+    encode_span<Number, kBlock>(span, multipliers, codes);
     for (int d = 0; d < num_dst; ++d)
       for (int i = 0; i < kSpanRegisters; ++i)
         put<kStream>(dst[d] + at + i * Simd::kRegisterBytes, codes[i]);
@@ -247,7 +268,8 @@ void quantize_row_of(const RowQuantization& quantization,
     return;
   std::byte padded[kSpan * Number::kElementBytes] = {};
   std::memcpy(padded, src + at * Number::kElementBytes, left * Number::kElementBytes);
-  quantize_span<Number, kBlock>(padded, static_cast<int>(left), scales, codes);
+  const auto last = scale_span<Number, kBlock>(padded, static_cast<int>(left), scales);
+  encode_span<Number, kBlock>(padded, last, codes);
   // Only whole lines go past the caches.
   const int num_whole = static_cast<int>(left / kLineBytes) * kRegistersPerLine;
   const int64_t whole = num_whole * Simd::kRegisterBytes;
