@@ -5,18 +5,85 @@
 #include <cstring>
 #include <vector>
 
-#include "core/sync.h"
+#include "cpu/row_kernels.h"
 
 namespace moe::cpu {
 
-/// Collects the scale factors of successive rows of a stream (an expert's rows of one sender), so
-/// that column-major ones are written a cache line at a time.
-///
-/// One row touches a line per block; written row by row, every store misses the first-level cache.
-class ScaleStage {
+// Large calls collect the scale factors of successive rows of a stream (an expert's rows of one
+// sender), so that they are written past the caches, a line at a time, as rows are. A line that is
+// stored through the cache is read first, and the rows behind it wait for that.
+
+/// Row-major scale factors: those of a row lie side by side, and those of the next row behind them.
+class ScaleRowStage {
  public:
-  ScaleStage(int64_t num_streams, int64_t num_scales, int64_t scale_bytes)
-      : num_scales_(num_scales),
+  /// @param row_bytes  of the scale factors of a row.
+  ScaleRowStage(const RowKernels& kernels, int64_t num_streams, int64_t row_bytes)
+      : kernels_(kernels),
+        row_bytes_(row_bytes),
+        capacity_(row_bytes + kLineBytes),
+        streams_(static_cast<size_t>(num_streams)),
+        staged_(static_cast<size_t>(num_streams * capacity_)) {}
+
+  /// @param place  of the row's scale factors.
+  void add(int64_t stream_idx, std::byte* place, const std::byte* scales) {
+    Stream& stream = streams_[static_cast<size_t>(stream_idx)];
+    if (place != stream.first + stream.bytes) {
+      flush(stream_idx);
+      stream.first = place;
+    }
+    std::byte* const staged = this->staged(stream_idx);
+    std::memcpy(staged + stream.bytes, scales, static_cast<size_t>(row_bytes_));
+    stream.bytes += row_bytes_;
+    const auto past_lines =
+        static_cast<int64_t>(reinterpret_cast<uintptr_t>(stream.first + stream.bytes) % kLineBytes);
+    if (past_lines >= stream.bytes)
+      return;
+    const int64_t whole = stream.bytes - past_lines;
+    kernels_.copy(staged, stream.first, whole, StoreMode::kStreaming);
+    std::memmove(staged, staged + whole, static_cast<size_t>(past_lines));
+    stream.first += whole;
+    stream.bytes = past_lines;
+  }
+
+  void flush_all() {
+    for (int64_t i = 0; i < static_cast<int64_t>(streams_.size()); ++i)
+      flush(i);
+  }
+
+ private:
+  static constexpr int64_t kLineBytes = 64;
+
+  /// What has not left yet: less than a line.
+  struct Stream {
+    std::byte* first = nullptr;
+    int64_t bytes = 0;
+  };
+
+  std::byte* staged(int64_t stream_idx) { return staged_.data() + stream_idx * capacity_; }
+
+  void flush(int64_t stream_idx) {
+    Stream& stream = streams_[static_cast<size_t>(stream_idx)];
+    if (stream.bytes > 0)
+      kernels_.copy(staged(stream_idx), stream.first, stream.bytes, StoreMode::kStreaming);
+    stream.bytes = 0;
+  }
+
+  const RowKernels& kernels_;
+  int64_t row_bytes_;
+  int64_t capacity_;
+  std::vector<Stream> streams_;
+  std::vector<std::byte> staged_;
+};
+
+/// Column-major scale factors: a row touches a line per block.
+class ScaleColumnStage {
+ public:
+  ScaleColumnStage(const RowKernels& kernels,
+                   int64_t num_streams,
+                   int64_t num_scales,
+                   int64_t scale_bytes)
+      : kernels_(kernels),
+        num_scales_(num_scales),
         scale_bytes_(scale_bytes),
         rows_per_line_(kLineBytes / scale_bytes),
         streams_(static_cast<size_t>(num_streams)),
@@ -80,13 +147,15 @@ class ScaleStage {
         std::memcpy(&column[i],
                     first + (i * num_scales_ + block) * static_cast<int64_t>(sizeof(Word)),
                     sizeof(Word));
-      sync::write_shared(stream.first + block * stream.step,
-                         column,
-                         static_cast<size_t>(stream.num_rows) * sizeof(Word));
+      kernels_.copy(reinterpret_cast<const std::byte*>(column),
+                    stream.first + block * stream.step,
+                    stream.num_rows * static_cast<int64_t>(sizeof(Word)),
+                    StoreMode::kStreaming);
     }
     stream.num_rows = 0;
   }
 
+  const RowKernels& kernels_;
   int64_t num_scales_;
   int64_t scale_bytes_;
   int64_t rows_per_line_;

@@ -283,7 +283,7 @@ void InternodeDispatch::fan_out(const Arrival& arrival,
   std::copy_n(packed_ids, ids.size(), ids.begin());
   SlotTable table;
   table.slots = reinterpret_cast<const int64_t*>(message + chunk.layout.slots_at);
-  table.topk_idx = ids.data();
+  table.topk_idx = row.num_ids > 0 ? ids.data() : nullptr;
   table.num_slots = row.num_slots;
   table.num_topk = arrival.num_topk;
   table.num_recv_topk = plan_.num_recv_topk;

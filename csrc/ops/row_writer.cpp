@@ -34,11 +34,17 @@ void RowWriter::write_tokens(int64_t begin, int64_t end, bool is_first, cpu::Sto
   Scratch scratch;
   scratch.places.resize(static_cast<size_t>(table_.num_slots));
   scratch.scales.resize(static_cast<size_t>(params_.num_scales * params_.scale_bytes));
-  if (params_.num_scales > 0 && params_.is_column_major() && mode == cpu::StoreMode::kStreaming)
-    scratch.stage.emplace(
-        table_.is_by_rank ? endpoint_.num_ranks() : endpoint_.config().num_experts,
-        params_.num_scales,
-        params_.scale_bytes);
+  // Rows that came from another node need not have brought their experts along.
+  const bool has_streams = table_.is_by_rank || table_.topk_idx != nullptr;
+  if (params_.num_scales > 0 && mode == cpu::StoreMode::kStreaming && has_streams) {
+    const auto& kernels = endpoint_.kernels();
+    const int64_t num_streams =
+        table_.is_by_rank ? endpoint_.num_ranks() : endpoint_.config().num_experts;
+    if (params_.is_column_major())
+      scratch.scale_columns.emplace(kernels, num_streams, params_.num_scales, params_.scale_bytes);
+    else
+      scratch.scale_rows.emplace(kernels, num_streams, params_.num_scales * params_.scale_bytes);
+  }
   for (int64_t token_idx = begin; token_idx < end; ++token_idx) {
     const int64_t* const slots = table_.slots + token_idx * table_.num_slots;
     int num_places = 0;
@@ -64,8 +70,10 @@ void RowWriter::write_tokens(int64_t begin, int64_t end, bool is_first, cpu::Sto
     if (exchange_.is_aborted())
       break;
   }
-  if (scratch.stage)
-    scratch.stage->flush_all();
+  if (scratch.scale_rows)
+    scratch.scale_rows->flush_all();
+  if (scratch.scale_columns)
+    scratch.scale_columns->flush_all();
   // Each thread fences its own streaming stores before its part counts as done.
   endpoint_.kernels().store_fence();
 }
@@ -107,20 +115,16 @@ void RowWriter::write_scales(int64_t token_idx, const int64_t* slots, Scratch* s
     const auto& window = window_of(slots[i]);
     std::byte* place =
         base_of(slots[i]) + window.scales_offset + window.scales.place(Slot::row_idx(slots[i]));
-    if (!window.scales.is_column_major) {
-      sync::write_shared(place, scales, static_cast<size_t>(params_.num_scales) * bytes);
-      continue;
-    }
     const int64_t step = window.scales.step();
-    if (scratch->stage) {
-      const int64_t stream_idx = table_.is_by_rank
-                                     ? Slot::rank_idx(slots[i])
-                                     : table_.topk_idx[token_idx * table_.num_topk + i];
-      scratch->stage->add(stream_idx, place, step, scales);
-      continue;
-    }
-    for (int64_t block = 0; block < params_.num_scales; ++block, place += step)
-      sync::write_shared(place, scales + block * params_.scale_bytes, bytes);
+    if (scratch->scale_rows)
+      scratch->scale_rows->add(scale_stream_idx(token_idx, slots, i), place, scales);
+    else if (scratch->scale_columns)
+      scratch->scale_columns->add(scale_stream_idx(token_idx, slots, i), place, step, scales);
+    else if (!window.scales.is_column_major)
+      sync::write_shared(place, scales, static_cast<size_t>(params_.num_scales) * bytes);
+    else
+      for (int64_t block = 0; block < params_.num_scales; ++block, place += step)
+        sync::write_shared(place, scales + block * params_.scale_bytes, bytes);
   }
 }
 

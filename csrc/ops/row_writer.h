@@ -61,7 +61,8 @@ class RowWriter {
   struct Scratch {
     std::vector<std::byte*> places;
     std::vector<std::byte> scales;
-    std::optional<cpu::ScaleStage> stage;  ///< column-major scale factors of large calls
+    std::optional<cpu::ScaleRowStage> scale_rows;        ///< of large calls
+    std::optional<cpu::ScaleColumnStage> scale_columns;  ///< of large calls, if column-major
   };
 
   void write_tokens(int64_t begin, int64_t end, bool is_first, cpu::StoreMode mode);
@@ -72,6 +73,11 @@ class RowWriter {
                  cpu::StoreMode mode) const;
   void gather_scales(int64_t token_idx, std::byte* scales) const;
   void write_scales(int64_t token_idx, const int64_t* slots, Scratch* scratch) const;
+  /// Whose rows follow one another: an expert's, or rank-major, a rank's.
+  int64_t scale_stream_idx(int64_t token_idx, const int64_t* slots, int64_t i) const {
+    return table_.is_by_rank ? layout::Slot::rank_idx(slots[i])
+                             : table_.topk_idx[token_idx * table_.num_topk + i];
+  }
   void write_weights(int64_t token_idx, const int64_t* slots) const;
   void write_choices(int64_t token_idx, const int64_t* slots) const;
 
