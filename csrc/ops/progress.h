@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -20,21 +21,17 @@ namespace moe::ops {
 template <typename Outcome>
 class Pending {
  public:
-  bool is_complete() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return is_complete_;
-  }
+  bool is_complete() const { return is_complete_.load(std::memory_order_acquire); }
 
   /// Null while it runs, and where it ended by an exception.
-  const Outcome* outcome() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return outcome_ ? &*outcome_ : nullptr;
-  }
+  const Outcome* outcome() const { return is_complete() && outcome_ ? &*outcome_ : nullptr; }
 
   /// Blocks until the end, whatever that is.
   void await(const group::InterruptCheck& interrupt_check) {
+    if (is_complete())
+      return;
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!end_.wait_for(lock, std::chrono::milliseconds(50), [this] { return is_complete_; })) {
+    while (!end_.wait_for(lock, std::chrono::milliseconds(50), [this] { return is_complete(); })) {
       lock.unlock();
       if (interrupt_check)
         interrupt_check();
@@ -61,14 +58,14 @@ class Pending {
     const std::lock_guard<std::mutex> lock(mutex_);
     outcome_ = std::move(outcome);
     error_ = error;
-    is_complete_ = true;
+    is_complete_.store(true, std::memory_order_release);
     end_.notify_all();
   }
 
  private:
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable end_;
-  bool is_complete_ = false;
+  std::atomic<bool> is_complete_ = false;  ///< what is below it changes no more
   std::optional<Outcome> outcome_;
   std::exception_ptr error_;
 };
