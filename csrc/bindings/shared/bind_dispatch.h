@@ -283,15 +283,15 @@ void bind_dispatch(py::module_& module,
   const auto plan_of = [](SubmittedDispatch& self) {
     return std::static_pointer_cast<PlanT>(std::const_pointer_cast<ops::PlanHeader>(self.plan()));
   };
-  bind_submitted_dispatch(module)
-      .def("plan", plan_of)
-      .def("brought", [plan_of](SubmittedDispatch& self, bool with_counts) {
-        return py::make_tuple(plan_of(self),
-                              self.x(),
-                              self.topk_weights(),
-                              with_counts ? self.num_tokens_per_expert() : py::none(),
-                              self.gradients());
-      });
+  // What a caller with a backward looks at: each by itself takes as long as all of them.
+  const auto brought_of = [plan_of](SubmittedDispatch& submitted, bool with_counts) -> py::object {
+    return py::make_tuple(plan_of(submitted),
+                          submitted.x(),
+                          submitted.topk_weights(),
+                          with_counts ? submitted.num_tokens_per_expert() : py::none(),
+                          submitted.gradients());
+  };
+  bind_submitted_dispatch(module).def("plan", plan_of);
   endpoint_class.def(
       "dispatch",
       [](std::shared_ptr<EndpointT> endpoint,
@@ -325,15 +325,15 @@ void bind_dispatch(py::module_& module,
       });
   endpoint_class.def(
       "dispatch_plain",
-      [](std::shared_ptr<EndpointT> endpoint,
-         py::handle x,
-         py::handle topk_idx,
-         py::handle topk_weights,
-         int layout,
-         int64_t expert_alignment,
-         int32_t gradients,
-         bool is_map,
-         const std::optional<py::tuple>& scales) -> std::unique_ptr<SubmittedDispatch> {
+      [brought_of](std::shared_ptr<EndpointT> endpoint,
+                   py::handle x,
+                   py::handle topk_idx,
+                   py::handle topk_weights,
+                   int layout,
+                   int64_t expert_alignment,
+                   int32_t gradients,
+                   bool is_map,
+                   const std::optional<py::tuple>& scales) -> py::object {
         endpoint->group().check_process("dispatch");
         const auto plain = view_plain_dispatch(*endpoint,
                                                x,
@@ -343,13 +343,18 @@ void bind_dispatch(py::module_& module,
                                                expert_alignment,
                                                is_map);
         if (!plain)
-          return nullptr;
+          return py::none();
         TensorTypes types;
         const auto params = dispatch_params_of(
             *endpoint, *plain, layout, expert_alignment, gradients, scales, &types);
-        return submit_dispatch(std::move(endpoint), params, types, [&] {
+        auto made = submit_dispatch(std::move(endpoint), params, types, [&] {
           return py::make_tuple(x, topk_idx, topk_weights, capsule_of(plain->listed));
         });
+        SubmittedDispatch& submitted = *made;
+        const py::object handed_out = py::cast(std::move(made));
+        const bool is_looked_at = is_map || gradients != 0;
+        return py::make_tuple(handed_out,
+                              is_looked_at ? brought_of(submitted, is_map) : py::none());
       });
 }
 

@@ -175,7 +175,7 @@ class NativeBackend(Backend):
             scales = self._scales_at_a_glance(x, quantization)
             if scales is None:
                 return None
-        native = self._endpoint.dispatch_plain(
+        made = self._endpoint.dispatch_plain(
             x,
             topk_idx,
             topk_weights,
@@ -185,13 +185,11 @@ class NativeBackend(Backend):
             is_map,
             None if scales is None else scales.arguments,
         )
-        if native is None:
+        if made is None:
             return None
+        native, brought = made
         assert isinstance(x, torch.Tensor)
-        output = NativeDispatchOutput(native, self._endpoint, x.dtype, scales)
-        if is_map or gradients:
-            output.look_at_all(with_counts=is_map)
-        return output  # type: ignore[return-value]
+        return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, True, brought)  # type: ignore[return-value]
 
     def _scales_at_a_glance(self, x: object, quantization: object) -> Scales | None:
         """What quantizing x makes; None where a glance does not show that it can be quantized."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = [
+    "Brought",
     "EndpointPlan",
     "NativeEndpoint",
     "NativeGroupOwner",
@@ -105,11 +106,11 @@ class SubmittedDispatch(PendingNative, Protocol):
         """What all ranks say of gradients."""
         ...
 
-    def brought(
-        self, with_counts: bool
-    ) -> tuple[EndpointPlan, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
-        """Plan, x, topk_weights, num_tokens_per_expert (`with_counts`, else None) and gradients."""
-        ...
+
+Brought: TypeAlias = tuple[
+    EndpointPlan, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int
+]
+"""Of a dispatch: plan, x, topk_weights, num_tokens_per_expert (of a map, else None), gradients."""
 
 
 class SubmittedCombine(PendingNative, Protocol):
@@ -161,10 +162,11 @@ class NativeEndpoint(Protocol):
         gradients: int,
         is_map: bool,
         scales: tuple[int, ...] | None,
-    ) -> SubmittedDispatch | None:
+    ) -> tuple[SubmittedDispatch, Brought | None] | None:
         """An uncached dispatch; None where a glance at the arguments does not suffice.
 
-        `scales` are those that quantizing rows of such a dtype and hidden makes.
+        `scales` are those that quantizing rows of such a dtype and hidden makes. Where the caller has
+        a backward (`gradients` or `is_map`), what it looks at comes along.
         """
         ...
 

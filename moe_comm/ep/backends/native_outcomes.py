@@ -10,6 +10,7 @@ import torch
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.native_dtypes import as_dtype
 from moe_comm.ep.backends.native_endpoint import (
+    Brought,
     EndpointPlan,
     NativeEndpoint,
     PendingNative,
@@ -112,6 +113,7 @@ class NativeDispatchOutput(_Issued):
         dtype: Of the rows that were sent.
         scales: Of rows that travel quantized, or None.
         is_early: See `Operation.early`: False where shapes are not known before the end.
+        brought: What came along, or None: made when looked at.
     """
 
     __slots__ = ("_dtype", "_endpoint", "_gradients", "_made", "_plan", "_scales", "_x")
@@ -125,6 +127,7 @@ class NativeDispatchOutput(_Issued):
         dtype: torch.dtype,
         scales: Scales | None,
         is_early: bool = True,
+        brought: Brought | None = None,
     ) -> None:
         self._native = native
         self._is_early = is_early
@@ -135,19 +138,13 @@ class NativeDispatchOutput(_Issued):
         self._made: dict[str, torch.Tensor | None] = {}
         self._plan: NativePlan | None = None
         self._gradients: int | None = None
-
-    def look_at_all(self, *, with_counts: bool) -> None:
-        """Make what a caller with a backward looks at in one native call: each by itself takes as long.
-
-        Args:
-            with_counts: `num_tokens_per_expert`, too.
-        """
-        plan, x, weights, counts, self._gradients = self._native.brought(with_counts)
-        self._plan = NativePlan(plan, self._endpoint)
-        self._x = as_dtype(x, self._dtype)
-        self._made["topk_weights"] = weights
-        if with_counts:
-            self._made["num_tokens_per_expert"] = counts
+        if brought is not None:
+            plan, x, weights, counts, self._gradients = brought
+            self._plan = NativePlan(plan, endpoint)
+            self._x = as_dtype(x, self._dtype)
+            self._made["topk_weights"] = weights
+            if counts is not None:
+                self._made["num_tokens_per_expert"] = counts
 
     @property
     def plan(self) -> NativePlan:
