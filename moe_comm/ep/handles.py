@@ -11,12 +11,12 @@ from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, 
 from moe_comm.ep.config import Capacity, Layout
 
 __all__ = [
+    "NO_LINK",
     "CombineResult",
     "CommEvent",
     "DispatchHandle",
     "DispatchResult",
     "WaitStatistics",
-    "new_link",
 ]
 
 
@@ -59,14 +59,9 @@ class WaitStatistics:
     num_waits: torch.Tensor
 
 
-# Of dispatches without a gradient; never written, and never an output of autograd.
 with torch.inference_mode(mode=False):
-    _NO_LINK = torch.empty(0, device="cpu")
-
-
-def new_link() -> torch.Tensor:
-    """A link for autograd to make an output of; to detach one costs half of what an empty tensor does."""
-    return _NO_LINK.detach()
+    NO_LINK = torch.empty(0, device="cpu")
+    """Of dispatches without a gradient; never written, and never an output of autograd."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -87,7 +82,7 @@ class DispatchHandle:
     plan: Plan
     buffer_id: int
     generation: int
-    link: torch.Tensor = _NO_LINK
+    link: torch.Tensor = NO_LINK
 
     @property
     def layout(self) -> Layout:

@@ -42,7 +42,11 @@ def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> 
         and rows.dtype in SUMMABLE
     ):
         word |= NEEDS_ROWS
-    if isinstance(weights, torch.Tensor) and (is_traced or weights.requires_grad):
+    if (
+        weights is not None
+        and isinstance(weights, torch.Tensor)
+        and (is_traced or weights.requires_grad)
+    ):
         word |= NEEDS_WEIGHTS
     return word
 

@@ -21,16 +21,18 @@ from moe_comm.ep.autograd.quantized_rows import wrap_rows
 from moe_comm.ep.backends.gradients import NEEDS_ANY, NEEDS_ROWS, NEEDS_WEIGHTS
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
-from moe_comm.ep.handles import DispatchHandle, DispatchResult, new_link
+from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.validation import SUMMABLE
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
+    "are_plain",
     "clone_of_inference",
     "combine",
     "combine_in_graph",
     "dispatch",
     "dispatch_in_graph",
+    "has_onlookers",
     "is_watched",
     "link_for",
 ]
@@ -71,7 +73,7 @@ class _Dispatch(Function):
         ctx.kept = kept
         if handle:
             ctx.save_for_backward(*handle)
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False  # what `set_materialize_grads` does, without a call
         if not word & NEEDS_ROWS:
             ctx.mark_non_differentiable(outputs[0])
         elif topk_weights is not None and not word & NEEDS_WEIGHTS:
@@ -123,9 +125,9 @@ class _Combine(Function):
         handle: Sequence[torch.Tensor],
         expert_out: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        link: torch.Tensor,
+        link: torch.Tensor | None,
     ) -> tuple[torch.Tensor]:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False  # what `set_materialize_grads` does, without a call
         is_weighted = topk_weights is not None
         ctx.kept = (*kept, is_weighted, expert_out.shape, expert_out.dtype)
         if is_weighted:
@@ -230,12 +232,12 @@ def dispatch_in_graph(
         assert result.maker is not None
         # Without the link: what a link comes from must not hold it.
         parts = (output.plan, *result.maker)
-        link = new_link()
+        link = NO_LINK.data  # a third of what an empty tensor costs
         outputs: tuple[torch.Tensor, ...] = (
             (rows, link) if weights is None else (rows, link, weights)
         )
         weights_dtype = None if weights is None else weights.dtype
-        source = _source_of(x, topk_weights, buffer.gradient_anchor)
+        source = x if x.requires_grad else _source_of(x, topk_weights, buffer.gradient_anchor)
         kept = (buffer, parts, rows.shape, rows.dtype, weights_dtype, source is x, of_choices)
         outputs = _apply_dispatch(outputs, kept, (), word, source, topk_weights)
         rows = outputs[0]
@@ -270,11 +272,14 @@ def combine_in_graph(
     """
     if not word & NEEDS_ANY:
         return sums
-    link = link_for(expert_out, handle, link, buffer)
+    node = link.grad_fn
+    # Autograd looks at each argument of a node, and these rows come from the dispatch by themselves.
+    is_tied = node is not None and expert_out.grad_fn is node
+    tie = None if is_tied else link_for(expert_out, handle, link, buffer)
     if topk_weights is not None:
         # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
         expert_out, topk_weights = clone_of_inference(expert_out), clone_of_inference(topk_weights)
-    return _apply_combine((sums,), (buffer, handle), (), expert_out, topk_weights, link)[0]
+    return _apply_combine((sums,), (buffer, handle), (), expert_out, topk_weights, tie)[0]
 
 
 def link_for(
@@ -290,9 +295,6 @@ def link_for(
     """
     if not link.requires_grad:
         return buffer.gradient_anchor
-    node = link.grad_fn
-    if expert_out.grad_fn is node:
-        return link
 
     def num_pairs() -> int:
         is_mine = buffer.expert_rank == buffer.communicator.rank_idx
@@ -300,7 +302,7 @@ def link_for(
 
     # Of RANK_MAJOR rows alone, experts may share one.
     is_by_rank = handle.layout is Layout.RANK_MAJOR
-    is_cut = is_graph_cut(expert_out, node, num_pairs if is_by_rank else None)
+    is_cut = is_graph_cut(expert_out, link.grad_fn, num_pairs if is_by_rank else None)
     return buffer.gradient_anchor if is_cut else link
 
 
@@ -326,29 +328,30 @@ _saved_tensors_hooks: Callable[[bool], object] = getattr(
 )
 
 
-def is_watched(
-    rows: torch.Tensor | None,
-    weights: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    topk_idx: torch.Tensor | None = None,
-) -> bool:
-    """Whether anything may look at operators, which then have to be called as such.
-
-    They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
-    profilers, and for hooks on what autograd saves, which a handle that is no tensor would go
-    around. A call through them costs more than a small exchange.
-    """
+def has_onlookers() -> bool:
+    """Whether anything that this thread has turned on may look at operators: see `is_watched`."""
     return (
         _num_dispatch_modes() > 0
         or _has_transforms()
         or _tracing_state() is not None
         or _is_profiled()
         or _saved_tensors_hooks(False) is not None
-        or type(rows) not in _PLAIN_OR_NONE
-        or type(weights) not in _PLAIN_OR_NONE
-        or type(scales) not in _PLAIN_OR_NONE
-        or type(topk_idx) not in _PLAIN_OR_NONE
     )
+
+
+def are_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether all are ordinary tensors, which look at no operator: see `is_watched`."""
+    return _PLAIN_OR_NONE.issuperset(map(type, tensors))
+
+
+def is_watched(*tensors: torch.Tensor | None) -> bool:
+    """Whether anything may look at operators, which then have to be called as such.
+
+    They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
+    profilers, and for hooks on what autograd saves, which a handle that is no tensor would go
+    around. A call through them costs more than a small exchange.
+    """
+    return has_onlookers() or not are_plain(*tensors)
 
 
 def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -76,20 +76,23 @@ def dispatch(
         y = moe_comm.combine(rows * result.topk_weights[:, None], result.handle, buffer=buffer)
         ```
     """
-    _check_buffer("dispatch", buffer)
+    if not isinstance(buffer, EpBuffer):
+        _refuse_buffer("dispatch", buffer)
     data: Any = x
     scales = None
     if isinstance(x, tuple) and len(x) == 2 and _is_operand(x[1]):
         data, scales = x
     is_traced = torch.compiler.is_compiling()
     word = dispatch_word(data, topk_weights, is_traced=is_traced)
-    is_watched = is_traced or formulas.is_watched(data, topk_weights, scales, topk_idx)
+    is_watched = is_traced or formulas.has_onlookers()
     if not is_watched and scales is None and quantization is None and capacity is None:
-        plain = operators.dispatch_plain(
-            buffer, data, topk_idx, topk_weights, layout, expert_alignment, word
-        )
+        plain = buffer.dispatch_plain(data, topk_idx, topk_weights, layout, expert_alignment, word)
         if plain is not None:
-            return _in_graph(plain, buffer, data, topk_weights, None, word)
+            if layout is Layout.LOW_LATENCY:
+                operators.zero_unfilled(plain)
+            if word:
+                formulas.dispatch_in_graph(plain, buffer, data, topk_weights)
+            return _for_graphs(plain) if dynamo.is_loaded() else plain
     options: dict[str, Any] = {
         "layout": layout,
         "expert_alignment": expert_alignment,
@@ -107,11 +110,13 @@ def dispatch(
         # An operator would refuse these on this rank alone; the buffer tells the peers.
         buffer.dispatch(x, topk_idx, topk_weights, **options)
         raise AssertionError("EpBuffer.dispatch took what the operator does not")
-    if not is_watched:
+    if not is_watched and formulas.are_plain(data, topk_weights, scales, topk_idx):
         options["gradients"] = word
         result = operators.dispatch_rows(buffer, data, scales, topk_idx, topk_weights, options)
         quantized_here = quantization if scales is None else None
-        return _in_graph(result, buffer, data, topk_weights, quantized_here, word)
+        if word or quantized_here is not None:
+            formulas.dispatch_in_graph(result, buffer, data, topk_weights, quantized_here)
+        return _for_graphs(result) if dynamo.is_loaded() else result
     return _by_operator(
         buffer, data, scales, topk_idx, topk_weights, options, word, is_traced=is_traced
     )
@@ -164,20 +169,9 @@ def _by_operator(
     return DispatchResult(output, output, capacity, handle=handle)
 
 
-def _in_graph(
-    result: DispatchResult,
-    buffer: EpBuffer,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    quantization: Quantization | None,
-    word: int,
-) -> DispatchResult:
-    """What a dispatch returns that nobody watches."""
-    if word or quantization is not None:
-        formulas.dispatch_in_graph(result, buffer, x, topk_weights, quantization)
-    if dynamo.is_loaded():
-        # It may go into a graph, which takes it as tensors and cannot make them.
-        result.hand_out(result.x, result.topk_weights, _export(result.handle))
+def _for_graphs(result: DispatchResult) -> DispatchResult:
+    """As it may go into a compiled graph, which takes it as tensors and cannot make them."""
+    result.hand_out(result.x, result.topk_weights, _export(result.handle))
     return result
 
 
@@ -223,11 +217,12 @@ def combine(
             `topk_weights` than all.
         TypeError: See `EpBuffer.combine`.
     """
-    _check_buffer("combine", buffer)
+    if not isinstance(buffer, EpBuffer):
+        _refuse_buffer("combine", buffer)
     is_traced = torch.compiler.is_compiling()
-    is_watched = is_traced or formulas.is_watched(expert_out, topk_weights)
+    is_watched = is_traced or formulas.has_onlookers()
     summed = local = None
-    if not is_watched and _is_handle(handle):
+    if not is_watched and isinstance(handle, DispatchHandle):
         local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
         word = combine_word(expert_out, topk_weights, handle.link)
         summed = buffer.combine_plain(expert_out, local, topk_weights, word)
@@ -235,12 +230,12 @@ def combine(
         if not (
             _is_operand(expert_out)
             and _is_operand(topk_weights, is_optional=True)
-            and _is_handle(handle)
+            and isinstance(handle, DispatchHandle)
         ):
             # An operator would refuse these on this rank alone; the buffer tells the peers.
             buffer.combine(expert_out, handle, topk_weights=topk_weights)
             raise AssertionError("EpBuffer.combine took what the operator does not")
-        if local is not None:
+        if local is not None and formulas.are_plain(expert_out, topk_weights):
             summed = operators.combine_rows(buffer, expert_out, local, topk_weights, word)
     if summed is not None:
         assert local is not None
@@ -267,11 +262,10 @@ def combine(
     return y
 
 
-def _check_buffer(operation: str, buffer: Any) -> None:
-    if not isinstance(buffer, EpBuffer):
-        error = TypeError(f"buffer must be an EpBuffer, got {type(buffer).__name__}")
-        missed_calls.keep(operation, error)
-        raise error
+def _refuse_buffer(operation: str, buffer: object) -> NoReturn:
+    error = TypeError(f"buffer must be an EpBuffer, got {type(buffer).__name__}")
+    missed_calls.keep(operation, error)
+    raise error
 
 
 def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
@@ -283,10 +277,6 @@ def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
 
 def _is_layout(layout: Any, expert_alignment: Any) -> bool:
     return isinstance(layout, Layout) and type(expert_alignment) is int
-
-
-def _is_handle(handle: Any) -> bool:
-    return isinstance(handle, DispatchHandle)
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:

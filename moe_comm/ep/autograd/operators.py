@@ -36,11 +36,11 @@ __all__ = [
     "combine_backward",
     "combine_rows",
     "dispatch_backward",
-    "dispatch_plain",
     "dispatch_rows",
     "library",
     "local_handle",
     "tensors_of",
+    "zero_unfilled",
 ]
 
 # Layout of the `meta` tensor of a handle.
@@ -168,24 +168,13 @@ def dispatch_rows(
         **options,
     )
     if options["layout"] is Layout.LOW_LATENCY:
-        _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
+        zero_unfilled(result)
     return result
 
 
-def dispatch_plain(
-    buffer: EpBuffer,
-    x: object,
-    topk_idx: object,
-    topk_weights: object,
-    layout: Layout,
-    expert_alignment: int,
-    gradients: int,
-) -> DispatchResult | None:
-    """`EpBuffer.dispatch_plain`, and no row of it undefined."""
-    result = buffer.dispatch_plain(x, topk_idx, topk_weights, layout, expert_alignment, gradients)
-    if result is not None and layout is Layout.LOW_LATENCY:
-        _zero_unfilled(result.num_tokens_per_expert, result.x, result.topk_weights)
-    return result
+def zero_unfilled(result: DispatchResult) -> None:
+    """Leave no row of a LOW_LATENCY dispatch undefined."""
+    _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
