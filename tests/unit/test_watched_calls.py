@@ -132,6 +132,28 @@ class Wrapped(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class Contagious(Wrapped):
+    """The same, and so is all that operators make of it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, made)
+
+
+def test_tensors_of_a_class_of_their_own_come_back_as_such(buffer: EpBuffer) -> None:
+    x = torch.rand(2, HIDDEN).bfloat16()
+    idx = torch.tensor([[0], [1]]).repeat(1, NUM_TOPK)
+
+    def there_and_back(rows: torch.Tensor) -> torch.Tensor:
+        arrived = moe_comm.dispatch(rows, idx, buffer=buffer)
+        return moe_comm.combine(arrived.x, arrived.handle, buffer=buffer)
+
+    found = there_and_back(Contagious(x))
+    assert type(found) is Contagious
+    assert torch.equal(found.inner, there_and_back(x))
+
+
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_a_gradient_may_be_of_a_class_of_its_own(buffer: EpBuffer, is_weighted: bool) -> None:
     def gradients(wrap: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:

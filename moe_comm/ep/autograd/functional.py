@@ -221,6 +221,9 @@ def combine(
         _refuse_buffer("combine", buffer)
     is_traced = torch.compiler.is_compiling()
     is_watched = is_traced or formulas.has_onlookers()
+    if not is_watched and isinstance(handle, TensorHandle):
+        # Where tensors of the dispatch are of a subclass, those of its handle may be, too.
+        is_watched = not formulas.are_plain(expert_out, topk_weights, *handle.tensors())
     summed = local = None
     if not is_watched and isinstance(handle, DispatchHandle):
         local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
