@@ -13,6 +13,8 @@ namespace moe::cpu {
 // sender), so that they are written past the caches, a line at a time, as rows are. A line that is
 // stored through the cache is read first, and the rows behind it wait for that.
 
+inline constexpr int64_t kStagedLineBytes = 64;
+
 /// Row-major scale factors: those of a row lie side by side, and those of the next row behind them.
 class ScaleRowStage {
  public:
@@ -20,7 +22,7 @@ class ScaleRowStage {
   ScaleRowStage(const RowKernels& kernels, int64_t num_streams, int64_t row_bytes)
       : kernels_(kernels),
         row_bytes_(row_bytes),
-        capacity_(row_bytes + kLineBytes),
+        capacity_(row_bytes + kStagedLineBytes),
         streams_(static_cast<size_t>(num_streams)),
         staged_(static_cast<size_t>(num_streams * capacity_)) {}
 
@@ -34,8 +36,8 @@ class ScaleRowStage {
     std::byte* const staged = this->staged(stream_idx);
     std::memcpy(staged + stream.bytes, scales, static_cast<size_t>(row_bytes_));
     stream.bytes += row_bytes_;
-    const auto past_lines =
-        static_cast<int64_t>(reinterpret_cast<uintptr_t>(stream.first + stream.bytes) % kLineBytes);
+    const auto past_lines = static_cast<int64_t>(
+        reinterpret_cast<uintptr_t>(stream.first + stream.bytes) % kStagedLineBytes);
     if (past_lines >= stream.bytes)
       return;
     const int64_t whole = stream.bytes - past_lines;
@@ -51,8 +53,6 @@ class ScaleRowStage {
   }
 
  private:
-  static constexpr int64_t kLineBytes = 64;
-
   /// What has not left yet: less than a line.
   struct Stream {
     std::byte* first = nullptr;
@@ -85,7 +85,7 @@ class ScaleColumnStage {
       : kernels_(kernels),
         num_scales_(num_scales),
         scale_bytes_(scale_bytes),
-        rows_per_line_(kLineBytes / scale_bytes),
+        rows_per_line_(kStagedLineBytes / scale_bytes),
         streams_(static_cast<size_t>(num_streams)),
         staged_(static_cast<size_t>(num_streams * rows_per_line_ * num_scales * scale_bytes)) {}
 
@@ -102,7 +102,7 @@ class ScaleColumnStage {
         row(stream_idx, stream.num_rows), scales, static_cast<size_t>(num_scales_ * scale_bytes_));
     ++stream.num_rows;
     const auto end = reinterpret_cast<uintptr_t>(place + scale_bytes_);
-    if (stream.num_rows == rows_per_line_ || end % kLineBytes == 0)
+    if (stream.num_rows == rows_per_line_ || end % kStagedLineBytes == 0)
       flush(stream_idx);
   }
 
@@ -112,8 +112,6 @@ class ScaleColumnStage {
   }
 
  private:
-  static constexpr int64_t kLineBytes = 64;
-
   struct Stream {
     std::byte* first = nullptr;
     int64_t step = 0;
@@ -142,7 +140,7 @@ class ScaleColumnStage {
     Stream& stream = streams_[static_cast<size_t>(stream_idx)];
     const std::byte* const first = row(stream_idx, 0);
     for (int64_t block = 0; block < num_scales_; ++block) {
-      Word column[kLineBytes / sizeof(Word)];
+      Word column[kStagedLineBytes / sizeof(Word)];
       for (int64_t i = 0; i < stream.num_rows; ++i)
         std::memcpy(&column[i],
                     first + (i * num_scales_ + block) * static_cast<int64_t>(sizeof(Word)),

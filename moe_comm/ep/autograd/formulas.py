@@ -163,7 +163,7 @@ class _Combine(Function):
 
 
 # `Function.apply` looks at every argument for what functorch has left behind, which the operators
-# and `is_watched` have done: past it, the node is made at once.
+# and `has_onlookers` have done: past it, the node is made at once.
 _apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = super(Function, _Dispatch).apply
 _apply_combine: Callable[..., tuple[torch.Tensor]] = super(Function, _Combine).apply
 
@@ -237,7 +237,7 @@ def dispatch_in_graph(
             (rows, link) if weights is None else (rows, link, weights)
         )
         weights_dtype = None if weights is None else weights.dtype
-        source = x if x.requires_grad else _source_of(x, topk_weights, buffer.gradient_anchor)
+        source = _source_of(x, topk_weights, buffer.gradient_anchor)
         kept = (buffer, parts, rows.shape, rows.dtype, weights_dtype, source is x, of_choices)
         outputs = _apply_dispatch(outputs, kept, (), word, source, topk_weights)
         rows = outputs[0]
