@@ -43,14 +43,19 @@ enum class RowStatus : int32_t {
 /// What a rank says of gradients in one operation, a word of bits. Ranks may say different things:
 /// each finds the same in all of them.
 ///
-///   bits 0 to 2   see below
+///   bits 0 to 4   see below
 ///   bits 8 to 15  combine: bytes of a weight that is applied while adding, 0 for none
 struct GradientWord {
   /// This rank can run a backward: its gradients are enabled and the call is differentiable.
   static constexpr int32_t kEnabled = 1;
   static constexpr int32_t kNeedsRows = 2;     ///< it needs the gradient of what rows are made of
   static constexpr int32_t kNeedsWeights = 4;  ///< dispatch with weights: that of the weights
-  static constexpr int32_t kOfBackward = kEnabled | kNeedsRows | kNeedsWeights;
+  /// combine: its rows come from those of its dispatch, whose backward follows its own
+  static constexpr int32_t kReachesDispatch = 8;
+  /// combine: its rows have a gradient and do not come from those of its dispatch
+  static constexpr int32_t kLeavesDispatch = 16;
+  static constexpr int32_t kOfBackward =
+      kEnabled | kNeedsRows | kNeedsWeights | kReachesDispatch | kLeavesDispatch;
   static constexpr int kWeightBytesShift = 8;
 
   MOE_HOST_DEVICE static constexpr bool is_enabled(int32_t word) { return (word & kEnabled) != 0; }
@@ -97,6 +102,12 @@ struct OperationArguments {
   MOE_HOST_DEVICE bool is_same_as(OperationArguments other) const {
     other.gradients = gradients;
     return *this == other;
+  }
+  /// All that a rank can say it needs of the operation's backward, as bits of a GradientWord.
+  int32_t all_needs() const {
+    if (operation == static_cast<int32_t>(Operation::kCombine))
+      return GradientWord::kNeedsRows | GradientWord::kReachesDispatch;
+    return GradientWord::kNeedsRows | (weight_bytes > 0 ? GradientWord::kNeedsWeights : 0);
   }
 };
 static_assert(sizeof(OperationArguments) == 64);

@@ -90,11 +90,9 @@ void check_fixed(const ops::DispatchParams& params) {
 /// What a rank says of gradients in a capture, which the host does not hear from the others: it
 /// needs all that it can have, as every rank that captures alike does.
 int32_t all_gradients(const layout::OperationArguments& arguments) {
-  using layout::GradientWord;
-  if (!GradientWord::is_enabled(arguments.gradients))
+  if (!layout::GradientWord::is_enabled(arguments.gradients))
     return arguments.gradients;
-  return arguments.gradients | GradientWord::kNeedsRows |
-         (arguments.weight_bytes > 0 ? GradientWord::kNeedsWeights : 0);
+  return arguments.gradients | arguments.all_needs();
 }
 
 /// The handle's plan, or one that the graph writes.

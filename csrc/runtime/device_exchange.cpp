@@ -90,14 +90,9 @@ void DeviceExchange::publish(ExchangeParams params) {
 }
 
 bool DeviceExchange::hears_later(const layout::OperationArguments& arguments) {
-  using layout::GradientWord;
-  const bool is_combine = operation_ == layout::Operation::kCombine;
-  const int32_t needs =
-      GradientWord::kNeedsRows |
-      (is_combine || arguments.weight_bytes == 0 ? 0 : GradientWord::kNeedsWeights);
   hears_later_ = !endpoint_.is_host_caller() && !endpoint_.device().is_shared() &&
                  !endpoint_.is_on_progress_thread() && !hears_now_ &&
-                 GradientWord::is_final(arguments.gradients, needs);
+                 layout::GradientWord::is_final(arguments.gradients, arguments.all_needs());
   return hears_later_;
 }
 

@@ -306,7 +306,7 @@ class MegatronManager:
             check_no_transform()
         except ValueError as error:
             self._buffer.reject("combine", error)
-        word = combine_word(hidden_states, handle.places.link)
+        word = combine_word(hidden_states, None, handle.places.link)
         return start_combine(hidden_states, handle, async_op=async_op, gradients=word)
 
     def grow_recv_capacity(self, new_capacity: int) -> None:

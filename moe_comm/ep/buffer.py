@@ -467,8 +467,9 @@ class EpBuffer(Destroyable):
             out: `[num_tokens, hidden]`, contiguous, to write the sums to.
             copy_out: As in `dispatch`, for the sums.
             async_op: Return at once with a `CombineResult`.
-            gradients: As in `dispatch`; 2 more where any gradient is needed. Where it is,
-                `topk_weights` are given on every rank or on none.
+            gradients: As in `dispatch`; 2 more where any gradient is needed, and then 8 more for rows
+                that come from those of the dispatch, or 16 more for others that require a gradient.
+                Where any is needed, `topk_weights` are given on every rank or on none.
 
         Returns:
             `[num_tokens, hidden]` sums in the dtype of `expert_out`; a `CombineResult` with

@@ -561,7 +561,7 @@ def hybrid_ep_combine(
         check_no_transform()
     except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
         handle.buffer.reject("combine", error)
-    word = combine_word(x, places.link)
+    word = combine_word(x, None, places.link)
     return permuted.start_combine(x, handle, gradients=word).wait_differentiable(x)
 
 

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput
-from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
+from moe_comm.ep.backends.gradients import (
+    ENABLED,
+    LEAVES_DISPATCH,
+    NEEDS_ROWS,
+    NEEDS_WEIGHTS,
+    REACHES_DISPATCH,
+)
 from moe_comm.ep.config import Layout
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData
@@ -32,6 +38,16 @@ _WORDS = [
     (_WEIGHTS, _OFF, _ON),
     (_ON, _OFF, _WEIGHTS),
     (_ROWS, _ON, _WEIGHTS),
+]
+
+_REACHES, _LEAVES = _ROWS | REACHES_DISPATCH, _ROWS | LEAVES_DISPATCH
+
+# Of three ranks in a combine: where the rows of each come from.
+_ORIGINS = [
+    (_REACHES, _LEAVES, _ON),
+    (_ROWS, _ON, _REACHES),
+    (_LEAVES, _ON, _LEAVES),
+    (_REACHES, _OFF, _LEAVES),
 ]
 
 
@@ -67,6 +83,11 @@ def run_gradients(context: RankContext, target: Target) -> list[str]:
             (cached, _ROWS),  # of rows alone
             (combine, _ROWS),
         ]
+        for words in _ORIGINS:
+            what = f"combine of rows with an origin, words {words}"
+            # Rows that reach the dispatch decide for all ranks: others need not be heard then.
+            bits = _ROWS | REACHES_DISPATCH if _REACHES in words else _ROWS | LEAVES_DISPATCH
+            _expect(expected, what, combine, words, rank_idx, bits)
         for idx, words in enumerate(_WORDS):
             for operation_idx in range(idx % 2, len(operations), 2):
                 what = f"operation {operation_idx}, words {words}"

@@ -6,6 +6,7 @@ re-entrant checkpoints of the experts.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -153,20 +154,109 @@ def test_rows_that_come_from_weights_alone_leave_nobody_waiting(face: str, kind:
     assert run_ranks(depend_on_weights, 2, face, kind) == [3.0 * 3.0 * HIDDEN * HIDDEN] * 2
 
 
-def depend_on_as_many_rows(context: RankContext) -> None:
-    """As `depend_on_weights`, of a tensor that happens to have a row for every choice delivered."""
+def depend_on_tensors(context: RankContext, shape_of: str, detached_on: tuple[int, ...]) -> bool:
+    """Rows of some ranks come from a tensor alone that has as many rows as arrived, or as choices did."""
     x = torch.ones(5, HIDDEN, requires_grad=True)
     topk_idx = torch.tensor([[0], [1], [1], [2], [3]])
     buffer = group_buffers(context.group).get(NUM_EXPERTS)
     result = moe_comm.dispatch(x, topk_idx, buffer=buffer, expert_alignment=8)
     num_choices = int(result.num_tokens_per_expert.sum())
     assert num_choices < len(result.x)
-    weight = torch.ones(num_choices, HIDDEN, requires_grad=True)
-    rows = result.x if context.rank_idx == 0 else result.x.detach()
+    num_rows = {"rows": len(result.x), "choices": num_choices, "other": 3}[shape_of]
+    weight = torch.ones(num_rows, HIDDEN, requires_grad=True)
+    rows = result.x.detach() if context.rank_idx in detached_on else result.x
     moe_comm.combine(rows + weight.sum(0), result.handle, buffer=buffer).sum().backward()
     assert weight.grad is not None
+    if x.grad is None:
+        return False
+    # The tokens of experts 0 and 1 went to rank 0.
+    used = torch.tensor([rank_idx not in detached_on for rank_idx in (0, 0, 0, 1, 1)])
+    assert torch.equal(x.grad, used.float()[:, None].expand(5, HIDDEN))
+    return True
+
+
+@pytest.mark.parametrize("detached_on", [(1,), (0,), (0, 1)])
+@pytest.mark.parametrize("shape_of", ["rows", "choices", "other"])
+def test_gradients_do_not_depend_on_how_many_rows_a_leaf_has(
+    shape_of: str, detached_on: tuple[int, ...]
+) -> None:
+    has_gradient = len(detached_on) < 2  # as of a detached tensor in one process
+    assert run_ranks(depend_on_tensors, 2, shape_of, detached_on) == [has_gradient] * 2
+
+
+def skip_without_rows(context: RankContext, face: str, leaf: str, is_watched: bool) -> None:
+    """Expert e multiplies by e + 2; all tokens go to expert 0, and rank 1 has rows of its own making."""
+    for step in range(2):
+        x = torch.ones(2, HIDDEN, requires_grad=True)
+        topk_idx = torch.zeros(2, 1, dtype=torch.int64)
+        watch = identity_hooks() if is_watched else contextlib.nullcontext()
+        with watch:
+            rows, combine = FACES[face](context, x, topk_idx)
+            if context.rank_idx == 0:
+                out = rows * 2
+            elif leaf == "zeros":
+                out = torch.zeros(0, HIDDEN, requires_grad=True)
+            else:
+                out = torch.zeros_like(rows, requires_grad=True) * 3
+            combine(out).sum().backward()
+        assert x.grad is not None, f"step {step}"
+        assert torch.equal(x.grad, torch.full((2, HIDDEN), 2.0))
+
+
+def identity_hooks() -> contextlib.AbstractContextManager[object]:
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda kept: kept)
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("leaf", ["zeros", "zeros_like"])
+@pytest.mark.parametrize("face", FACES)
+def test_a_rank_without_rows_may_pass_a_leaf(face: str, leaf: str, is_watched: bool) -> None:
+    run_ranks(skip_without_rows, 2, face, leaf, is_watched, timeout_s=60.0)
+
+
+def checkpoint_experts(context: RankContext, face: str, is_watched: bool) -> torch.Tensor:
+    """A re-entrant checkpoint of experts and combine, whose inputs are the rows of each expert."""
+    scale = torch.tensor([2.0, 3.0, 4.0, 5.0])
+    x = torch.ones(4, HIDDEN, requires_grad=True)
+    topk_idx = torch.tensor([[0], [1], [2], [2]])  # two rows of rank 0's experts, four of rank 1's
+    first = 2 * context.rank_idx
+    rows, combine = FACES[face](context, x, topk_idx)
+    num_rows = [2, 2] if context.rank_idx == 0 else [4, 0]
+
+    def experts(*rows_of_experts: torch.Tensor) -> torch.Tensor:
+        scaled = [rows * scale[first + e] for e, rows in enumerate(rows_of_experts)]
+        return combine(torch.cat(scaled))
+
+    with identity_hooks() if is_watched else contextlib.nullcontext():
+        y = checkpoint(experts, *rows.split(num_rows), use_reentrant=True)
+        y.sum().backward()
     assert x.grad is not None
+    return x.grad[:, 0]
 
 
-def test_rows_that_depend_on_as_many_rows_are_not_cut() -> None:
-    run_ranks(depend_on_as_many_rows, 2, timeout_s=60.0)
+@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("face", ["TokenDispatcher", "functions"])
+def test_rows_of_each_expert_may_be_checkpointed(face: str, is_watched: bool) -> None:
+    for gradient_of_x in run_ranks(checkpoint_experts, 2, face, is_watched, timeout_s=60.0):
+        assert gradient_of_x.tolist() == [2.0, 3.0, 4.0, 4.0]
+
+
+def cut_and_copy(context: RankContext) -> torch.Tensor:
+    """The caller goes on from copies of its own, in pieces, with more rows than arrived."""
+    x = torch.ones(4, HIDDEN, requires_grad=True)
+    topk_idx = torch.tensor([[0], [1], [2], [2]])
+    buffer = group_buffers(context.group).get(NUM_EXPERTS)
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer)
+    inner = torch.cat([result.x.detach().double(), torch.ones(7, HIDDEN)]).requires_grad_()
+    out = inner[: len(result.x)].float() * (2.0 + context.rank_idx)
+    moe_comm.combine(out, result.handle, buffer=buffer).sum().backward()
+    assert x.grad is None
+    assert inner.grad is not None
+    result.x.backward(inner.grad[: len(result.x)].float())
+    assert x.grad is not None
+    return x.grad[:, 0]
+
+
+def test_a_cut_with_other_rows_than_arrived_is_seen() -> None:
+    for gradient_of_x in run_ranks(cut_and_copy, 2, timeout_s=60.0):
+        assert gradient_of_x.tolist() == [2.0, 2.0, 3.0, 3.0]

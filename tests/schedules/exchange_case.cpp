@@ -101,7 +101,16 @@ class Draw {
     const int32_t word = GradientWord::kEnabled;
     if (random_.chance(1, 8))
       return word | 4 << GradientWord::kWeightBytesShift;
-    return random_.chance(1, 3) ? word | GradientWord::kNeedsRows : word;
+    const bool is_needed = random_.chance(1, 3);
+    return is_needed ? word | GradientWord::kNeedsRows | draw_origin() : word;
+  }
+
+  /// Where the rows of a combine come from.
+  int32_t draw_origin() {
+    using layout::GradientWord;
+    if (case_.is_counted())
+      return 0;
+    return random_.chance(1, 2) ? GradientWord::kReachesDispatch : GradientWord::kLeavesDispatch;
   }
 
   int64_t draw_expert() {
@@ -204,9 +213,10 @@ class Draw {
       is_rejected = is_rejected || !own.arguments.is_same_as(*first) ||
                     case_.row_status[static_cast<size_t>(rank_idx)] != RowStatus::kOk;
       is_needed = is_needed || (own.arguments.gradients & layout::GradientWord::kNeedsRows) != 0;
-      // Needs aside, words are all alike.
-      is_apart = is_apart || ((own.arguments.gradients ^ first->gradients) &
-                              ~layout::GradientWord::kNeedsRows) != 0;
+      // Needs and origins aside, words are all alike.
+      using layout::GradientWord;
+      const int32_t alike = ~GradientWord::kOfBackward | GradientWord::kEnabled;
+      is_apart = is_apart || ((own.arguments.gradients ^ first->gradients) & alike) != 0;
     }
     is_rejected = is_rejected || (is_needed && is_apart);
     if (is_rejected)

@@ -2,26 +2,27 @@
 
 What an operation's backward does for others follows from what any rank differentiates, so a call says
 what this rank needs, its ranks agree in the rows that they exchange anyway, and where any of them needs
-a gradient the call is part of the graph of every rank.
+a gradient the call is part of the graph of every rank. The backward of a combine goes on to that of
+its dispatch on every rank where it does so on any: a rank without rows, or whose experts used none of
+them, follows. Where it does so on none and some rank has rows of its own that have a gradient, it ends
+there on every rank, as in one process: who has cut the graph goes on by itself.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
-from torch import nn
 from torch.autograd.graph import Node
 
-from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS, NEEDS_WEIGHTS
+from moe_comm.ep.backends.gradients import (
+    ENABLED,
+    LEAVES_DISPATCH,
+    NEEDS_ROWS,
+    NEEDS_WEIGHTS,
+    REACHES_DISPATCH,
+)
 from moe_comm.ep.validation import SUMMABLE
 
-__all__ = [
-    "combine_word",
-    "dispatch_word",
-    "is_graph_cut",
-]
+__all__ = ["combine_word", "dispatch_word"]
 
 
 def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> int:
@@ -51,66 +52,43 @@ def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> 
     return word
 
 
-def combine_word(*inputs: object, is_traced: bool = False) -> int:
+def combine_word(
+    rows: object, weights: object, link: torch.Tensor, *, is_traced: bool = False
+) -> int:
     """What this rank says in a combine.
 
     Args:
-        inputs: All that may have a gradient: rows, weights, the link of the dispatch; or None.
-        is_traced: As in `dispatch_word`.
+        rows: Of the combine.
+        weights: That it applies, or None.
+        link: Of the dispatch.
+        is_traced: As in `dispatch_word`; the backward of the dispatch then follows that of the combine.
     """
     if not torch.is_grad_enabled():
         return 0
     if is_traced:
+        return ENABLED | NEEDS_ROWS | REACHES_DISPATCH
+    if isinstance(rows, torch.Tensor) and rows.requires_grad:
+        leads_there = link.requires_grad and _leads_to(rows.grad_fn, link.grad_fn)
+        return ENABLED | NEEDS_ROWS | (REACHES_DISPATCH if leads_there else LEAVES_DISPATCH)
+    if link.requires_grad or (isinstance(weights, torch.Tensor) and weights.requires_grad):
         return ENABLED | NEEDS_ROWS
-    for tensor in inputs:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            return ENABLED | NEEDS_ROWS
     return ENABLED
 
 
-def is_graph_cut(
-    rows: object, dispatch: Node | None, num_pairs: Callable[[], int] | None = None
-) -> bool:
-    """Whether the caller has cut the graph between a dispatch and the rows of its combine.
-
-    Schedules that run a backward in parts, and checkpoints that are re-entrant, do: they go on from a
-    tensor of their own, with as many rows. The backward of that combine must then end where they cut
-    it, as they begin the one of the dispatch. Rows that come from weights alone, as those of a rank
-    that skips its experts or detaches their input, are not cut: nobody else would begin the backward
-    of their dispatch.
-
-    Args:
-        rows: Of the combine.
-        dispatch: Its node in the graph, or None where it has none.
-        num_pairs: Rows that experts have, where `rows` has one for several of them; asked for only
-            where the graph says too little.
-    """
-    if not isinstance(rows, torch.Tensor) or not rows.requires_grad or dispatch is None:
+def _leads_to(origin: Node | None, destination: Node | None) -> bool:
+    """Return whether a backward that comes to `origin` goes on to `destination`."""
+    if origin is None or destination is None:
         return False
-    origin = rows.grad_fn
-    if origin is dispatch:
-        return False
-    if origin is None:
-        return not isinstance(rows, nn.Parameter)
-    leaves = set()
+    if origin is destination:
+        return True
     known = {origin}
     waiting = [origin]
     while waiting:
-        node = waiting.pop()
-        if node is dispatch:
-            return False
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not isinstance(leaf, nn.Parameter):
-            leaves.add(_num_rows(leaf))
         # The first input, which is most often what came from the dispatch, is looked at first.
-        for parent, _ in reversed(node.next_functions):
+        for parent, _ in reversed(waiting.pop().next_functions):
+            if parent is destination:
+                return True
             if parent is not None and parent not in known:
                 known.add(parent)
                 waiting.append(parent)
-    if _num_rows(rows) in leaves:
-        return True
-    return bool(leaves) and num_pairs is not None and num_pairs() in leaves
-
-
-def _num_rows(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape[:-1]) if tensor.dim() > 1 else -1
+    return False

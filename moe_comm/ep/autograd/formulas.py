@@ -16,10 +16,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.autograd.agreement import is_graph_cut
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
-from moe_comm.ep.backends.gradients import NEEDS_ANY, NEEDS_ROWS, NEEDS_WEIGHTS
-from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.backends.gradients import (
+    LEAVES_DISPATCH,
+    NEEDS_ANY,
+    NEEDS_ROWS,
+    NEEDS_WEIGHTS,
+    REACHES_DISPATCH,
+)
+from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.validation import SUMMABLE
@@ -34,7 +39,7 @@ __all__ = [
     "dispatch_in_graph",
     "has_onlookers",
     "is_watched",
-    "link_for",
+    "tie_of",
 ]
 
 
@@ -275,35 +280,23 @@ def combine_in_graph(
     node = link.grad_fn
     # Autograd looks at each argument of a node, and these rows come from the dispatch by themselves.
     is_tied = node is not None and expert_out.grad_fn is node
-    tie = None if is_tied else link_for(expert_out, handle, link, buffer)
+    tie = None if is_tied else tie_of(word, link, buffer)
     if topk_weights is not None:
         # Peers run a backward whatever this rank's tensors are, and autograd saves none of inference.
         expert_out, topk_weights = clone_of_inference(expert_out), clone_of_inference(topk_weights)
     return _apply_combine((sums,), (buffer, handle), (), expert_out, topk_weights, tie)[0]
 
 
-def link_for(
-    expert_out: torch.Tensor, handle: DispatchHandle, link: torch.Tensor, buffer: EpBuffer
-) -> torch.Tensor:
-    """What ties a combine to the backward of its dispatch, or the buffer's anchor where nothing does.
+def tie_of(word: int, link: torch.Tensor, buffer: EpBuffer) -> torch.Tensor:
+    """What the backward of a combine goes on to: that of its dispatch, or the end of the graph.
 
     Args:
-        expert_out: Of the combine.
-        handle: Of the dispatch.
+        word: What the ranks of the combine say of gradients.
         link: Of the dispatch.
         buffer: Of both.
     """
-    if not link.requires_grad:
-        return buffer.gradient_anchor
-
-    def num_pairs() -> int:
-        is_mine = buffer.expert_rank == buffer.communicator.rank_idx
-        return int(handle.plan.to_tensors().sent_choices[:, is_mine].sum())
-
-    # Of RANK_MAJOR rows alone, experts may share one.
-    is_by_rank = handle.layout is Layout.RANK_MAJOR
-    is_cut = is_graph_cut(expert_out, link.grad_fn, num_pairs if is_by_rank else None)
-    return buffer.gradient_anchor if is_cut else link
+    is_cut = word & (REACHES_DISPATCH | LEAVES_DISPATCH) == LEAVES_DISPATCH
+    return buffer.gradient_anchor if is_cut or not link.requires_grad else link
 
 
 def clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
@@ -361,7 +354,8 @@ def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
     if not word or not torch.is_grad_enabled():
         return brought
     if keyset is None:
-        word = brought[1].item()
+        word = int(brought[1])
+        link = tie_of(word, link, resolve_buffer(int(args[2])))
     if not word & NEEDS_ANY:
         return brought
     (y,) = _Combine.apply((brought[0],), (None, None), handle, expert_out, topk_weights, link)  # type: ignore[no-untyped-call]

@@ -247,11 +247,8 @@ def combine(
         )
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
-    if word:
-        if not is_traced:
-            link = formulas.link_for(expert_out, handle, link, buffer)
-        elif not link.requires_grad:
-            link = buffer.gradient_anchor
+    if is_traced and word and not link.requires_grad:
+        link = buffer.gradient_anchor
     if not isinstance(handle, TensorHandle):
         handle = _export(handle)
     tensors: Sequence[torch.Tensor] = handle.tensors()

@@ -14,9 +14,11 @@ import torch
 
 __all__ = [
     "ENABLED",
+    "LEAVES_DISPATCH",
     "NEEDS_ANY",
     "NEEDS_ROWS",
     "NEEDS_WEIGHTS",
+    "REACHES_DISPATCH",
     "check_word",
     "clash",
     "unite",
@@ -30,7 +32,12 @@ NEEDS_ROWS = 2
 NEEDS_WEIGHTS = 4
 """It needs that of the weights of a dispatch; says nothing in a combine or where no weights travel."""
 NEEDS_ANY = NEEDS_ROWS | NEEDS_WEIGHTS
+REACHES_DISPATCH = 8
+"""In a combine: its rows come from those of its dispatch, whose backward therefore follows its own."""
+LEAVES_DISPATCH = 16
+"""In a combine: its rows have a gradient and do not come from those of its dispatch."""
 
+_OF_BACKWARD = ENABLED | NEEDS_ANY | REACHES_DISPATCH | LEAVES_DISPATCH
 _WEIGHT_BYTES_SHIFT = 8
 
 
@@ -43,10 +50,11 @@ def check_word(word: object) -> None:
     """
     if type(word) is not int:
         raise TypeError(f"gradients must be an int, got {type(word).__name__}")
-    if word != 0 and not (word & ENABLED and word <= ENABLED | NEEDS_ANY):
+    if word != 0 and not (word & ENABLED and word <= _OF_BACKWARD):
         raise ValueError(
             f"gradients must be 0, or {ENABLED} with {NEEDS_ROWS} and {NEEDS_WEIGHTS} added for what "
-            f"is needed, got {word}"
+            f"is needed, and in a combine {REACHES_DISPATCH} for rows that come from their dispatch or "
+            f"{LEAVES_DISPATCH} for others that have a gradient, got {word}"
         )
 
 
@@ -64,7 +72,7 @@ def unite(words: Sequence[int]) -> int:
         if not word & ENABLED:
             return 0
         united |= word
-    return united & (ENABLED | NEEDS_ANY)
+    return united & _OF_BACKWARD
 
 
 def clash(words: Sequence[int], operation: str) -> ValueError | None:
