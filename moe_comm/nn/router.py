@@ -32,6 +32,8 @@ class Routing(NamedTuple):
 class TopKRouter(nn.Module):
     """Softmax over a linear score of every expert, in float32; the best `num_topk` are chosen.
 
+    In float32 under `torch.autocast`, too.
+
     Args:
         hidden: Elements of a token.
         num_experts: Over all ranks.
@@ -65,7 +67,8 @@ class TopKRouter(nn.Module):
             balance: `[num_experts]`, added to the scores for the choice only: raised for experts that
                 get few tokens, it evens out the load without a loss of its own.
         """
-        scores = torch.softmax(nn.functional.linear(hidden.float(), self.weight.float()), -1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores = torch.softmax(nn.functional.linear(hidden.float(), self.weight.float()), -1)
         ranking = scores.detach()
         if balance is not None:
             ranking = ranking + balance

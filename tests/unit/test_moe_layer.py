@@ -112,6 +112,19 @@ def test_rows_behind_the_last_expert_are_nobodys() -> None:
     assert torch.equal(out[:3], experts(rows[:3], torch.tensor([0, 3], dtype=torch.int32)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_routing_under_autocast_is_that_of_float32(dtype: torch.dtype) -> None:
+    router = TopKRouter(HIDDEN, 64, NUM_TOPK)
+    x = torch.randn(500, HIDDEN)
+    with torch.autocast("cpu", dtype):
+        narrow = router(x)
+    want = router(x)
+    assert torch.equal(narrow.topk_idx, want.topk_idx)
+    assert torch.equal(narrow.topk_weights, want.topk_weights)
+    cut = torch.softmax(x.to(dtype) @ router.weight.to(dtype).T, -1).topk(NUM_TOPK).indices
+    assert not torch.equal(cut, want.topk_idx)  # what the narrow dtype would have chosen
+
+
 def test_balance_moves_choices_and_not_weights() -> None:
     router = TopKRouter(HIDDEN, NUM_EXPERTS, 1, is_normalized=False)
     x = torch.randn(7, HIDDEN)
