@@ -591,7 +591,7 @@ def _taken(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor
     num_columns, dtype = parts[0].shape[1], parts[0].dtype
     row_bytes = num_columns * dtype.itemsize
     # A copy first: what counts as contiguous may have strides that a view of bytes refuses.
-    copies = [torch.empty(part.shape, dtype=dtype).copy_(part.detach()) for part in parts]
+    copies = [arithmetic.empty_rows(*part.shape, dtype).copy_(part.detach()) for part in parts]
     flat = [copy.view(-1).view(torch.uint8).view(len(copy), row_bytes) for copy in copies]
     # One more row, of zeros, is the last one, which -1 means.
     source = torch.cat([*flat, torch.zeros(1, row_bytes, dtype=torch.uint8)])

@@ -16,6 +16,7 @@ __all__ = [
     "accumulator_dtype",
     "chunks",
     "dot_rows",
+    "empty_rows",
     "round_to",
     "scale_rows",
     "subnormals_kept",
@@ -230,6 +231,17 @@ def dot_rows(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
                 lanes = lanes[:, :half] + lanes[:, half:]
             dots[some] = round_to(lanes[:, 0].to(dtype), dtype)
     return dots
+
+
+def empty_rows(
+    num_rows: int, hidden: int, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Rows of any dtype, `[num_rows, hidden]`, uninitialized.
+
+    Deterministic algorithms fill what is uninitialized, for which torch lacks some dtypes.
+    """
+    rows = torch.empty(num_rows, hidden * dtype.itemsize, dtype=torch.uint8, device=device)
+    return rows.view(dtype)
 
 
 def widen(rows: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm import Communicator, EpBuffer
 from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.reference import ReferenceBackend
 from moe_comm.ep.config import Capacity, CombineOptions, DispatchOptions, EpConfig, Layout
+from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
 from moe_comm.testing.launch import RankContext, run_ranks
@@ -271,6 +273,27 @@ def test_two_ranks_by_hand() -> None:
             assert rank[f"{layout.name} offsets"] == [0, end]
         for name in ("x", "topk_idx", "topk_weights", "sums", "pulled"):
             assert rank[f"LOW_LATENCY {name}"] == rank[f"EXPERT_MAJOR {name}"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "collective", "host"])
+def test_rows_of_every_dtype_travel_under_deterministic_algorithms(backend: str) -> None:
+    """Torch fills what is uninitialized then, and cannot for every dtype."""
+    dtypes = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float64]
+    dtypes += [getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)]
+    topk_idx = torch.tensor([[1], [0], [-1]])
+    is_filled = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Communicator(RankThreads(1)[0], backend=backend) as communicator:
+            for dtype in dtypes:
+                config = EpConfig(num_experts=2, num_topk=1, hidden=16, dtype=dtype)
+                buffer = EpBuffer(communicator, config)
+                sent = torch.arange(48 * dtype.itemsize, dtype=torch.uint8).view(3, -1).view(dtype)
+                result = buffer.dispatch(sent, topk_idx)
+                assert torch.equal(result.x.view(torch.uint8), sent.view(torch.uint8)[[1, 0]])
+                assert buffer.empty_expert_output(result.handle).shape == (2, 16)
+    finally:
+        torch.use_deterministic_algorithms(is_filled)
 
 
 def test_calls_are_told_apart() -> None:

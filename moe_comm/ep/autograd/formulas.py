@@ -25,7 +25,6 @@ from moe_comm.ep.backends.gradients import (
     REACHES_DISPATCH,
 )
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
-from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.validation import SUMMABLE
 from moe_comm.tensors.quantization import Quantization

@@ -173,7 +173,7 @@ class CollectiveBackend(Backend):
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         # An ordinary tensor: there is no heap.
-        return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype, device=self._transport.device)
+        return arithmetic.empty_rows(plan.num_recv_tokens, hidden, dtype, self._transport.device)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
         return self._plan(

@@ -202,7 +202,7 @@ class ReferenceBackend(Backend):
 
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         # An ordinary tensor: there is no heap.
-        return torch.empty(plan.num_recv_tokens, hidden, dtype=dtype)
+        return arithmetic.empty_rows(plan.num_recv_tokens, hidden, dtype)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
         shape = [self._peers.num_ranks, self.config.num_experts + self._peers.num_ranks + 2]
