@@ -57,10 +57,11 @@ void weighted_gradient(ops::Endpoint& endpoint,
 std::shared_ptr<ops::Plan> import_plan(ops::Endpoint& endpoint,
                                        py::handle counts,
                                        py::handle topk_idx,
+                                       py::handle asked,
                                        int layout,
                                        int64_t expert_alignment) {
   return std::make_shared<ops::Plan>(
-      plan_of_tensors(endpoint, counts, topk_idx, layout, expert_alignment));
+      plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment));
 }
 
 }  // namespace

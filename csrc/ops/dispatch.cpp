@@ -63,9 +63,10 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
     exchange_.publish(message);
   }
 
-  std::shared_ptr<const Plan> make_plan(layout::CountMatrix kept) const {
+  std::shared_ptr<const Plan> make_plan(JudgedCounts judged) const {
     return std::make_shared<Plan>(Plan::make(arrangement_,
-                                             std::move(kept),
+                                             std::move(judged.kept),
+                                             std::move(judged.asked),
                                              endpoint_.placement(),
                                              endpoint_.rank_idx(),
                                              params_.topk_idx,

@@ -78,12 +78,6 @@ struct DispatchParams {
   }
 };
 
-/// What a dispatch that was handed out early learns of its counts.
-struct LateCounts {
-  std::vector<int64_t> num_dropped_per_expert;
-  int64_t num_required_rows = 0;
-};
-
 /// What arrived; `owner` keeps the memory.
 struct DispatchOutcome {
   std::shared_ptr<void> owner;
@@ -100,9 +94,6 @@ struct DispatchOutcome {
   std::shared_ptr<void> num_tokens_per_expert;
   std::shared_ptr<void> status;
   layout::ScaleMap scale_map;
-  std::vector<int64_t> num_dropped_per_expert;  ///< [num_local_experts]
-  int64_t num_required_rows = 0;
-  std::shared_ptr<const LateCounts> late_counts;  ///< in their place, behind the verdict; else null
   int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
   std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind

@@ -72,9 +72,9 @@ JudgedCounts judge_counts(layout::CountMatrix asked,
   // What a masked rank asks for takes no place of an expert.
   const bool is_kept_first = arrangement.layout == layout::RowLayout::kLowLatency;
   JudgedCounts judged;
-  judged.num_required_rows = layout::num_required_rows(asked, placement, arrangement, own_rank);
-  judged.num_asked_per_expert =
-      layout::received_rows(asked, placement, arrangement, own_rank).num_tokens_per_expert;
+  judged.asked = {
+      layout::num_required_rows(asked, placement, arrangement, own_rank),
+      layout::received_rows(asked, placement, arrangement, own_rank).num_tokens_per_expert};
   if (!is_kept_first)
     judged.overflow = find_overflow(asked);
   if (judged.overflow)
@@ -83,13 +83,6 @@ JudgedCounts judge_counts(layout::CountMatrix asked,
   if (is_kept_first)
     judged.overflow = find_overflow(judged.kept);
   return judged;
-}
-
-std::vector<int64_t> JudgedCounts::num_dropped_per_expert(const PlanHeader& plan) && {
-  const std::vector<int64_t>& num_kept = plan.received.num_tokens_per_expert;
-  for (size_t e = 0; e < num_kept.size(); ++e)
-    num_asked_per_expert[e] -= num_kept[e];
-  return std::move(num_asked_per_expert);
 }
 
 void mask_ranks(const std::vector<int>& masked_ranks, const group::Group& group, int32_t* to_rank) {

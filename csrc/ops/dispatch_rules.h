@@ -32,12 +32,7 @@ std::vector<layout::ReceiveWindow> lay_out_windows(const layout::CountMatrix& co
 struct JudgedCounts {
   std::exception_ptr overflow;  ///< what every rank throws, and then nothing of the rest; else null
   layout::CountMatrix kept;
-  int64_t num_required_rows = 0;  ///< of this rank
-  std::vector<int64_t>
-      num_asked_per_expert;  ///< [num_local_experts], choices before any are dropped
-
-  /// [num_local_experts] of the plan of `kept`.
-  std::vector<int64_t> num_dropped_per_expert(const PlanHeader& plan) &&;
+  AskedRows asked;  ///< of this rank
 };
 
 JudgedCounts judge_counts(layout::CountMatrix asked,

@@ -23,7 +23,7 @@ namespace moe::ops {
 ///   - count_choices(): uncached: what this rank sends where; rejects what is wrong with it
 ///   - take_plan(): cached: looks at plan_; rejects what is wrong with it
 ///   - publish(offer): writes this rank's row; may let rows follow before a row has been read
-///   - make_plan(kept): the plan of a count matrix, from what count_choices() found
+///   - make_plan(judged): the plan of what is kept, from what count_choices() found
 ///   - hear_counts_later(): the same before they are known, where Exchange::kMayHearLater
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
 ///   - settle_overflow(), settle_shortage(): every rank has found that the operation ends here
@@ -97,9 +97,6 @@ class DispatchSteps {
 
   Rows exchange_cached_rows() {
     plan_ = std::static_pointer_cast<const Plan>(params_.plan);
-    outcome_.num_required_rows = layout::num_required_rows(
-        plan_->counts, endpoint_.placement(), arrangement_, endpoint_.rank_idx());
-    outcome_.num_dropped_per_expert.resize(plan_->received.num_tokens_per_expert.size());
     windows_ = lay_out_windows(plan_->counts, endpoint_.placement(), arrangement_, params_);
     reject_if(find_failed_ranks(*plan_, endpoint_.group()));
     mover().take_plan();
@@ -171,10 +168,8 @@ class DispatchSteps {
       mover().settle_overflow();
       std::rethrow_exception(judged.overflow);
     }
-    outcome_.num_required_rows = judged.num_required_rows;
     windows_ = lay_out_windows(judged.kept, endpoint_.placement(), arrangement_, params_);
-    plan_ = mover().make_plan(std::move(judged.kept));
-    outcome_.num_dropped_per_expert = std::move(judged).num_dropped_per_expert(*plan_);
+    plan_ = mover().make_plan(std::move(judged));
     exchange_second_offers();
     endpoint_.remember_need(needed(endpoint_.rank_idx()));
   }

@@ -4,6 +4,7 @@ namespace moe::ops {
 
 PlanHeader PlanHeader::make(const layout::Arrangement& arrangement,
                             layout::CountMatrix counts,
+                            AskedRows asked,
                             const layout::Placement& placement,
                             int rank_idx,
                             int64_t num_tokens,
@@ -16,6 +17,7 @@ PlanHeader PlanHeader::make(const layout::Arrangement& arrangement,
   header.num_slots = layout::num_slots_per_token(arrangement.layout, num_topk, placement.num_ranks);
   header.counts = std::move(counts);
   header.received = layout::received_rows(header.counts, placement, arrangement, rank_idx);
+  header.asked = std::move(asked);
   header.hash = header.counts.hash(static_cast<uint64_t>(arrangement.expert_alignment) * 3 +
                                    static_cast<uint64_t>(arrangement.layout));
   return header;
@@ -23,14 +25,15 @@ PlanHeader PlanHeader::make(const layout::Arrangement& arrangement,
 
 Plan Plan::make(const layout::Arrangement& arrangement,
                 layout::CountMatrix counts,
+                AskedRows asked,
                 const layout::Placement& placement,
                 int rank_idx,
                 const int64_t* topk_idx,
                 int64_t num_tokens,
                 int64_t num_topk) {
   Plan plan;
-  static_cast<PlanHeader&>(plan) =
-      PlanHeader::make(arrangement, std::move(counts), placement, rank_idx, num_tokens, num_topk);
+  static_cast<PlanHeader&>(plan) = PlanHeader::make(
+      arrangement, std::move(counts), std::move(asked), placement, rank_idx, num_tokens, num_topk);
   plan.slots.resize(static_cast<size_t>(num_tokens * plan.num_slots));
   plan.topk_idx.assign(topk_idx, topk_idx + num_tokens * num_topk);
   layout::assign_slots(topk_idx,

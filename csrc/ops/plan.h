@@ -14,6 +14,12 @@ class CallerJoin;
 
 /// What the host knows of a plan, wherever its slots lie. Immutable once made, but that what
 /// follows from counts may come later.
+/// What all ranks ask of one, before a limit or a mask drops any of it.
+struct AskedRows {
+  int64_t num_rows = 0;                         ///< to drop nothing, padding included
+  std::vector<int64_t> num_choices_per_expert;  ///< [num_local_experts]
+};
+
 struct PlanHeader {
   layout::Arrangement arrangement;
   int64_t num_tokens = 0;
@@ -22,13 +28,15 @@ struct PlanHeader {
   int64_t num_slots = 0;          ///< slots per token, see layout::assign_slots
   layout::CountMatrix counts;     ///< what was kept; equal on every rank
   layout::ReceivedRows received;  ///< what this rank receives
+  AskedRows asked;                ///< what it would receive if nothing were dropped
   uint64_t hash = 0;              ///< equal on every rank for one dispatch
   /// Where counts come later: who is no operation of the buffer joins it before it reads
-  /// num_recv_topk, counts, what is received per expert, or the hash. Else null.
+  /// num_recv_topk, counts, what is received or asked per expert, or the hash. Else null.
   std::shared_ptr<CallerJoin> verdict;
 
   static PlanHeader make(const layout::Arrangement& arrangement,
                          layout::CountMatrix counts,
+                         AskedRows asked,
                          const layout::Placement& placement,
                          int rank_idx,
                          int64_t num_tokens,
@@ -42,11 +50,19 @@ struct PlanHeader {
     std::ranges::copy(counted.received.num_tokens_per_expert,
                       received.num_tokens_per_expert.begin());
     std::ranges::copy(counted.received.expert_offsets, received.expert_offsets.begin());
+    asked = std::move(counted.asked);
     hash = counted.hash;
   }
 
   layout::RowLayout layout() const { return arrangement.layout; }
   int64_t num_rows() const { return received.num_rows; }
+  /// [num_local_experts]
+  std::vector<int64_t> num_dropped_per_expert() const {
+    std::vector<int64_t> dropped = asked.num_choices_per_expert;
+    for (size_t e = 0; e < dropped.size(); ++e)
+      dropped[e] -= received.num_tokens_per_expert[e];
+    return dropped;
+  }
 };
 
 /// Where the rows of one dispatch went, on every rank: what a handle holds. Immutable once made.
@@ -56,6 +72,7 @@ struct Plan : PlanHeader {
 
   static Plan make(const layout::Arrangement& arrangement,
                    layout::CountMatrix counts,
+                   AskedRows asked,
                    const layout::Placement& placement,
                    int rank_idx,
                    const int64_t* topk_idx,

@@ -163,8 +163,6 @@ void point_into_tables(const DispatchTables& tables,
   outcome->num_tokens_per_expert =
       std::shared_ptr<void>(tables.memory, tables.tables.num_tokens_per_expert);
   outcome->status = status;
-  outcome->num_required_rows = outcome->plan->num_rows();
-  outcome->num_dropped_per_expert.resize(outcome->plan->received.num_tokens_per_expert.size());
   outcome->waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
 }
 

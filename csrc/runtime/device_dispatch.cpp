@@ -78,10 +78,11 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     are_rows_sent_ = true;
   }
 
-  std::shared_ptr<const DevicePlan> make_plan(layout::CountMatrix kept) {
+  std::shared_ptr<const DevicePlan> make_plan(ops::JudgedCounts judged) {
     const std::shared_ptr<DevicePlan>& plan = launches_.made_plan();
     static_cast<ops::PlanHeader&>(*plan) = ops::PlanHeader::make(arrangement_,
-                                                                 std::move(kept),
+                                                                 std::move(judged.kept),
+                                                                 std::move(judged.asked),
                                                                  endpoint_.placement(),
                                                                  endpoint_.rank_idx(),
                                                                  params_.num_tokens,
@@ -91,10 +92,8 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
 
   std::shared_ptr<const DevicePlan> hear_counts_later() {
     launches_.foresee_plan();
-    const auto counts = std::make_shared<ops::LateCounts>();
-    outcome_.late_counts = counts;
-    take_counts_ = [counts,
-                    plan = launches_.made_plan(),
+    are_counts_late_ = true;
+    take_counts_ = [plan = launches_.made_plan(),
                     &endpoint = endpoint_,
                     arrangement = arrangement_,
                     capacity = params_.capacity,
@@ -105,12 +104,11 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
         return judged.overflow;
       plan->take_counts(ops::PlanHeader::make(arrangement,
                                               std::move(judged.kept),
+                                              std::move(judged.asked),
                                               endpoint.placement(),
                                               endpoint.rank_idx(),
                                               plan->num_tokens,
                                               plan->num_topk));
-      counts->num_required_rows = judged.num_required_rows;
-      counts->num_dropped_per_expert = std::move(judged).num_dropped_per_expert(*plan);
       return std::exception_ptr();
     };
     return launches_.made_plan();
@@ -159,7 +157,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       exchange_.enter("done");
       outcome_.end = exchange_.finish();
       outcome_.verdict = exchange_.judge_later(std::move(take_counts_));
-      if (outcome_.late_counts)
+      if (are_counts_late_)
         launches_.made_plan()->verdict = outcome_.verdict;
     }
     exchange_.withdraw_offers();
@@ -178,6 +176,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   TakeCounts take_counts_;      ///< where counts come later
   bool are_rows_sent_ = false;  ///< unless the exchange has found that rows may not move
   bool is_moving_ = false;
+  bool are_counts_late_ = false;  ///< the plan's, which come behind the verdict
   bool is_copied_out_ = false;
   bool receives_later_ = false;
 };

@@ -241,7 +241,7 @@ class DispatchResult:
     def num_dropped_per_expert(self) -> torch.Tensor:
         """int64 `[num_local_experts]` on the host: choices that were dropped.
 
-        Of every local expert, by a capacity or a masked rank.
+        Of every local expert, by a capacity or a masked rank; with a handle, by those of its dispatch.
         """
         return self.arrived().num_dropped_per_expert
 

@@ -261,12 +261,10 @@ class Dispatch:
             for expert_idx, size in zip(experts, sizes, strict=True):
                 rows += self.kept[expert_idx]
                 rows += [None] * (self._padded(size) - size)
-        num_required = len(rows) if self.is_cached else self._num_required_rows(rank_idx)
         rows += [None] * (self.num_fixed_rows(rank_idx) - len(rows))
-        asked = self.kept if self.is_cached else self.asked
-        dropped = [len(asked[idx]) - len(self.kept[idx]) for idx in experts]
+        dropped = [len(self.asked[idx]) - len(self.kept[idx]) for idx in experts]
         offsets = [0, *itertools.accumulate(map(self._padded, sizes))]
-        return Window(rows, sizes, dropped, offsets, num_required)
+        return Window(rows, sizes, dropped, offsets, self._num_required_rows(rank_idx))
 
     @functools.cached_property
     def places(self) -> list[list[list[Place | None]]]:
@@ -327,6 +325,11 @@ class Dispatch:
             for token in self.terms(rank_idx)
         ]  # fmt: skip
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, num_slots)
+
+    def asked_rows(self, rank_idx: int) -> torch.Tensor:
+        """As `PlanTensors.asked` of a rank."""
+        sizes = [len(self.asked[idx]) for idx in self.experts_of(rank_idx)]
+        return torch.tensor([self._num_required_rows(rank_idx), *sizes], dtype=torch.int64)
 
     @functools.cached_property
     def again(self) -> Dispatch:
@@ -591,7 +594,9 @@ def _taken(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor
     num_columns, dtype = parts[0].shape[1], parts[0].dtype
     row_bytes = num_columns * dtype.itemsize
     # A copy first: what counts as contiguous may have strides that a view of bytes refuses.
-    copies = [arithmetic.empty_rows(*part.shape, dtype).copy_(part.detach()) for part in parts]
+    copies = [
+        arithmetic.empty_rows(len(part), num_columns, dtype).copy_(part.detach()) for part in parts
+    ]
     flat = [copy.view(-1).view(torch.uint8).view(len(copy), row_bytes) for copy in copies]
     # One more row, of zeros, is the last one, which -1 means.
     source = torch.cat([*flat, torch.zeros(1, row_bytes, dtype=torch.uint8)])

@@ -83,11 +83,11 @@ def run_gradients(context: RankContext, target: Target) -> list[str]:
             (cached, _ROWS),  # of rows alone
             (combine, _ROWS),
         ]
-        for words in _ORIGINS:
-            what = f"combine of rows with an origin, words {words}"
+        for origins in _ORIGINS:
+            what = f"combine of rows with an origin, words {origins}"
             # Rows that reach the dispatch decide for all ranks: others need not be heard then.
-            bits = _ROWS | REACHES_DISPATCH if _REACHES in words else _ROWS | LEAVES_DISPATCH
-            _expect(expected, what, combine, words, rank_idx, bits)
+            bits = _ROWS | REACHES_DISPATCH if _REACHES in origins else _ROWS | LEAVES_DISPATCH
+            _expect(expected, what, combine, origins, rank_idx, bits)
         for idx, words in enumerate(_WORDS):
             for operation_idx in range(idx % 2, len(operations), 2):
                 what = f"operation {operation_idx}, words {words}"

@@ -95,6 +95,8 @@ class _Round:
         self.expected.equal("plan counts", tensors.counts, self.data.dispatch.counts)
         self.expected.equal("plan slots", tensors.slots, self.data.dispatch.slots(self.rank_idx))
         self.expected.equal("plan topk_idx", tensors.topk_idx, self.mine.topk_idx)
+        asked = self.data.dispatch.asked_rows(self.rank_idx)
+        self.expected.equal("plan asked", tensors.asked, asked)
         if self.round_idx % 2:
             self.plan = backend.import_plan(tensors)
 

@@ -169,7 +169,13 @@ def test_two_operations_in_flight() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "router_topk", "factor", "alignment", "num_rows"),
     # As `setup_metadata` of Megatron's hybrid manager (0.19.2): cut to a whole number, then aligned up.
-    [(7, 1, 1.5, 1, 10), (7, 1, 1.5, 8, 16), (16, 1, 1.5, 8, 24), (3, 2, 0.1, 1, 0), (0, 2, 9.9, 4, 0)],
+    [
+        (7, 1, 1.5, 1, 10),
+        (7, 1, 1.5, 8, 16),
+        (16, 1, 1.5, 8, 24),
+        (3, 2, 0.1, 1, 0),
+        (0, 2, 9.9, 4, 0),
+    ],
 )
 def test_budget_is_cut_down_and_aligned_up(
     num_tokens: int, router_topk: int, factor: float, alignment: int, num_rows: int

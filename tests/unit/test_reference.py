@@ -305,6 +305,7 @@ def test_calls_are_told_apart() -> None:
         Layout.RANK_MAJOR,
         8,
         0,
+        torch.zeros(2, dtype=torch.int64),
     )
     weights = torch.zeros(1, 1)
     plain = DispatchOptions()

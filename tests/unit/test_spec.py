@@ -227,9 +227,13 @@ def test_a_cached_dispatch_goes_to_the_same_places() -> None:
     tens = [10 * each for each in X]
     assert again.received(0, tens).x[:, 0].tolist() == [10, 20, 30, 0]
     assert again.received(1, tens).x[:, 0].tolist() == [10, 30, 0, 0, 0, 0]
-    # It drops nothing itself, and needs what there is without the tail.
+    # It leaves out what the first has dropped: one of the three choices of expert 2.
     one = got(again, 1)
-    assert (one["num_dropped_per_expert"], one["num_required_rows"]) == ([0], 2)
+    assert (one["num_dropped_per_expert"], one["num_required_rows"]) == (
+        [1],
+        4,
+    )  # padded to an even number
+    assert again.asked_rows(1).tolist() == [4, 3]
     assert got(dispatch(Layout.RANK_MAJOR).again, 0)["topk_idx"] is None
     assert got(dispatch(Layout.RANK_MAJOR).again, 1)["topk_weights"] == [[0.5, 0], [0, 4], [0, 16]]
 

@@ -24,9 +24,11 @@ py::tuple export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
 std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint,
                                         py::handle counts,
                                         py::handle topk_idx,
+                                        py::handle asked,
                                         int layout,
                                         int64_t expert_alignment) {
-  const ops::Plan plan = plan_of_tensors(endpoint, counts, topk_idx, layout, expert_alignment);
+  const ops::Plan plan =
+      plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment);
   const py::gil_scoped_release no_gil;
   return runtime::import_plan(endpoint, plan);
 }

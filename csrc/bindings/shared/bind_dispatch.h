@@ -98,8 +98,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
 
   py::object num_tokens_per_expert() {
     const ops::DispatchOutcome& outcome = wait();
-    await_verdict(outcome.plan->verdict);
-    const auto& counts = outcome.plan->received.num_tokens_per_expert;
+    const auto& counts = counted_plan().received.num_tokens_per_expert;
     if (outcome.num_tokens_per_expert)
       return make_tensor(outcome.num_tokens_per_expert,
                          outcome.num_tokens_per_expert.get(),
@@ -124,8 +123,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
 
   py::object num_dropped_per_expert() {
     check_host_knows("num_dropped_per_expert");
-    const ops::LateCounts* const late = late_counts();
-    const auto& dropped = late ? late->num_dropped_per_expert : wait().num_dropped_per_expert;
+    const std::vector<int64_t> dropped = counted_plan().num_dropped_per_expert();
     return vector_tensor(dropped, {static_cast<int64_t>(dropped.size())}, kInt64);
   }
 
@@ -139,8 +137,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
 
   int64_t num_required_rows() {
     check_host_knows("num_required_rows");
-    const ops::LateCounts* const late = late_counts();
-    return late ? late->num_required_rows : wait().num_required_rows;
+    return counted_plan().asked.num_rows;
   }
 
   /// What the ranks say of gradients, united; see layout::GradientWord.
@@ -159,12 +156,11 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
   }
 
  private:
-  /// Null where the outcome has them.
-  const ops::LateCounts* late_counts() {
-    const ops::DispatchOutcome& outcome = wait();
-    if (outcome.late_counts)
-      await_verdict(outcome.verdict);
-    return outcome.late_counts.get();
+  /// With its counts, where they come later.
+  const ops::PlanHeader& counted_plan() {
+    const ops::PlanHeader& plan = *wait().plan;
+    await_verdict(plan.verdict);
+    return plan;
   }
 
   void check_host_knows(const char* what) {

@@ -1,7 +1,5 @@
 #include "bindings/shared/bind_endpoint.h"
 
-#include <algorithm>
-
 #include "bindings/shared/count_matrix.h"
 
 namespace moe::bindings {
@@ -58,18 +56,36 @@ py::list take_trace(ops::EndpointBase& endpoint) {
 
 py::tuple plan_tensors(const ops::Plan& plan) {
   const int64_t num_ranks = plan.counts.num_ranks;
+  std::vector<int64_t> asked = {plan.asked.num_rows};
+  asked.insert(asked.end(),
+               plan.asked.num_choices_per_expert.begin(),
+               plan.asked.num_choices_per_expert.end());
+  const auto num_asked = static_cast<int64_t>(asked.size());
   return py::make_tuple(
       vector_tensor(plan.counts.counts, {num_ranks, plan.counts.stride()}, kInt32),
       vector_tensor(plan.slots, {plan.num_tokens, plan.num_slots}, kInt64),
-      vector_tensor(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64));
+      vector_tensor(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64),
+      vector_tensor(std::move(asked), {num_asked}, kInt64));
 }
 
 ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
                           py::handle counts,
                           py::handle topk_idx,
+                          py::handle asked,
                           int layout,
                           int64_t expert_alignment) {
   const TensorView choices = view_tensor(topk_idx);
+  const TensorView numbers = view_tensor(asked);
+  const auto rank_idx = static_cast<size_t>(endpoint.rank_idx());
+  const auto num_local_experts =
+      static_cast<int64_t>(endpoint.placement().local_experts[rank_idx].size());
+  MOE_CHECK(numbers.num_rows * numbers.row_elements == 1 + num_local_experts,
+            "asked must have 1 + ",
+            num_local_experts,
+            " elements, got ",
+            numbers.num_rows * numbers.row_elements);
+  const auto* num_asked = reinterpret_cast<const int64_t*>(numbers.data);
+  ops::AskedRows asked_rows{num_asked[0], {num_asked + 1, num_asked + 1 + num_local_experts}};
   layout::CountMatrix copied =
       count_matrix_of(counts, endpoint.num_ranks(), endpoint.config().num_experts);
   const py::gil_scoped_release no_gil;
@@ -79,6 +95,7 @@ ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
       ops::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
   return ops::Plan::make(arrangement,
                          std::move(copied),
+                         std::move(asked_rows),
                          endpoint.placement(),
                          endpoint.rank_idx(),
                          ids,

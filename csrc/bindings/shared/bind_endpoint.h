@@ -27,7 +27,7 @@ py::object empty_rows(ops::EndpointBase& endpoint,
                       int64_t row_bytes,
                       int32_t dtype);
 
-/// (counts, slots, topk_idx), copied, in host memory.
+/// (counts, slots, topk_idx, asked), see PlanTensors; copied, in host memory.
 py::tuple plan_tensors(const ops::Plan& plan);
 
 /// The plan that tensors in host memory were exported from.
@@ -35,6 +35,7 @@ py::tuple plan_tensors(const ops::Plan& plan);
 ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
                           py::handle counts,
                           py::handle topk_idx,
+                          py::handle asked,
                           int layout,
                           int64_t expert_alignment);
 

@@ -51,7 +51,8 @@ __all__ = [
     META_ALIGNMENT,
     META_NUM_RECV_TOKENS,
     META_GRADIENTS,
-) = range(6)
+    META_ASKED,  # `PlanTensors.asked`, to the end
+) = range(7)
 
 _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 
@@ -101,8 +102,16 @@ def local_handle(
     A handle of another buffer or an earlier generation comes out as such, for `buffer` to refuse it
     together with its peers.
     """
-    buffer_id, generation, layout, expert_alignment, num_recv_tokens, _ = meta.tolist()
-    plan = PlanTensors(counts, slots, topk_idx, Layout(layout), expert_alignment, num_recv_tokens)
+    buffer_id, generation, layout, expert_alignment, num_recv_tokens, _ = meta[:META_ASKED].tolist()
+    plan = PlanTensors(
+        counts,
+        slots,
+        topk_idx,
+        Layout(layout),
+        expert_alignment,
+        num_recv_tokens,
+        meta[META_ASKED:],
+    )
     if buffer_id == buffer.buffer_id and generation == buffer.generation:
         return buffer.import_handle(plan)
     return DispatchHandle(plan, buffer_id, generation)
@@ -192,7 +201,8 @@ def tensors_of(
     # A number of an enumeration would be a hundred times as slow.
     layout = int(handle.layout)
     where = (handle.buffer_id, handle.generation, layout, handle.expert_alignment)
-    meta = torch.tensor((*where, handle.num_recv_tokens, gradients), device="cpu")
+    numbers = (*where, handle.num_recv_tokens, gradients, *plan.asked.tolist())
+    meta = torch.tensor(numbers, device="cpu")
     return plan.counts, plan.slots, plan.topk_idx, meta
 
 

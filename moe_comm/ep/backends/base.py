@@ -132,6 +132,8 @@ class PlanTensors:
         layout: Order of received rows.
         expert_alignment: Rows per local expert are padded to a multiple of this.
         num_recv_tokens: Rows of this rank's result, padding included.
+        asked: int64 `[1 + num_local_experts]`: rows that this rank's result would have, padding
+            included, and choices of every local expert, if no capacity and no mask dropped any.
     """
 
     counts: torch.Tensor
@@ -140,6 +142,7 @@ class PlanTensors:
     layout: Layout
     expert_alignment: int
     num_recv_tokens: int
+    asked: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -181,6 +184,7 @@ class PlanTensors:
             layout=self.layout,
             expert_alignment=self.expert_alignment,
             num_recv_tokens=self.num_recv_tokens,
+            asked=self.asked.clone(),
         )
 
 
@@ -204,7 +208,7 @@ class DispatchOutput(Ended):
         topk_weights: None when none were sent; else `[M]`, RANK_MAJOR: `[M, num_topk]`.
         num_tokens_per_expert: int64 `[num_local_experts]`, kept choices, CPU.
         num_dropped_per_expert: int64 `[num_local_experts]`, choices of every local expert that a
-            capacity or a mask dropped, CPU; zeros in a cached dispatch.
+            capacity or a mask dropped, CPU; in a cached dispatch those of the first.
         num_required_rows: Rows this rank's result would need to drop nothing, padding included; from a
             graph int64 without dimensions.
         expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.

@@ -25,7 +25,6 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.ep.backends.collective_capacity import CapacityDecision
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.collective_transport import CollectiveTransport, ProgressThread
@@ -113,10 +112,8 @@ class CollectiveBackend(Backend):
                 options.capacity,
                 row_bytes=x.shape[1] * itemsize,
             )
-            plan = self._plan(decision.counts, choices, layout, expert_alignment)
-            return self._move_to_experts(
-                x, x_sf, topk_weights, plan, quantization, decision, united
-            )
+            plan = self._plan(decision.counts, choices, decision.asked, layout, expert_alignment)
+            return self._move_to_experts(x, x_sf, topk_weights, plan, quantization, united)
 
         return self._run(work, async_op=options.async_op)
 
@@ -135,7 +132,9 @@ class CollectiveBackend(Backend):
 
         def work() -> DispatchOutput:
             _, united = self._agree(call, gradients=options.gradients)
-            return self._move_to_experts(x, x_sf, topk_weights, known, quantization, None, united)
+            return self._move_to_experts(
+                x, x_sf, topk_weights, known, quantization, united, is_cached=True
+            )
 
         return self._run(work, async_op=options.async_op)
 
@@ -179,6 +178,7 @@ class CollectiveBackend(Backend):
         return self._plan(
             tensors.counts.cpu().contiguous(),
             tensors.topk_idx.cpu().contiguous(),
+            tensors.asked.cpu(),
             tensors.layout,
             tensors.expert_alignment,
         )
@@ -207,11 +207,17 @@ class CollectiveBackend(Backend):
             return work()
 
     def _plan(
-        self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: Layout, expert_alignment: int
+        self,
+        counts: torch.Tensor,
+        topk_idx: torch.Tensor,
+        asked: torch.Tensor,
+        layout: Layout,
+        expert_alignment: int,
     ) -> CollectivePlan:
         return CollectivePlan.of(
             counts,
             topk_idx,
+            asked,
             layout,
             expert_alignment,
             rank_idx=self._rank_idx,
@@ -285,13 +291,14 @@ class CollectiveBackend(Backend):
         topk_weights: torch.Tensor | None,
         plan: CollectivePlan,
         quantization: Quantization | None,
-        decision: CapacityDecision | None,
         gradients: int,
+        *,
+        is_cached: bool = False,
     ) -> DispatchOutput:
-        """Carry everything of a dispatch; cached where nothing had to be decided."""
+        """Carry everything of a dispatch."""
         if quantization is not None and x_sf is None:
             x, x_sf = local_ops.quantize_rows(x, quantization)
-        moved = self._rows.dispatch(x, x_sf, topk_weights, plan, is_cached=decision is None)
+        moved = self._rows.dispatch(x, x_sf, topk_weights, plan, is_cached=is_cached)
         counts = plan.num_tokens_per_expert
         scales = moved.sf
         if scales is not None:
@@ -307,12 +314,8 @@ class CollectiveBackend(Backend):
             topk_idx=moved.topk_idx,
             topk_weights=moved.topk_weights,
             num_tokens_per_expert=counts,
-            num_dropped_per_expert=(
-                torch.zeros_like(counts) if decision is None else decision.num_dropped_per_expert
-            ),
-            num_required_rows=(
-                plan.num_filled_rows if decision is None else decision.num_required_rows
-            ),
+            num_dropped_per_expert=plan.asked[1:] - counts,
+            num_required_rows=int(plan.asked[0]),
             expert_offsets=plan.expert_offsets.to(x.device),
             wait_ns=torch.zeros(self._placement.num_ranks, dtype=torch.int64),
             plan=plan,

@@ -23,13 +23,11 @@ class CapacityDecision:
 
     Args:
         counts: int32 `[R, E + R + 2]`, see `PlanTensors`.
-        num_dropped_per_expert: int64, of the experts of this rank.
-        num_required_rows: Rows of this rank's result if nothing were dropped.
+        asked: See `PlanTensors`.
     """
 
     counts: torch.Tensor
-    num_dropped_per_expert: torch.Tensor
-    num_required_rows: int
+    asked: torch.Tensor
 
 
 def ask(
@@ -97,12 +95,6 @@ def decide(
     _host.layout.check_overflow(
         limited, experts, arrangement, expert_capacity, on_overflow, row_bytes
     )
-    num_choices, num_kept = (
-        _host.layout.received_rows(counts, experts, arrangement, rank_idx)[0]
-        for counts in (asked, kept)
-    )
-    return CapacityDecision(
-        counts=kept,
-        num_dropped_per_expert=num_choices - num_kept,
-        num_required_rows=_host.layout.num_required_rows(asked, experts, arrangement, rank_idx),
-    )
+    num_choices = _host.layout.received_rows(asked, experts, arrangement, rank_idx)[0]
+    num_rows = _host.layout.num_required_rows(asked, experts, arrangement, rank_idx)
+    return CapacityDecision(kept, torch.cat([torch.tensor([num_rows]), num_choices]))

@@ -46,6 +46,7 @@ class CollectivePlan(PlanTensors):
         cls,
         counts: torch.Tensor,
         topk_idx: torch.Tensor,
+        asked: torch.Tensor,
         layout: Layout,
         expert_alignment: int,
         *,
@@ -58,6 +59,7 @@ class CollectivePlan(PlanTensors):
         Args:
             counts: int32, as in `PlanTensors`; kept.
             topk_idx: int64 `[T, K]`, contiguous; kept.
+            asked: As in `PlanTensors`; kept.
             layout: As in `PlanTensors`.
             expert_alignment: As in `PlanTensors`.
             rank_idx: This rank.
@@ -80,6 +82,7 @@ class CollectivePlan(PlanTensors):
             layout=layout,
             expert_alignment=expert_alignment,
             num_recv_tokens=num_rows,
+            asked=asked,
             num_tokens_per_expert=num_choices,
             expert_offsets=offsets,
             num_places_per_expert=arrangement.num_places_per_expert,
@@ -95,10 +98,3 @@ class CollectivePlan(PlanTensors):
     def sent_token_idx(self) -> torch.Tensor:
         """The token of every row that this rank sends, int64 `[num_sent]`."""
         return self.sent_slots // max(1, self.slots.shape[1])
-
-    @property
-    def num_filled_rows(self) -> int:
-        """Rows of this rank's result without the tail that a capacity adds."""
-        if self.layout is Layout.RANK_MAJOR:
-            return self.source_rows.numel()
-        return int(self.expert_offsets[-1])

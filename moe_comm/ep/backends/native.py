@@ -254,6 +254,7 @@ class NativeBackend(Backend):
         native = self._endpoint.import_plan(
             tensors.counts.cpu().contiguous(),
             tensors.topk_idx.cpu().contiguous(),
+            tensors.asked.cpu().contiguous(),
             int(tensors.layout),
             tensors.expert_alignment,
         )

@@ -210,12 +210,19 @@ class NativeEndpoint(Protocol):
         """Scale `gradient` by `weights` in place, write the dot products of its rows to `dots`."""
         ...
 
-    def export_plan(self, plan: EndpointPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(counts, slots, topk_idx)."""
+    def export_plan(
+        self, plan: EndpointPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(counts, slots, topk_idx, asked)."""
         ...
 
     def import_plan(
-        self, counts: torch.Tensor, topk_idx: torch.Tensor, layout: int, expert_alignment: int
+        self,
+        counts: torch.Tensor,
+        topk_idx: torch.Tensor,
+        asked: torch.Tensor,
+        layout: int,
+        expert_alignment: int,
     ) -> EndpointPlan:
         """A plan of its tensors, which lie in host memory."""
         ...

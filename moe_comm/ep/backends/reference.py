@@ -126,6 +126,7 @@ class ReferenceBackend(Backend):
             layout=options.layout,
             expert_alignment=options.expert_alignment,
             num_recv_tokens=len(dispatch.windows[self._peers.rank_idx].rows),
+            asked=dispatch.asked_rows(self._peers.rank_idx),
             dispatch=dispatch,
         )
         return self._received(rows, gathered, dispatch, plan)
@@ -216,6 +217,7 @@ class ReferenceBackend(Backend):
             layout=tensors.layout,
             expert_alignment=tensors.expert_alignment,
             num_recv_tokens=tensors.num_recv_tokens,
+            asked=tensors.asked,
             dispatch=None,
         )
 
