@@ -2,6 +2,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "bindings/shared/errors.h"
@@ -245,6 +246,29 @@ void bind_allocator(py::module_& module) {
       .def_static("rounded_bytes", &WindowAllocator::rounded_bytes, py::arg("bytes"));
 }
 
+/// Throws what the package throws, by the name of the class.
+void throw_error(const std::string& kind, const std::string& message) {
+  const FailureSite site{{1, 3}, "dispatch", "rows", 7};
+  if (kind == "InvalidArgument")
+    throw InvalidArgument(message);
+  if (kind == "InvalidType")
+    throw InvalidType(message);
+  if (kind == "PeerFailed")
+    throw PeerFailed(message, site);
+  if (kind == "PeerTimeout")
+    throw PeerTimeout(message, site);
+  if (kind == "Evicted")
+    throw Evicted(message, site);
+  if (kind == "SystemError")
+    throw SystemError(message, 12);
+  if (kind == "ConcurrentUse")
+    throw ConcurrentUse(message);
+  CapacityError error(message, 64, 32);
+  error.ranks = {2};
+  error.needed_rows = {5, 6};
+  throw error;
+}
+
 }  // namespace
 
 }  // namespace moe::testing
@@ -258,4 +282,7 @@ PYBIND11_MODULE(_host_testing, module) {
   extend_heap(module);
   bind_allocator(module);
   bind_row_kernels(module);
+  module.def("throw_error", [](const std::string& kind, const py::bytes& message) {
+    throw_error(kind, std::string(message));
+  });
 }

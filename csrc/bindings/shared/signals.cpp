@@ -17,7 +17,11 @@ namespace {
 class RaisedBySignal : public py::error_already_set {
  public:
   RaisedBySignal() : text_(py::str(type().attr("__name__"))) {
-    const std::string message = py::str(value());
+    std::string message;
+    try {
+      message = py::str(value());
+    } catch (const py::error_already_set&) {  // runs Python: it has no text, or another signal came
+    }
     if (PyErr_GivenExceptionMatches(type().ptr(), PyExc_KeyboardInterrupt) != 0)
       text_ = "it was interrupted (" + text_ + ")";
     if (!message.empty())
@@ -42,9 +46,13 @@ const group::InterruptCheck& signal_check() {
     checked_ns = now_ns;
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0)
-      throw RaisedBySignal();
+      throw_raised_by_signal();
   };
   return check;
+}
+
+void throw_raised_by_signal() {
+  throw RaisedBySignal();
 }
 
 }  // namespace moe::bindings

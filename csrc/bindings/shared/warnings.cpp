@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "bindings/shared/signals.h"
 #include "group/warn.h"
 
 namespace moe::bindings {
@@ -18,6 +19,10 @@ void warn_in_python(const std::string& message) {
   try {
     py::module_::import("logging").attr("getLogger")("moe_comm").attr("warning")("%s", message);
   } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) {  // of no logging: a handler of a signal, such as Ctrl-C
+      error.restore();
+      throw_raised_by_signal();
+    }
     error.discard_as_unraisable("moe_comm warning");
   }
 }
