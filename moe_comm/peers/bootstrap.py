@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 import weakref
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from moe_comm import env
+from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
+from moe_comm.peers.agree import name_ranks
 from moe_comm.peers.gather_objects import gather_objects_of_group
 
 __all__ = [
     "Bootstrap",
     "RankThreads",
+    "ThreadRank",
     "bootstrap_for",
     "check_process_of",
     "group_behind",
     "process_group_of",
 ]
 
+
+ARRIVAL_TIMEOUT_S = 1800.0
+WARN_EVERY_S = 60.0
+_logger = logging.getLogger("moe_comm")
 
 # Process groups that a forked child has of its parent, whose connections end there.
 _inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -100,8 +109,34 @@ class _ProcessGroup:
         return gather_objects_of_group(self.group, item)
 
 
+class _AbortedError(PeerFailedError, threading.BrokenBarrierError):
+    """A thread of these ranks has given up; nothing that is exchanged comes about any more."""
+
+
+class _Round:
+    """One exchange of threads: what each has said, and why nothing comes of it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.items: dict[int, Any] = {}
+        self.failure: tuple[type[CommunicationError], str, tuple[int, ...]] | None = None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not come."""
+        return tuple(rank for rank in range(self._num_ranks) if rank not in self.items)
+
+    def fail(self, kind: type[CommunicationError], text: str, ranks: tuple[int, ...]) -> None:
+        """Keep why it failed, unless it has ended already."""
+        if self.missing and self.failure is None:
+            self.failure = kind, text, ranks
+
+
 class RankThreads:
     """Ranks as threads of one process: make one object, give `[i]` to the thread of rank i.
+
+    An exchange for which a rank does not come fails on every rank after the `arrival_timeout_s` of a
+    communicator that has been made of them, 1800 s before there is one.
 
     Example:
         ```python
@@ -115,38 +150,102 @@ class RankThreads:
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be >= 1, got {num_ranks}")
         self.num_ranks = num_ranks
-        self._barrier = threading.Barrier(num_ranks)
-        self._slots: list[Any] = [None] * num_ranks
+        self._changed = threading.Condition()
+        self._is_aborted = False
+        # By number, until all ranks have come: a rank that is late hears what it has missed.
+        self._rounds: dict[int, _Round] = {}
+        self._num_rounds = [0] * num_ranks
         # One object per rank, so that it can be told from the same rank of other threads.
-        self._members = [_ThreadRank(self, rank_idx) for rank_idx in range(num_ranks)]
+        self._members = [ThreadRank(self, rank_idx) for rank_idx in range(num_ranks)]
 
     def __getitem__(self, rank_idx: int) -> Bootstrap:
         if not 0 <= rank_idx < self.num_ranks:
             raise IndexError(f"rank {rank_idx} is not in [0, {self.num_ranks})")
         return self._members[rank_idx]
 
-    def exchange(self, rank_idx: int, item: Any) -> list[Any]:
-        """Every thread's `item`, in rank order. Called by every rank's thread."""
-        self._slots[rank_idx] = item
-        self._barrier.wait()
-        gathered = list(self._slots)
-        # Nobody may store the next item before everybody has read this one.
-        self._barrier.wait()
-        return gathered
+    def exchange(
+        self, rank_idx: int, item: Any, arrival_timeout_s: float = ARRIVAL_TIMEOUT_S
+    ) -> list[Any]:
+        """Every thread's `item`, in rank order. Called by every rank's thread.
+
+        Args:
+            rank_idx: Of the thread.
+            item: Is not copied.
+            arrival_timeout_s: Limit for the other threads' coming; they are named in a warning of
+                the logger `moe_comm` once a minute before.
+
+        Raises:
+            PeerFailedError: A thread was interrupted in it, or has called `abort`.
+            PeerTimeoutError: Threads did not come, on every rank.
+        """
+        with self._changed:
+            self._check_aborted()
+            number = self._num_rounds[rank_idx]
+            self._num_rounds[rank_idx] += 1
+            this = self._rounds.setdefault(number, _Round(self.num_ranks))
+            this.items[rank_idx] = item
+            if not this.missing:
+                del self._rounds[number]
+                self._changed.notify_all()
+            try:
+                self._await(this, rank_idx, arrival_timeout_s)
+            except BaseException as error:  # a handler of a signal raises
+                text = f"rank {rank_idx} gave up an exchange of threads: {type(error).__name__}"
+                this.fail(PeerFailedError, text, (rank_idx,))
+                self._changed.notify_all()
+                raise
+            if this.failure is not None:
+                kind, text, ranks = this.failure
+                raise kind(text, ranks=ranks, operation="exchange")
+            if this.missing:
+                self._check_aborted()
+            return [this.items[rank] for rank in range(self.num_ranks)]
+
+    def _await(self, this: _Round, rank_idx: int, timeout_s: float) -> None:
+        """Return when all have come, or nothing comes of it. Holds the lock."""
+        start = time.monotonic()
+        while this.missing and this.failure is None and not self._is_aborted:
+            left_s = start + timeout_s - time.monotonic()
+            who = name_ranks(this.missing)
+            if left_s <= 0.0:
+                text = f"{who} did not come to an exchange of threads within {timeout_s} s of rank {rank_idx}"
+                this.fail(PeerTimeoutError, text, this.missing)
+                self._changed.notify_all()
+            elif not self._changed.wait(min(WARN_EVERY_S, left_s)) and left_s > WARN_EVERY_S:
+                _logger.warning(
+                    "rank %d has waited %.0f s for %s to come to an exchange of threads",
+                    rank_idx,
+                    time.monotonic() - start,
+                    who,
+                )
+
+    def _check_aborted(self) -> None:
+        if self._is_aborted:
+            raise _AbortedError("another thread of these ranks has given up", operation="exchange")
 
     def abort(self) -> None:
         """Make every exchange, under way or later, raise: a thread has given up."""
-        self._barrier.abort()
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
 
 
-class _ThreadRank:
+class ThreadRank:
+    """One rank of `RankThreads`.
+
+    Attributes:
+        arrival_timeout_s: Limit of its exchanges: that of the communicator made of it last.
+    """
+
     def __init__(self, ranks: RankThreads, rank_idx: int) -> None:
         self._ranks = ranks
         self.rank_idx = rank_idx
         self.num_ranks = ranks.num_ranks
+        self.arrival_timeout_s = ARRIVAL_TIMEOUT_S
 
     def all_gather(self, item: Any) -> list[Any]:
-        return self._ranks.exchange(self.rank_idx, item)
+        """Every rank's `item`, in rank order. Collective."""
+        return self._ranks.exchange(self.rank_idx, item, self.arrival_timeout_s)
 
 
 def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:

@@ -28,7 +28,7 @@ from moe_comm.peers.agree import (
     raise_unequal,
 )
 from moe_comm.peers.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
-from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.bootstrap import ARRIVAL_TIMEOUT_S, Bootstrap, ThreadRank, bootstrap_for
 from moe_comm.peers.communicator_options import CommunicatorOptions
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.elastic import ElasticRanks
@@ -161,7 +161,7 @@ class Communicator(ElasticRanks, Destroyable):
         parent: Communicator | None = None,
         num_local_ranks: int | None = None,
         stall_timeout_s: float = 30.0,
-        arrival_timeout_s: float = 1800.0,
+        arrival_timeout_s: float = ARRIVAL_TIMEOUT_S,
         *,
         backend: str = "auto",
         max_heap_bytes: int | None = None,
@@ -224,6 +224,8 @@ class Communicator(ElasticRanks, Destroyable):
         options = CommunicatorOptions.checked(self.device, **given)
         self.stall_timeout_s = options.stall_timeout_s
         self.arrival_timeout_s = options.arrival_timeout_s
+        if isinstance(self.bootstrap, ThreadRank):
+            self.bootstrap.arrival_timeout_s = options.arrival_timeout_s
         # For the communicator that survivors of failures go on with.
         self._options: dict[str, Any] = dataclasses.asdict(options)
         return options

@@ -198,7 +198,7 @@ class WorkerPool:
             worker.connection.close()
             worker.process.kill()
         for worker in self._workers:
-            worker.process.join()
+            worker.process.join(GRACE_S)
         self._workers.clear()
         self._num_ranks = 0
         if self._folder is not None:

@@ -110,7 +110,8 @@ def _commit() -> str | None:
             capture_output=True,
             text=True,
             check=True,
+            timeout=10.0,
         )
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import multiprocessing.connection
 import tempfile
+import time
 import types
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.serve import serve_threads, serve_worker
 from moe_comm.cli.bench.worker import Launch, Worker
+from moe_comm.peers.agree import name_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["RankProcesses", "WorkerError", "WorkerProcesses"]
 
 JOIN_TIMEOUT_S = 20.0
+# No call of a worker takes as long; what ranks wait for each other has limits of its own.
+CALL_TIMEOUT_S = 3600.0
 
 
 class WorkerError(RuntimeError):
@@ -43,7 +47,12 @@ class WorkerProcesses:
 
     Raises:
         WorkerError: A rank could not start.
+
+    Attributes:
+        call_timeout_s: Limit for the answers of all ranks to one call.
     """
+
+    call_timeout_s = CALL_TIMEOUT_S
 
     def __init__(
         self, num_ranks: int, make_worker: Callable[..., Any], mode: str = "processes"
@@ -80,7 +89,7 @@ class WorkerProcesses:
                     self._processes.append(process)
             for end in theirs:
                 end.close()
-            self._collect()
+            self._collect("its start")
         except BaseException:
             self._kill()
             raise
@@ -89,12 +98,12 @@ class WorkerProcesses:
         """Call a `Worker` method on every rank; every rank's answer, in rank order.
 
         Raises:
-            WorkerError: A rank raised or died.
+            WorkerError: A rank raised, died or did not answer in `call_timeout_s`.
         """
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # died since: _collect() says who
                 pipe.send((method, arguments))
-        return self._collect()
+        return self._collect(method)
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -122,12 +131,18 @@ class WorkerProcesses:
         else:
             self._kill()
 
-    def _collect(self) -> list[Any]:
+    def _collect(self, what: str) -> list[Any]:
         answers: dict[int, Any] = {}
         pending: Mapping[Any, int] = {pipe: i for i, pipe in enumerate(self._pipes)}
+        deadline_s = time.monotonic() + self.call_timeout_s
         while len(answers) < len(self._pipes):
             waiting = [pipe for pipe, i in pending.items() if i not in answers]
-            for pipe in multiprocessing.connection.wait(waiting):
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready = multiprocessing.connection.wait(waiting, left_s)
+            if not ready:
+                who = name_ranks([pending[pipe] for pipe in waiting])
+                raise WorkerError(f"{who} did not end {what} within {self.call_timeout_s} s")
+            for pipe in ready:
                 rank_idx = pending[pipe]
                 try:
                     status, value = self._pipes[rank_idx].recv()
@@ -151,7 +166,7 @@ class WorkerProcesses:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
-            process.join()
+            process.join(JOIN_TIMEOUT_S)
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()

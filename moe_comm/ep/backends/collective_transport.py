@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -20,6 +21,7 @@ from moe_comm.errors import (
     has_timed_out,
 )
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.forks import forks
 from moe_comm.peers.gather_objects import gather_objects_of_group
 
 __all__ = ["CollectiveTransport", "Pending", "ProgressThread"]
@@ -140,6 +142,7 @@ class Pending(Generic[OutputT]):
         self._work: Callable[[], OutputT] | None = work
         self.early: OutputT | None = None
         self._ended = threading.Event()
+        self._fork_generation = forks.generation
         self._output: OutputT | None = None
         self._error: BaseException | None = None
 
@@ -155,6 +158,15 @@ class Pending(Generic[OutputT]):
         self._ended.set()
 
     def wait(self) -> OutputT:
+        """The outcome, once there is one: each collective of the work has a limit.
+
+        Raises:
+            ValueError: This process was forked from the one whose thread works on it.
+        """
+        if not self._ended.is_set() and forks.generation != self._fork_generation:
+            raise ValueError(
+                f"wait: the operation belongs to the parent of this forked child {os.getpid()}"
+            )
         self._ended.wait()
         if self._error is not None:
             raise self._error

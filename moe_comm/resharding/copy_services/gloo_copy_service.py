@@ -26,6 +26,9 @@ from moe_comm.resharding.copy_services.process_group import timeout_of
 
 __all__ = ["GlooCopyService"]
 
+# Beyond the limit at which Gloo itself ends a wait.
+_GRACE_S = 10.0
+
 Ended: TypeAlias = "tuple[int, str, BaseException | None]"
 """A peer; of the work that failed, what it moved, and its error, None if all have ended."""
 
@@ -115,7 +118,15 @@ class GlooCopyService(DistributedCopyService):
             ).start()
         waiting = set(by_peer)
         while waiting:
-            peer, what, error = ended.get()
+            try:
+                # Gloo ends a wait at its limit: what does not end even so is told without it.
+                peer, what, error = ended.get(
+                    timeout=max(0.0, deadline - time.monotonic()) + _GRACE_S
+                )
+            except queue.Empty:
+                late = TimeoutError(f"timed out: Gloo did not end its wait {_GRACE_S} s after that")
+                peers = tuple(sorted(waiting))
+                raise self._fail(f"messages of round {round_idx}", late, peers) from None
             if error is None:
                 waiting.discard(peer)
                 continue

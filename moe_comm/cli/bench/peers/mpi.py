@@ -29,9 +29,16 @@ def missing_mpi() -> str | None:
     if launcher is None:
         missing.append("mpirun (apt-get install openmpi-bin libopenmpi-dev)")
     else:
-        version = subprocess.run(
-            [launcher, "--version"], capture_output=True, text=True, check=False
-        ).stdout
+        try:
+            version = subprocess.run(
+                [launcher, "--version"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=STOP_TIMEOUT_S,
+            ).stdout
+        except subprocess.TimeoutExpired:
+            version = f"no answer within {STOP_TIMEOUT_S} s"
         if "Open MPI" not in version:
             missing.append(f"an mpirun of Open MPI (found {version.strip()[:40]!r})")
     if importlib.util.find_spec("mpi4py") is None:
@@ -96,7 +103,11 @@ class MpiPeer:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.terminate()
-                self._process.wait()
+                try:
+                    self._process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait(STOP_TIMEOUT_S)
 
     def _command(self, command: str, num_iterations: int, timeout_s: float) -> list[list[Interval]]:
         number = self._control.post(command, num_iterations)

@@ -28,6 +28,8 @@ MAX_ITERATIONS = 4096
 # Idle ranks must not take time from the ranks that are measured; who waits for them is alone.
 IDLE_POLL_S = 0.02
 ANSWER_POLL_S = 0.002
+# The benchmark gives up a call of its own ranks as late, and ends.
+IDLE_TIMEOUT_S = 3600.0
 
 
 class ControlFile:
@@ -93,8 +95,17 @@ class ControlFile:
         return intervals
 
     def next_command(self, last_number: int) -> tuple[int, str, int]:
-        """Sleep until there is a command after `last_number`: its number, name and iterations."""
+        """Sleep until there is a command after `last_number`: its number, name and iterations.
+
+        Raises:
+            TimeoutError: There is none: the benchmark has ended without a word.
+        """
+        deadline_s = time.monotonic() + IDLE_TIMEOUT_S
         while self._words[0] <= last_number:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"the benchmark gave no command after {last_number} within {IDLE_TIMEOUT_S} s"
+                )
             time.sleep(IDLE_POLL_S)
         return int(self._words[0]), COMMANDS[self._words[1]], int(self._words[2])
 
