@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
@@ -165,9 +165,9 @@ class Replica:
     def restore(self, snapshot: Snapshot | None) -> Snapshot:
         """Load a snapshot, wherever its parts are; None on a process that has come. Collective."""
         told = self.communicator.all_gather(
-            pickle.dumps(snapshot and (snapshot.step, snapshot.losses, snapshot.holders))
+            json.dumps(snapshot and (snapshot.step, snapshot.losses, snapshot.holders)).encode()
         )
-        known = [pickle.loads(item) for item in told]
+        known = [json.loads(item) for item in told]
         first = next(rank for rank, item in enumerate(known) if item is not None)
         step, losses, holders = known[first]
         sources = []

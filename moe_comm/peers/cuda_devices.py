@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from moe_comm import env
+from moe_comm.peers.plain_data import travels
 
 __all__ = [
     "CUDA_MODULE",
@@ -32,6 +33,7 @@ NUM_SMS_AT_MOST = 24
 """SMs that keep memory busy by copies; experts have better use for more."""
 
 
+@travels
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceIdentity:
     """The GPU of one rank.

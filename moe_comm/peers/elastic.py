@@ -223,7 +223,8 @@ class ElasticRanks:
 
         Args:
             rendezvous: A torch.distributed store that rank 0 and those that join reach, such as a
-                `TCPStore`; or "host:port", where rank 0 listens for the time of the call.
+                `TCPStore`; or "host:port", where rank 0 listens for the time of the call: at an
+                address of its machine, and no other.
             num_new_ranks: How many processes join, >= 1.
             num_local_ranks: Of a node of the new communicator; None for that of this one if it has
                 several nodes, else for what the machines tell.

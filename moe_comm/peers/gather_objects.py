@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["gather_objects", "gather_objects_of_group"]
+from moe_comm.errors import CommunicationError
+from moe_comm.peers.plain_data import decode_plain, encode_plain
+
+__all__ = ["decode_all", "gather_objects", "gather_objects_of_group"]
 
 _LENGTH_BYTES = 8
 
@@ -20,16 +22,19 @@ def gather_objects(
 
     Args:
         all_gather: Every rank's payload in rank order, b"" of ranks that are excluded.
-        item: Can be pickled.
+        item: Plain data, as `plain_data` has it.
         piece_bytes: Most bytes of a payload, where payloads of one exchange are to be equally long or
             an item may be longer; equal on every rank. None: an item is one payload.
 
     Returns:
         In rank order; None of ranks that are excluded.
+
+    Raises:
+        CommunicationError: What came of a rank is damaged; it is named.
     """
-    mine = pickle.dumps(item)
+    mine = encode_plain(item)
     if piece_bytes is None:
-        return [pickle.loads(said) if said else None for said in all_gather(mine)]
+        return decode_all(all_gather(mine))
     lengths = [
         int.from_bytes(said, "little")
         for said in all_gather(len(mine).to_bytes(_LENGTH_BYTES, "little"))
@@ -41,17 +46,35 @@ def gather_objects(
         pieces = all_gather(mine[start : start + size].ljust(size, b"\0"))
         said = [whole + piece for whole, piece in zip(said, pieces, strict=True)]
     # A rank that is excluded on the way has said less than it announced.
-    return [
-        pickle.loads(whole[:length]) if length and len(whole) >= length else None
-        for whole, length in zip(said, lengths, strict=True)
-    ]
+    return decode_all(
+        [
+            whole[:length] if len(whole) >= length else b""
+            for whole, length in zip(said, lengths, strict=True)
+        ]
+    )
+
+
+def decode_all(said: Sequence[bytes]) -> list[Any]:
+    """What the ranks said by `encode_plain`, in rank order; None of one that said nothing.
+
+    Raises:
+        CommunicationError: What came of a rank is damaged; it is named.
+    """
+    return [_decoded(rank_idx, data) if data else None for rank_idx, data in enumerate(said)]
+
+
+def _decoded(rank_idx: int, data: bytes) -> Any:
+    try:
+        return decode_plain(data, f"rank {rank_idx}")
+    except ValueError as error:
+        raise CommunicationError(str(error), ranks=(rank_idx,), operation="all_gather") from None
 
 
 def gather_objects_of_group(group: dist.ProcessGroup | None, item: Any) -> list[Any]:
     """Every rank's `item`, over a process group of torch.distributed. Collective.
 
     Args:
-        group: None for the default process group.
+        group: None for the default process group, whose ranks trust each other: torch pickles.
         item: Can be pickled.
 
     Returns:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moe_comm import env
 from moe_comm.peers.agree import raise_different
+from moe_comm.peers.plain_data import travels
 
 __all__ = [
     "Machine",
@@ -66,6 +67,7 @@ class NodeLayout:
         return range(self.local_rank_idx(rank_idx), self.num_ranks, self.num_local_ranks)
 
 
+@travels
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Where a process runs.
@@ -91,6 +93,7 @@ def own_machine() -> Machine:
         return Machine(f"host {socket.gethostname()}", "")
 
 
+@travels
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlace:
     """What a rank says of where it runs.

@@ -1,7 +1,7 @@
 """Where processes that come to a living communicator meet it: a torch.distributed store.
 
 Only the lowest living rank and those that come touch the store; the living speak over their own
-sockets. What is in the store is trusted, as torch.distributed trusts it.
+sockets. What is in the store is plain data (`plain_data`), which is parsed and checked.
 
 Keys, below the prefix `moe_comm`: `tickets`, how many processes have come; `ticket/<i>`, what the i-th
 asks for; `taken`, how many of them were called or given up; `call/<i>`, what it is told. Then, below a
@@ -14,17 +14,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-import pickle
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from moe_comm.arguments import shown
 from moe_comm.errors import PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import first_line
 from moe_comm.peers.gather_objects import gather_objects
+from moe_comm.peers.plain_data import decode_plain, encode_plain, travels
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -44,6 +46,11 @@ POLL_S = 0.01
 ResultT = TypeVar("ResultT")
 
 
+# Arguments of `Communicator` that a process which comes takes from the living.
+_OPTIONS = frozenset({"num_local_ranks", "backend", "stall_timeout_s", "arrival_timeout_s"})
+
+
+@travels
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Invitation:
     """What a process that comes is told.
@@ -55,6 +62,9 @@ class Invitation:
         former_ranks: Old number of every rank, -1 for those that come.
         timeout_s: Limit for every exchange.
         options: Arguments of `Communicator` that are the living ranks'.
+
+    Raises:
+        ValueError: A value is none that a living rank writes.
     """
 
     prefix: str
@@ -64,12 +74,25 @@ class Invitation:
     timeout_s: float
     options: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        num_ranks = len(self.former_ranks)
+        if (
+            not isinstance(self.prefix, str)
+            or not isinstance(self.timeout_s, (int, float))
+            or set(self.options) != _OPTIONS
+            or not 0 <= self.position < num_ranks
+            or not 0 <= self.rank_idx < num_ranks
+            or self.former_ranks[self.rank_idx] != -1
+        ):
+            raise ValueError(f"{self} is no invitation")
+
 
 def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Store:
     """The store behind a `rendezvous` argument: itself, or the one at "host:port".
 
     Raises:
         PeerTimeoutError: Nobody listens at the address.
+        OSError: This process cannot listen at the address, which is none of its machine's or taken.
         TypeError: It is neither a store nor a string.
         ValueError: The string is no address.
     """
@@ -77,6 +100,7 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
         host, colon, port = rendezvous.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f'rendezvous must be a store or "host:port", got {rendezvous!r}')
+        listener = _listener(host, int(port)) if is_host else None
         try:
             rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
                 host,
@@ -84,6 +108,7 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
                 is_master=is_host,
                 timeout=dt.timedelta(seconds=timeout_s),
                 wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
         except dist.DistNetworkError as error:
             if is_host:
@@ -101,8 +126,32 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
     return dist.PrefixStore("moe_comm", rendezvous)  # type: ignore[attr-defined]
 
 
-def _set(store: Store, key: str, value: bytes) -> None:
-    store.set(key, value)  # type: ignore[arg-type]  # it takes bytes as well
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket bound to the named interface alone, where torch would take all of them."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.create_server(found[0][4], family=found[0][0])
+    except OSError as error:
+        raise OSError(
+            error.errno, f"rank 0 cannot listen at {host}:{port}: {error.strerror or error}"
+        ) from error
+
+
+def _set(store: Store, key: str, value: Any) -> None:
+    store.set(key, encode_plain(value))  # type: ignore[arg-type]  # it takes bytes as well
+
+
+def _get(store: Store, key: str, *kinds: type) -> Any:
+    """What is at a key.
+
+    Raises:
+        ValueError: It is no plain data, or of none of these types, where some are given.
+    """
+    value = decode_plain(bytes(store.get(key)), f"key {key!r} of the rendezvous")
+    if kinds and type(value) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"key {key!r} of the rendezvous: expected {expected}, got {shown(value)}")
+    return value
 
 
 def assign_ranks(
@@ -152,11 +201,11 @@ class JoiningRank:
         self._timeout_s = timeout_s
         self._over = ""
         ticket = store.add("tickets", 1) - 1
-        _set(store, f"ticket/{ticket}", pickle.dumps(wish))
-        refusal, invitation = pickle.loads(self._await(f"call/{ticket}", "call grow()"))
-        if refusal:
-            raise ValueError(refusal)
-        self.invitation: Invitation = invitation
+        _set(store, f"ticket/{ticket}", wish)
+        called = self._await(f"call/{ticket}", "call grow()", str, Invitation)
+        if not isinstance(called, Invitation):
+            raise ValueError(called)  # noqa: TRY004 - why the living refuse
+        self.invitation = called
         self.rank_idx = self.invitation.rank_idx
         self.num_ranks = len(self.invitation.former_ranks)
         self._over = f"{self.invitation.prefix}/over"
@@ -165,16 +214,19 @@ class JoiningRank:
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`, in rank order. Collective over the living and those that come."""
         prefix, position = self.invitation.prefix, self.invitation.position
-        _set(self._store, f"{prefix}/up/{self._num_gathers}/{position}", pickle.dumps(item))
-        gathered = self._await(f"{prefix}/down/{self._num_gathers}", "go on in grow()")
+        _set(self._store, f"{prefix}/up/{self._num_gathers}/{position}", item)
+        items = self._await(f"{prefix}/down/{self._num_gathers}", "go on in grow()", list)
         self._num_gathers += 1
-        items: list[Any] = pickle.loads(gathered)
-        return items
+        if len(items) != self.num_ranks:
+            raise ValueError(
+                f"the rendezvous has what {len(items)} ranks say, expected {self.num_ranks}"
+            )
+        return list(items)
 
     def check(self) -> None:
         """Raise where the living have given up, for a caller that waits elsewhere for them. Local."""
         if self._over and self._store.check([self._over]):
-            text = self._store.get(self._over).decode()
+            text = self._store.get(self._over).decode(errors="replace")
             raise PeerFailedError(f"join: {text}", operation="join")
 
     def give_up(self, error: BaseException) -> None:
@@ -184,7 +236,7 @@ class JoiningRank:
         with contextlib.suppress(Exception):  # the store ends with the call of the living
             self._store.set(f"{invitation.prefix}/failed/{invitation.position}", text)
 
-    def _await(self, key: str, what: str) -> bytes:
+    def _await(self, key: str, what: str, *kinds: type) -> Any:
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             self.check()
@@ -194,7 +246,7 @@ class JoiningRank:
                     operation="join",
                 )
             time.sleep(POLL_S)
-        return bytes(self._store.get(key))
+        return _get(self._store, key, *kinds)
 
 
 class InvitingRank:
@@ -215,7 +267,7 @@ class InvitingRank:
         if not self._store.check(keys):
             return None
         self._store.add("taken", self._num_new_ranks)
-        return [pickle.loads(self._store.get(key)) for key in keys]
+        return [_get(self._store, key, int, type(None)) for key in keys]
 
     @property
     def missing_text(self) -> str:
@@ -228,28 +280,28 @@ class InvitingRank:
         """Of the keys of this growth."""
         return self._prefix
 
-    def call(self, position: int, invitation: Invitation | None, refusal: str = "") -> None:
+    def call(self, position: int, invitation: Invitation | str) -> None:
         """Invite one of those that came, or tell it why not."""
-        _set(self._store, f"call/{self._first + position}", pickle.dumps((refusal, invitation)))
+        _set(self._store, f"call/{self._first + position}", invitation)
 
     def collect(self, gather_idx: int) -> list[Any] | None:
         """What those that come said in one exchange; None before all have."""
         keys = [f"{self._prefix}/up/{gather_idx}/{j}" for j in range(self._num_new_ranks)]
         if not self._store.check(keys):
             return None
-        return [pickle.loads(self._store.get(key)) for key in keys]
+        return [_get(self._store, key) for key in keys]
 
     def failure(self) -> str:
         """Why nothing comes of one of those that came; "" if there is no such one."""
         for j in range(self._num_new_ranks):
             key = f"{self._prefix}/failed/{j}"
             if self._store.check([key]):
-                return self._store.get(key).decode()
+                return self._store.get(key).decode(errors="replace")
         return ""
 
     def tell(self, gather_idx: int, items: list[Any]) -> None:
         """Say what everybody said."""
-        _set(self._store, f"{self._prefix}/down/{gather_idx}", pickle.dumps(items))
+        _set(self._store, f"{self._prefix}/down/{gather_idx}", items)
 
     def end(self, text: str) -> None:
         """Say why nothing comes of it."""
@@ -295,7 +347,7 @@ class JoiningRanks:
         except ValueError as error:
             if self._host is not None:
                 for position in range(len(wishes)):
-                    self._host.call(position, None, str(error))
+                    self._host.call(position, str(error))
             raise
         self.rank_idx = living[self.shrunk_group.rank_idx]
         self.num_ranks = num_living + len(wishes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import pickle
 import random
 import signal
 import socket
@@ -19,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, _host
+from moe_comm.peers.plain_data import encode_plain
 from moe_comm.peers.rendezvous import JoiningRank, JoiningRanks, assign_ranks, open_store
 from moe_comm.peers.survivors import _refuse
 from moe_comm.testing import RankContext, run_ranks
@@ -224,7 +224,8 @@ class _Gatherings:
         self.num_gathers += 1
         if self.num_gathers > 1:
             raise PeerFailedError("rank 2: grow: waited", ranks=(0,), operation="shrink")
-        return [pickle.dumps(("late", "waited 1 s for processes to join: 0 of 1 came")), payload]
+        said = encode_plain(("late", "waited 1 s for processes to join: 0 of 1 came"))
+        return [said, payload]
 
 
 def test_nobody_gives_up_before_all_know_why() -> None:

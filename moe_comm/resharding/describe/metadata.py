@@ -7,9 +7,12 @@ from typing import Literal
 
 import torch
 
+from moe_comm.peers.plain_data import travels
+
 __all__ = ["MeshLayout", "MeshPlacement", "ParameterMetadata", "ShardingDescriptor"]
 
 
+@travels
 @dataclasses.dataclass(frozen=True)
 class MeshPlacement:
     """A placement of a DTensor over one dimension of its device mesh.
@@ -27,6 +30,7 @@ class MeshPlacement:
     op: str = ""
 
 
+@travels
 @dataclasses.dataclass(frozen=True)
 class MeshLayout:
     """Where a DTensor lies.

@@ -7,6 +7,8 @@ from typing import Any, TypedDict
 
 import torch
 
+from moe_comm.peers.plain_data import travels
+
 __all__ = [
     "MAX_SEGMENT_SIZE",
     "MAX_TASKS_PER_BATCH",
@@ -71,6 +73,7 @@ class WorkloadGroup:
     total_size: int = 0
 
 
+@travels
 @dataclasses.dataclass
 class WorkloadSummary:
     """What the receiver of a batch must know of it."""

@@ -7,13 +7,13 @@ once and, per parameter, its name and the number of its kind.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import re
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moe_comm.peers.plain_data import decode_plain, encode_plain
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.tensor_layout import Holder
@@ -83,7 +83,7 @@ class RankMetadata:
 
     def metadata(self) -> list[ParameterMetadata]:
         """Every parameter's metadata, as it was encoded."""
-        names, has_resolved, owners, experts = pickle.loads(zlib.decompress(self._own))
+        names, has_resolved, owners, experts = _unpacked(self._own)
         return [
             dataclasses.replace(
                 self.kinds[kind],
@@ -104,6 +104,10 @@ class RankMetadata:
         ]
 
 
+def _unpacked(blob: bytes) -> Any:
+    return decode_plain(zlib.decompress(blob), "the metadata of a rank")
+
+
 def _split(names: str) -> list[str]:
     return names.split(_SEPARATOR) if names else []
 
@@ -122,25 +126,24 @@ def encode_rank_metadata(metas: Sequence[ParameterMetadata]) -> bytes:
     own = (
         _SEPARATOR.join(meta.name for meta in metas),
         [meta.resolved_name is not None for meta in metas],
-        array("q", (meta.owner_rank for meta in metas)),
-        array("q", (-1 if (x := meta.global_expert_index) is None else x for meta in metas)),
+        [meta.owner_rank for meta in metas],
+        [-1 if (x := meta.global_expert_index) is None else x for meta in metas],
     )
-    public = (kinds, kind_idx, _SEPARATOR.join(map(resolved_name, metas)))
-    blobs = [zlib.compress(pickle.dumps(part), 1) for part in (public, own)]
-    return pickle.dumps(blobs)
+    public = (kinds, kind_idx.tobytes(), _SEPARATOR.join(map(resolved_name, metas)))
+    return encode_plain([zlib.compress(encode_plain(part), 1) for part in (public, own)])
 
 
 def decode_rank_metadata(data: bytes) -> RankMetadata:
     """What `encode_rank_metadata` made bytes of."""
-    public, own = pickle.loads(data)
-    rows, kind_idx, names = pickle.loads(zlib.decompress(public))
+    public, own = decode_plain(data, "the metadata of a rank")
+    rows, kind_idx, names = _unpacked(public)
     kinds = []
     for *values, is_no_expert in rows:
         fields = dict(zip(_KIND_FIELDS, values, strict=True))
         kinds.append(
             ParameterMetadata(name="", global_expert_index=None if is_no_expert else 0, **fields)
         )
-    return RankMetadata(kinds, kind_idx, _split(names), own)
+    return RankMetadata(kinds, array("I", kind_idx), _split(names), own)
 
 
 class Destination(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from moe_comm import _host, env
 from moe_comm.ep.backends.engine_pool import EnginePool, Lease
 from moe_comm.ep.backends.rails.engine import Peers, RailEngine
+from moe_comm.peers.plain_data import travels
 
 __all__ = ["MpiEngine", "MpiPlace", "mpi_place"]
 
@@ -21,6 +22,7 @@ _POLL_S = 50e-6
 _END_S = 0.5
 
 
+@travels
 class MpiPlace(NamedTuple):
     """Where a process stands in MPI.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-
 import torch
 
 from moe_comm import errors
 from moe_comm.arguments import as_int
 from moe_comm.peers.communicator import Communicator, gathers
+from moe_comm.peers.gather_objects import decode_all
+from moe_comm.peers.plain_data import encode_plain
 
 __all__ = ["SymmetricBytes"]
 
@@ -46,12 +46,9 @@ class SymmetricBytes:
             needed_bytes, available_bytes = error.needed_bytes, error.available_bytes
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             communicator.reject(error)
-        said = pickle.dumps((problem, needed_bytes, available_bytes, (*place, size)))
+        said = encode_plain((problem, needed_bytes, available_bytes, (*place, size)))
         # Failed ranks say nothing.
-        gathered = [
-            pickle.loads(item) if item else None
-            for item in communicator.exchange("SymmetricBytes", said)
-        ]
+        gathered = decode_all(communicator.exchange("SymmetricBytes", said))
         for rank_idx, item in enumerate(gathered):
             if item is None or not item[0]:
                 continue

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import pickle
 from collections.abc import Mapping, Sequence
 
+from moe_comm.peers.plain_data import decode_plain, encode_plain
 from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     ScheduledBatch,
@@ -131,14 +131,16 @@ class CommunicationScheduler:
                     )
                     for workload in groups
                 ]
-        received = exchange_for(group).all_to_all([pickle.dumps(part) for part in mine])
+        received = exchange_for(group).all_to_all([encode_plain(part) for part in mine])
         summaries = {
             (my_pe, dest_pe, idx): summary
             for dest_pe, part in enumerate(mine)
             for idx, summary in enumerate(part)
         }
         for src_pe, payload in enumerate(received):
-            for idx, summary in enumerate(pickle.loads(payload) if payload else []):
+            # A rank that is excluded says nothing.
+            said = decode_plain(payload, f"the batches of rank {src_pe}") if payload else []
+            for idx, summary in enumerate(said):
                 summaries[src_pe, my_pe, idx] = summary
         return summaries
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,6 +10,8 @@ import torch.distributed as dist
 
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.communicator import Communicator
+from moe_comm.peers.gather_objects import decode_all
+from moe_comm.peers.plain_data import encode_plain
 from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 
 __all__ = ["CommunicatorExchange", "Exchange", "Group", "exchange_for"]
@@ -57,11 +58,11 @@ class CommunicatorExchange:
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`; None for ranks that were excluded. Collective."""
-        payload = pickle.dumps(item)
+        payload = encode_plain(item)
         is_short = len(payload) <= _MAX_MESSAGE_BYTES
         said = self._communicator.all_gather(b"s" + payload if is_short else b"l")
         if b"l" not in said:
-            return [pickle.loads(text[1:]) if text else None for text in said]
+            return decode_all([text[1:] for text in said])
         board = SymmetricBytes(self._communicator, len(payload))
         _write(board, payload)
         present = self._communicator.all_gather(b"written")
@@ -71,7 +72,7 @@ class CommunicatorExchange:
         ]
         # Nobody gives its memory back while a peer reads it.
         self._communicator.all_gather(b"read")
-        return [pickle.loads(text) if text else None for text in texts]
+        return decode_all(texts)
 
     def all_to_all(self, payloads: Sequence[bytes]) -> list[bytes]:
         """What every rank has for this one; b"" of ranks that were excluded. Collective."""
