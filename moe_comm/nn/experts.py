@@ -11,6 +11,25 @@ from torch import nn
 __all__ = ["GroupedExperts"]
 
 
+_GROUPED_ROW_BYTES = 16
+
+
+def _problem_with_grouped_mm(dtype: torch.dtype, **sizes: int) -> str | None:
+    """What keeps `torch._grouped_mm` from taking matrices with rows of these sizes, or None."""
+    if not hasattr(torch, "_grouped_mm"):
+        return f"torch {torch.__version__} has no _grouped_mm"
+    if dtype is not torch.bfloat16:
+        return f"torch._grouped_mm takes torch.bfloat16, got {dtype}"
+    for name, size in sizes.items():
+        if size * dtype.itemsize % _GROUPED_ROW_BYTES:
+            return (
+                f"torch._grouped_mm takes rows of a multiple of {_GROUPED_ROW_BYTES} bytes: {name} "
+                f"must be a multiple of {_GROUPED_ROW_BYTES // dtype.itemsize} with {dtype}, got "
+                f"{size}"
+            )
+    return None
+
+
 class GroupedExperts(nn.Module):
     """Two matrices per expert with an activation between them.
 
@@ -21,13 +40,13 @@ class GroupedExperts(nn.Module):
         ffn_hidden: Elements between the two matrices.
         activation: Between them.
         method: "loop": one product of matrices per expert. "grouped_mm": `torch._grouped_mm`, which
-            takes bfloat16 and reads no counts on the host. "auto": the latter for bfloat16 where torch
-            has it.
+            takes bfloat16 in rows of a multiple of 16 bytes and reads no counts on the host. "auto":
+            the latter where it takes what there is and torch has it.
         dtype: Of the parameters.
         seed: See `expert_ids`.
 
     Raises:
-        ValueError: `method` is unknown, or "grouped_mm" with a dtype it does not take.
+        ValueError: `method` is unknown, or "grouped_mm" with a dtype or sizes that it does not take.
     """
 
     def __init__(
@@ -44,10 +63,10 @@ class GroupedExperts(nn.Module):
         super().__init__()
         if method not in ("auto", "loop", "grouped_mm"):
             raise ValueError(f'method must be "auto", "loop" or "grouped_mm", got {method!r}')
-        can_group = dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm")
-        if method == "grouped_mm" and not can_group:
-            raise ValueError(f"torch._grouped_mm takes torch.bfloat16, got {dtype}")
-        self.is_grouped = can_group and method != "loop"
+        problem = _problem_with_grouped_mm(dtype, hidden=hidden, ffn_hidden=ffn_hidden)
+        if method == "grouped_mm" and problem is not None:
+            raise ValueError(problem)
+        self.is_grouped = problem is None and method != "loop"
         self.activation = activation
         up = torch.empty(len(expert_ids), hidden, ffn_hidden, dtype=dtype)
         down = torch.empty(len(expert_ids), ffn_hidden, hidden, dtype=dtype)

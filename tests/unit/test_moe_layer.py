@@ -96,6 +96,17 @@ def test_grouped_and_looped_experts_agree() -> None:
     assert results[0][1][1].abs().max() == 0  # an expert without rows
 
 
+@pytest.mark.parametrize("ffn_hidden", [4, 12, 20, 24])
+def test_sizes_that_grouped_products_do_not_take_are_looped(ffn_hidden: int) -> None:
+    layer = MoELayer(16, ffn_hidden, 4, 2, group=RankThreads(1)[0], dtype=torch.bfloat16)
+    assert layer.experts.is_grouped == (ffn_hidden == 24)
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    y = layer(x)
+    layer.experts = GroupedExperts(range(4), 16, ffn_hidden, method="loop", dtype=torch.bfloat16)
+    torch.testing.assert_close(layer(x), y, rtol=2e-2, atol=2e-2)
+    layer.dispatcher.buffer.destroy()
+
+
 def test_experts_start_the_same_wherever_they_live() -> None:
     together = GroupedExperts([0, 1, 2], HIDDEN, FFN, seed=5)
     apart = GroupedExperts([2], HIDDEN, FFN, seed=5)
@@ -196,8 +207,25 @@ def test_quantized_and_limited() -> None:
         (lambda d: TokenDispatcher(3, buffer=d.buffer), ValueError, "num_experts is 3, the buffer"),
         (lambda d: TokenDispatcher(6, buffer=d.buffer, weighted_by="x"), ValueError, "got 'x'"),
         (lambda d: MoELayer(8, 8, 3, 1, dispatcher=d), ValueError, "the dispatcher has 6"),
+        (
+            lambda d: MoELayer(
+                8, 12, 6, 1, dispatcher=d, method="grouped_mm", dtype=torch.bfloat16
+            ),
+            ValueError,
+            "rank 0: torch._grouped_mm takes rows .* ffn_hidden must be a multiple of 8 .* got 12",
+        ),
         (lambda d: TopKRouter(8, 4, 5), ValueError, r"num_topk must be in \[1, 4\], got 5"),
         (lambda d: GroupedExperts([0], 8, 8, method="x"), ValueError, "method must be"),
+        (
+            lambda d: GroupedExperts([0], 8, 12, method="grouped_mm", dtype=torch.bfloat16),
+            ValueError,
+            "rows of a multiple of 16 bytes: ffn_hidden must be a multiple of 8 .* got 12",
+        ),
+        (
+            lambda d: GroupedExperts([0], 4, 8, method="grouped_mm", dtype=torch.bfloat16),
+            ValueError,
+            "hidden must be a multiple of 8 with torch.bfloat16, got 4",
+        ),
         (
             lambda d: GroupedExperts([0], 8, 8, method="grouped_mm"),
             ValueError,
