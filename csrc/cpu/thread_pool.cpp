@@ -1,10 +1,8 @@
 #include "cpu/thread_pool.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 
+#include "core/process.h"
 #include "core/sync.h"
 
 namespace moe::cpu {
@@ -16,16 +14,6 @@ constexpr int kPartsOfAThread = 16;
 constexpr int kNumYields = 1000;
 
 }  // namespace
-
-std::thread start_quiet_thread(std::function<void()> body) {
-  sigset_t all;
-  sigset_t former;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &former);
-  std::thread thread(std::move(body));  // inherits the mask
-  pthread_sigmask(SIG_SETMASK, &former, nullptr);
-  return thread;
-}
 
 ThreadPool::~ThreadPool() {
   {
@@ -39,7 +27,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::start() {
   for (int worker_idx = 1; worker_idx < num_threads_; ++worker_idx)
-    workers_.push_back(start_quiet_thread([this] { work(); }));
+    workers_.push_back(start_quiet_thread("copies and adds rows", [this] { work(); }));
 }
 
 void ThreadPool::parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {

@@ -43,8 +43,4 @@ class ThreadPool {
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
 };
 
-/// Starts a thread that takes no signals, so that the main thread's handlers run in the main
-/// thread.
-std::thread start_quiet_thread(std::function<void()> body);
-
 }  // namespace moe::cpu

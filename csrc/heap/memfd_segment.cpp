@@ -15,6 +15,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/process.h"
 #include "heap/machine_memory.h"
 
 namespace moe::heap {
@@ -55,7 +56,7 @@ constexpr int kMostCollapseFailures = 8;
   const std::string cause = concat(call, " failed: ", std::strerror(error));
   if (error == EMFILE || error == ENFILE)
     throw SystemError(concat("cannot make a segment of ", bytes, " bytes: ", cause), error);
-  throw_capacity(bytes, cause);
+  throw_capacity(bytes, cause + describe_address_space(), address_space_left_bytes());
 }
 
 void check_machine(uint64_t bytes) {
@@ -211,7 +212,10 @@ std::shared_ptr<Segment> map_peer_segment(int memfd, uint64_t bytes) {
                       EINVAL);
   std::shared_ptr<Segment> segment = map_shared(memfd, bytes);
   if (segment == nullptr)
-    throw SystemError(concat("mmap of an announced segment of ", bytes, " bytes failed"), errno);
+    throw SystemError(
+        concat(
+            "mmap of an announced segment of ", bytes, " bytes failed", describe_address_space()),
+        errno);
   return segment;
 }
 

@@ -1,7 +1,6 @@
 #include "heap/peer_mesh.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
@@ -18,6 +17,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/process.h"
 #include "heap/listener_list.h"
 #include "heap/mesh_connect.h"
 #include "heap/peer_connection.h"
@@ -267,18 +267,8 @@ void SocketMesh::start_service() {
   for (size_t peer_rank = 0; peer_rank < peers_.size(); ++peer_rank)
     if (peers_[peer_rank]->connection != nullptr)
       peers_[peer_rank]->connection->watch(epoll_.get(), peer_rank, peer_rank | kPidfdBit);
-  // The caller's handlers (Python's among them) must run on the caller's threads.
-  sigset_t all_signals;
-  sigset_t previous;
-  sigfillset(&all_signals);
-  pthread_sigmask(SIG_SETMASK, &all_signals, &previous);
-  try {
-    service_ = std::make_unique<std::thread>([this] { serve(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &previous, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+  service_ =
+      std::make_unique<std::thread>(start_quiet_thread("hears of peers", [this] { serve(); }));
   pthread_setname_np(service_->native_handle(), "moe-mesh");
 }
 

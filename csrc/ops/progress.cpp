@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include "cpu/thread_pool.h"
+#include "core/process.h"
 
 namespace moe::ops {
 
@@ -41,7 +41,7 @@ void ProgressThread::submit(std::function<void()> task,
     lock.lock();
   }
   if (!thread_.joinable())
-    thread_ = cpu::start_quiet_thread([this] { work(); });
+    thread_ = start_quiet_thread("runs operations that are in flight", [this] { work(); });
   tasks_.push_back(std::move(task));
   changed_.notify_all();
 }

@@ -3,8 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "core/process.h"
 #include "core/sync.h"
-#include "cpu/thread_pool.h"
 #include "runtime/device_endpoint.h"
 #include "runtime/device_exchange.h"
 #include "runtime/late_verdict.h"
@@ -75,7 +75,7 @@ void DeviceWatch::take_active() {
 
 void DeviceWatch::start() {
   if (!thread_.joinable() && !is_stopping_)
-    thread_ = cpu::start_quiet_thread([this] { run(); });
+    thread_ = start_quiet_thread("watches kernels", [this] { run(); });
   changed_.notify_all();
 }
 

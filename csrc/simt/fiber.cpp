@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "core/error.h"
+#include "core/process.h"
 
 #if defined(MOE_SIMT_BOOST_CONTEXT)
 #include <boost/context/detail/fcontext.hpp>
@@ -231,7 +232,8 @@ StackPool::Stack StackPool::take() {
                                " stacks of emulated ",
                                "threads, ",
                                bytes,
-                               " bytes"),
+                               " bytes",
+                               describe_address_space()),
                         errno);
     slabs_.push_back({static_cast<std::byte*>(base), bytes});
     num_taken_ = 0;

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/process.h"
 #include "cpu/row_kernels.h"
-#include "cpu/thread_pool.h"
 
 namespace moe::simt {
 
@@ -315,7 +315,7 @@ void WorkerStream::run(Work work) {
   progress_->add(std::move(work));
   const std::lock_guard<std::mutex> lock(start_mutex_);
   if (!thread_.joinable())
-    thread_ = cpu::start_quiet_thread([progress = progress_] { progress->run(); });
+    thread_ = start_quiet_thread("runs a stream", [progress = progress_] { progress->run(); });
 }
 
 std::shared_ptr<StreamEvent> WorkerStream::record_progress() {

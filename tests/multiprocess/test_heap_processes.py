@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,7 +170,52 @@ def test_limits_of_the_process_are_errors_not_signals() -> None:
         ended = run_python(script, limit, str(256 * MIB))
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.startswith(f"refused {512 * MIB} "), ended.stdout
+        assert f"{limit} is " in ended.stdout
         assert f"small {MIB}" in ended.stdout
+
+
+@pytest.mark.parametrize("what", ["hears of peers", "copies and adds rows", "in flight"])
+def test_a_thread_that_the_system_refuses_is_named(what: str) -> None:
+    """A thread's stack does not fit what RLIMIT_AS leaves; afterwards signals come as before."""
+    script = """
+        import resource, signal, sys, torch, moe_comm
+        from moe_comm import _host
+        torch.set_num_threads(1)
+        def limit(extra):
+            used = int(open("/proc/self/statm").read().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (used + extra, resource.RLIM_INFINITY))
+        def make():
+            return moe_comm.Communicator(backend="host", num_threads=3)
+        config = moe_comm.EpConfig(
+            num_experts=2, num_topk=1, hidden=1024, num_max_tokens_per_rank=4096
+        )
+        x = torch.zeros(4096, 1024, dtype=torch.bfloat16)
+        choices = torch.zeros(4096, 1, dtype=torch.int64)
+        try:
+            if sys.argv[1] == "hears of peers":
+                limit(4 << 20)
+                make()
+            else:
+                communicator = make()
+                buffer = moe_comm.EpBuffer(communicator, config)
+                communicator.reserve(64 << 20)
+                limit(4 << 20)
+                buffer.dispatch(x, choices, async_op=sys.argv[1] == "in flight")
+        except OSError as error:
+            print("refused", error)
+        limit(1 << 40)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+        with make() as communicator:
+            print("then", communicator.num_ranks)
+        """
+    ended = fresh_python.run_python("-c", textwrap.dedent(script), what, timeout=2 * WAIT_S)
+    assert ended.returncode == 0, ended.stderr
+    text = r"refused \[Errno 12\] cannot start the thread that .*" + re.escape(what)
+    assert re.match(
+        text + r".*, with a stack of \d+ bytes: Resource temporarily unavailable; "
+        r"RLIMIT_AS is \d+ bytes, of which \d+ are left.*\nthen 1\n$",
+        ended.stdout,
+    ), ended.stdout
 
 
 def test_a_dispatch_names_the_limit_that_keeps_its_rows_out() -> None:

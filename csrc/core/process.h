@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+
+namespace moe {
+
+// What the system grants this process: threads and addresses.
+
+/// What RLIMIT_AS leaves; UINT64_MAX where there is no limit.
+uint64_t address_space_left_bytes();
+
+/// RLIMIT_AS and what it leaves, with "; " in front; empty where there is no limit.
+std::string describe_address_space();
+
+/// Starts a thread that takes no signals, so that the main thread's handlers run in the main
+/// thread.
+///
+/// @param deed  What it does, for the message: "hears of peers".
+/// @throws SystemError  the system refuses one; says how large its stack is, and which limits there
+///   are.
+std::thread start_quiet_thread(const char* deed, std::function<void()> body);
+
+}  // namespace moe
