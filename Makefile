@@ -140,18 +140,23 @@ bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 gpu: $(if $(GPU_PYTHON),,build)  ## On a machine with a GPU: build, conformance, benchmarks, compute-sanitizer, in stages
 	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu/run_stages.py $(GPU_ARGS)
 
+# Wheels of MPI put programs and libraries into an environment, of which a folder can hold one MPI. This
+# one sees what the other holds, editable packages too, so that torch is not installed twice.
+MPI_VENV = build/mpi
+define SEE_ENVIRONMENT
+import pathlib, sys, sysconfig
+folder = sysconfig.get_path('purelib', vars={'base': sys.argv[1]})
+own = pathlib.Path(sysconfig.get_path('purelib'))
+(own / 'environment.pth').write_text(f'import site; site.addsitedir({folder!r})\n')
+endef
+export SEE_ENVIRONMENT
 .PHONY: test-mpi
-test-mpi: test-programs  ## What needs an MPI on this machine, where there is one
-	@if ! command -v mpirun >/dev/null; then \
-	  echo "test-mpi: SKIPPED: there is no mpirun in PATH, so nothing that needs MPI was tested"; \
-	else \
-	  set -ex; \
-	  $(install) --upgrade --target build/mpi mpi4py; \
-	  export PYTHONPATH="$(CURDIR)/build/mpi"; \
-	  mpirun --version; \
-	  $(BIN)/python -c "from mpi4py import MPI; print(MPI.Get_library_version())"; \
-	  $(BIN)/python -m pytest -m "not slow" -k "mpi and not compile" -rs tests/multiprocess $(TEST_ARGS); \
-	fi
+test-mpi: test-programs  ## What needs an MPI, over the one of the extra `mpi` or of MPI=mpich, MPI=impi-rt
+	$(BIN)/python -m venv --clear --without-pip $(MPI_VENV)
+	$(MPI_VENV)/bin/python -c "$$SEE_ENVIRONMENT" $(abspath $(VENV))
+	$(install) --prefix $(MPI_VENV) $(if $(MPI),mpi4py $(MPI),'moe_comm[mpi]')
+	$(MPI_VENV)/bin/python -c "from moe_comm.cli.bench.peers import mpi_launcher; print(mpi_launcher.find_mpi())"
+	$(MPI_VENV)/bin/python -m pytest -m "not slow" -k "mpi and not compile" -rs tests/multiprocess $(TEST_ARGS)
 
 # Beside the environment, without the torch that accelerate would fetch once more.
 SINCE_3_11 = ; python_version >= '3.11'

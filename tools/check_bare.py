@@ -139,14 +139,14 @@ class Installation:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.has_dependencies = "--no-deps" not in arguments
-        self.is_beside = "--target" in arguments
+        self.is_beside = "--target" in arguments or "--prefix" in arguments
         self.is_constrained = "-c" in arguments
         self.python: str | None = None
         self.requirements: list[str] = []
         self.extras: list[str] | None = None
         words = iter(arguments)
         for word in words:
-            if word in ("-c", "--target"):
+            if word in ("-c", "--target", "--prefix"):
                 next(words)
             elif word == "--python-version":
                 self.python = next(words)

@@ -107,6 +107,9 @@ def main(arguments: list[str], silence_s: float = SILENCE_S) -> int:
     site = Path(sysconfig.get_paths()["purelib"])
     if "--target" in arguments:
         site = Path(arguments[arguments.index("--target") + 1])
+    elif "--prefix" in arguments:
+        base = arguments[arguments.index("--prefix") + 1]
+        site = Path(sysconfig.get_path("purelib", vars={"base": base}))
     progress = Progress(site, say)
     said = []
     with subprocess.Popen(

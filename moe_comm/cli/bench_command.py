@@ -259,6 +259,8 @@ def dispatch_combine(
                 rows = run.run()
                 missing_peers = run.missing_peers
                 environment["devices"] = run.devices
+                if run.mpi is not None:
+                    environment["mpi"] = run.mpi.launcher.version
         console.print(result_table(rows, missing_peers))
         environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
         if json_path is not None:

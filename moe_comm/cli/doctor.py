@@ -22,7 +22,7 @@ from moe_comm.cli.bench.environment import (
     transparent_huge_pages,
 )
 from moe_comm.cli.bench.memory import parse_smaps
-from moe_comm.cli.bench.peers.mpi import missing_mpi
+from moe_comm.cli.bench.peers.mpi_launcher import MpiNotFoundError, find_mpi
 from moe_comm.cli.doctor_gpu import examine_gpus, examine_internode
 from moe_comm.cli.finding import Finding
 
@@ -184,16 +184,17 @@ def _pidfd() -> Finding:
 
 
 def _mpi() -> Finding:
-    missing = missing_mpi()
-    if missing is None:
-        detail = f"mpi4py {importlib.metadata.version('mpi4py')} and mpirun"
-        return Finding(name="OpenMPI", is_present=True, detail=detail)
-    return Finding(
-        name="OpenMPI",
-        is_present=False,
-        detail="not complete",
-        remedy=f"a peer of the benchmark; {missing}",
-    )
+    try:
+        mpi = find_mpi()
+    except MpiNotFoundError as missing:
+        return Finding(
+            name="MPI",
+            is_present=False,
+            detail="not complete",
+            remedy=f"a peer of the benchmark; {missing}",
+        )
+    detail = f"{mpi.version} ({mpi.path}), mpi4py {importlib.metadata.version('mpi4py')}"
+    return Finding(name="MPI", is_present=True, detail=detail)
 
 
 def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:

@@ -1,4 +1,4 @@
-"""One rank that mpirun started: `python -m tests.helpers.mpi_ranks NUM_LOCAL_RANKS`.
+"""One rank that mpiexec started: `python -m tests.helpers.mpi_ranks NUM_LOCAL_RANKS`.
 
 Bootstraps over MPI itself, and writes "ok RANK" when all went well.
 """

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from moe_comm.cli.bench.case import BenchCase, make_x
 from moe_comm.cli.bench.exchange import NativeExchange, Received
 from moe_comm.cli.bench.internode_traffic import internode_bytes
 from moe_comm.cli.bench.parts import PARTS
-from moe_comm.cli.bench.peers.mpi import missing_mpi
+from moe_comm.cli.bench.peers.mpi import MpiPeer
+from moe_comm.cli.bench.peers.mpi_launcher import MpiLauncher, MpiNotFoundError, find_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
 from moe_comm.cli.bench.run import BenchOptions, CaseRun
 from moe_comm.cli.bench.side import Side
@@ -27,6 +29,7 @@ from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.peers.communicator import Communicator
 from moe_comm.tensors.quantization import FP8_BLOCK128, Quantization, QuantizationFormat
 from tests.helpers.failing_ranks import has_stopped, wait_for
+from tests.helpers.mpi_here import why_no_mpi
 from tests.helpers.rank_threads import on_ranks
 
 CASE = BenchCase(num_ranks=2, num_tokens=40, hidden=128, num_topk=4, num_experts=8)
@@ -444,7 +447,10 @@ def test_dead_rank_is_named(when: str) -> None:
     assert not ranks.folder.exists()
 
 
-@pytest.mark.skipif(missing_mpi() is not None, reason=str(missing_mpi()))
+needs_mpi = pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi())
+
+
+@needs_mpi
 def test_mpi_takes_turns_with_ours() -> None:
     options = BenchOptions(
         backend="reference", peers=("mpi",), num_repeats=1, operations=("dispatch", "combine")
@@ -455,8 +461,26 @@ def test_mpi_takes_turns_with_ours() -> None:
     assert all(row.speedup["mpi"] > 0.0 for row in rows)
 
 
+@needs_mpi
+def test_mpi_ranks_that_are_alone_are_told(tmp_path: Path) -> None:
+    """A launcher of another MPI starts every process as a job of its own."""
+    other = tmp_path / "mpiexec"
+    other.write_text(f'#!/bin/sh\nwhile [ "$1" != {sys.executable} ]; do shift; done\nexec "$@"\n')
+    other.chmod(0o755)
+    launcher = dataclasses.replace(find_mpi(), path=other)
+    peer = MpiPeer(launcher, CASE, tmp_path)
+    try:
+        with pytest.raises(RuntimeError, match=f"must have {CASE.num_ranks} ranks, got 1"):
+            peer.check()
+    finally:
+        peer.close()
+
+
 def test_missing_mpi_is_said_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("moe_comm.cli.bench.run.missing_mpi", lambda: "needs mpirun (apt-get ...)")
+    def find_none() -> MpiLauncher:
+        raise MpiNotFoundError("needs mpiexec (pip install ...)")
+
+    monkeypatch.setattr("moe_comm.cli.bench.run.find_mpi", find_none)
     out = tmp_path / "out.json"
     done = CliRunner().invoke(
         app,
@@ -467,8 +491,10 @@ def test_missing_mpi_is_said_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ],
     )
     assert done.exit_code == 0, done.output
-    assert "needs mpirun" in done.output
-    assert json.loads(out.read_text())["missing_peers"] == {"mpi": "needs mpirun (apt-get ...)"}
+    assert "needs mpiexec" in done.output
+    assert json.loads(out.read_text())["missing_peers"] == {
+        "mpi": "needs mpiexec (pip install ...)"
+    }
 
 
 @pytest.mark.full

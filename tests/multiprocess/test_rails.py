@@ -69,7 +69,7 @@ def test_auto_takes_gloo_where_the_group_has_it(mode: str, num_local_ranks: int,
     [
         ("gloo", "threads", "torch.distributed group"),
         # Every process is a job of its own to MPI.
-        ("mpi", "processes", "start the ranks with mpirun|needs mpi4py"),
+        ("mpi", "processes", "start the ranks with the mpiexec|needs mpi4py"),
     ],
 )
 def test_an_engine_that_cannot_be_used_is_named_on_every_rank(

@@ -101,7 +101,7 @@ def test_numbers_of_the_picture_come_from_the_files(tmp_path: Path, palette: Pal
     shown = texts(svg)
     for ratio, share in zip(ratios.values(), shares.values(), strict=True):
         assert f"{ratio:.1f} x Gloo" in shown
-        assert f"{ratio / 2:.1f} x OpenMPI" in shown
+        assert f"{ratio / 2:.1f} x MPI" in shown
         assert f"{share:.0%}".replace("%", " %") in shown
     # A unit is what the bars share; the axis says how long 2 of them are.
     unit = bars(svg, palette.peers["gloo"])[0] / ratios["dispatch"]
@@ -128,7 +128,7 @@ def test_every_ratio_fits_the_picture(tmp_path: Path, ratio: float) -> None:
 
     svg = draw(picture_of(load_recorded(write_results(tmp_path / "scaled", change))), LIGHT)
     root = ET.fromstring(svg)
-    names = [t for t in root.iter(f"{SVG}text") if (t.text or "").endswith((" Gloo", " OpenMPI"))]
+    names = [t for t in root.iter(f"{SVG}text") if (t.text or "").endswith((" Gloo", " MPI"))]
     roof = next(t for t in root.iter(f"{SVG}text") if t.text == "share of the memory roof")
     assert len(names) == 8
     # 8 pixels a character is more than common fonts need at this size.
@@ -153,6 +153,21 @@ def test_every_case_has_a_row() -> None:
     tables = markdown_tables(results)
     assert len(re.findall(r"^\| (?!ranks|weights)", tables, re.MULTILINE)) == len(has_row) > 30
     assert all(f"`{name}`" in tables for name in results)
+
+
+def test_which_mpi_was_the_peer_is_told(tmp_path: Path) -> None:
+    def change(name: str, document: Document) -> None:
+        if name in ("train_2_ranks", "train_4_ranks"):
+            document["environment"]["mpi"] = "MPICH 5.0.2"
+
+    results = load_recorded(write_results(tmp_path / "named", change))
+    tables = markdown_tables(results)
+    assert (
+        "of the roof | against Gloo | against MPICH 5.0.2, Open MPI |" in tables
+    )  # that of 8 ranks
+    assert "from Python, p50 | against Gloo | against Open MPI |" in tables
+    notes = " ".join(picture_of(results).notes)
+    assert "over torch.distributed (Gloo) and over MPICH 5.0.2 (MPI) that deliver" in notes
 
 
 def test_an_unknown_operation_is_an_error() -> None:

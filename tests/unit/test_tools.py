@@ -144,7 +144,7 @@ def test_on_a_terminal_pip_writes_over_the_line_of_a_compiler(
             False,
             False,
         ),
-        (["--upgrade", "--target", "build/mpi", "mpi4py"], ["mpi4py"], None, True, True),
+        (["--prefix", "build/mpi", "moe_comm[mpi]"], [], ["mpi"], True, True),
         (["--no-deps", "--target", "build/x", "accelerate"], ["accelerate"], None, False, True),
     ],
 )
@@ -173,8 +173,9 @@ def test_every_installation_of_the_makefile_is_checked(
     rules = [line for line in (ROOT / "Makefile").read_text().splitlines() if "$(install)" in line]
     assert len(found) >= len(rules) - 1  # that of NVSHMEM needs nvcc
     names = {name for each in found for name in each.requirements}
-    assert {"setuptools", "torch", "mpi4py"} <= names
-    assert any(each.extras and {"lint", "test"} <= set(each.extras) for each in found)
+    assert {"setuptools", "torch"} <= names
+    for extras in ({"lint", "test"}, {"mpi"}):
+        assert any(each.extras and extras <= set(each.extras) for each in found)
 
 
 CLIENT_XML = (

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from moe_comm.cli.bench.recorded import Recorded, machine_line
+from moe_comm.cli.bench.recorded import Recorded, machine_line, mpi_names
 from moe_comm.cli.bench.report import LABELS
 from moe_comm.cli.bench.svg import (
     BAR,
@@ -26,7 +26,7 @@ __all__ = ["Picture", "RowGroup", "draw", "picture_of"]
 
 DISPATCH_COMBINE = "train_4_ranks"
 RESHARD = "reshard_tp2_ep2_to_tp4"
-PEER_NAMES = {"gloo": "Gloo", "mpi": "OpenMPI"}
+PEER_NAMES = {"gloo": "Gloo", "mpi": "MPI"}
 RESHARD_LABELS = {"heap": "reshard, in place", "outside": "reshard, ordinary tensors"}
 
 # Pixels; text of common fonts is at most as wide as the room for it.
@@ -115,8 +115,8 @@ def picture_of(results: Mapping[str, Recorded]) -> Picture:
             f"Medians of {dispatch['ranks']} processes on {machine}; {dispatch['dtype']}, "
             f"top-{dispatch['topk']} of {dispatch['experts']} experts; moe_comm {rows.environment['version']}.",
             "Roof: plain streaming copies that read and write the same bytes in the same mix, timed around every call.",
-            "Peers: tuned pipelines over torch.distributed (Gloo) and over OpenMPI that deliver the same rows;",
-            "for reshard, the Gloo copy service of moe_comm with the same plan.",
+            f"Peers: tuned pipelines over torch.distributed (Gloo) and over {mpi_names([rows])} (MPI) that deliver the same",
+            "rows; for reshard, the Gloo copy service of moe_comm with the same plan.",
         ),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Recorded", "load_recorded", "machine_line"]
+__all__ = ["Recorded", "load_recorded", "machine_line", "mpi_names"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,16 @@ def load_recorded(folder: Path) -> dict[str, Recorded]:
     if not results:
         raise ValueError(f"{folder} holds no .json file of `moe-comm bench --json`")
     return results
+
+
+def mpi_names(results: Iterable[Recorded]) -> str:
+    """Which MPI was the peer "mpi", with commas where files differ; files that do not say had Open MPI."""
+    found = {
+        str(recorded.environment.get("mpi", "Open MPI"))
+        for recorded in results
+        if any("mpi" in case["speedup"] for case in recorded.cases if "speedup" in case)
+    }
+    return ", ".join(sorted(found)) or "MPI"
 
 
 def machine_line(results: Iterable[Recorded]) -> str:

@@ -15,7 +15,8 @@ from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import last_level_cache_bytes
 from moe_comm.cli.bench.internode_traffic import internode_bytes
 from moe_comm.cli.bench.memory import WindowMemory, total_bytes
-from moe_comm.cli.bench.peers.mpi import MpiPeer, missing_mpi
+from moe_comm.cli.bench.peers.mpi import MpiPeer
+from moe_comm.cli.bench.peers.mpi_launcher import MpiNotFoundError, find_mpi
 from moe_comm.cli.bench.processes import RankProcesses
 from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile, wall_times_us
@@ -272,12 +273,13 @@ class CaseRun:
             self.on_progress("check collective")
             self.ranks.call("prepare_collective")
         if "mpi" in options.peers:
-            missing = missing_mpi()
-            if missing is not None:
-                self.missing_peers["mpi"] = missing
+            try:
+                launcher = find_mpi()
+            except MpiNotFoundError as missing:
+                self.missing_peers["mpi"] = str(missing)
                 return
-            self.on_progress("check mpi")
-            self.mpi = MpiPeer(self.case, self.ranks.folder, is_pinned=options.is_pinned)
+            self.on_progress(f"check {launcher.version}")
+            self.mpi = MpiPeer(launcher, self.case, self.ranks.folder, is_pinned=options.is_pinned)
             self._stack.callback(self.mpi.close)
             self.mpi.check()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.cli.bench.parts import PARTS
-from moe_comm.cli.bench.recorded import Recorded, machine_line
+from moe_comm.cli.bench.recorded import Recorded, machine_line, mpi_names
 from moe_comm.cli.bench.report import LABELS
 
 __all__ = ["BEGIN", "END", "markdown_tables", "write_between_marks"]
@@ -129,7 +129,7 @@ def _row_table(rows: Sequence[Row]) -> str:
         "p50",
         "of the roof",
         "against Gloo",
-        "against OpenMPI",
+        _against_mpi(rows),
     )
     body = (
         (
@@ -150,7 +150,7 @@ def _decode_table(rows: Sequence[Row]) -> str:
         "ranks x tokens, hidden",
         "dispatch + combine from Python, p50",
         "against Gloo",
-        "against OpenMPI",
+        _against_mpi(rows),
         "differentiable: more per dispatch",
     )
     body = (
@@ -369,6 +369,10 @@ def _p50(recorded: Recorded, op: str) -> float | None:
 
 def _ratio(case: Case, peer: str) -> str:
     return f"{case['speedup'][peer]:.1f} x" if peer in case["speedup"] else "-"
+
+
+def _against_mpi(rows: Sequence[Row]) -> str:
+    return f"against {mpi_names(recorded for recorded, _ in rows)}"
 
 
 def _share(fraction: float | None) -> str:

@@ -1,11 +1,8 @@
-"""The OpenMPI pipeline as the benchmark sees it: processes of its own, run in turns with ours."""
+"""The MPI pipeline as the benchmark sees it: processes of its own, run in turns with ours."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,54 +10,35 @@ from pathlib import Path
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.peers.mpi_control import ControlFile
+from moe_comm.cli.bench.peers.mpi_launcher import MpiLauncher
 from moe_comm.cli.bench.statistics import Interval
 
-__all__ = ["MpiPeer", "missing_mpi"]
+__all__ = ["MpiPeer"]
 
 START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 
 
-def missing_mpi() -> str | None:
-    """None when the peer can run, else what is missing and how to get it."""
-    missing = []
-    launcher = shutil.which("mpirun")
-    if launcher is None:
-        missing.append("mpirun (apt-get install openmpi-bin libopenmpi-dev)")
-    else:
-        try:
-            version = subprocess.run(
-                [launcher, "--version"],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=STOP_TIMEOUT_S,
-            ).stdout
-        except subprocess.TimeoutExpired:
-            version = f"no answer within {STOP_TIMEOUT_S} s"
-        if "Open MPI" not in version:
-            missing.append(f"an mpirun of Open MPI (found {version.strip()[:40]!r})")
-    if importlib.util.find_spec("mpi4py") is None:
-        missing.append("mpi4py (pip install mpi4py)")
-    return None if not missing else "needs " + " and ".join(missing)
-
-
 class MpiPeer:
-    """`num_ranks` processes under one mpirun.
+    """`num_ranks` processes under one mpiexec.
 
     Args:
+        launcher: What starts them.
         case: The case.
         folder: For the control file, the barrier and the log; belongs to the caller.
         is_pinned: Every rank is bound to one core.
 
     Raises:
-        RuntimeError: mpirun or a rank failed; with its message.
+        RuntimeError: mpiexec or a rank failed; with its message.
     """
 
-    def __init__(self, case: BenchCase, folder: Path, *, is_pinned: bool = False) -> None:
+    def __init__(
+        self, launcher: MpiLauncher, case: BenchCase, folder: Path, *, is_pinned: bool = False
+    ) -> None:
+        self.launcher = launcher
         self.case = case
-        self._log = folder / "mpirun.log"
+        self._log = folder / "mpiexec.log"
         case_file = folder / "case.pickle"
         case_file.write_bytes(pickle.dumps(case))
         control_file = folder / "mpi.control"
@@ -68,16 +46,14 @@ class MpiPeer:
         barrier_file = folder / "mpi.barrier"
         barrier_file.write_bytes(bytes(SpinBarrier.file_bytes(case.num_ranks)))
         self._control = ControlFile(control_file, case.num_ranks)
-        arguments = ["mpirun", "-n", str(case.num_ranks), "--bind-to", "none", "--oversubscribe"]
-        if os.geteuid() == 0:
-            arguments.append("--allow-run-as-root")
-        if case.num_ranks > len(os.sched_getaffinity(0)):
-            arguments += ["--mca", "mpi_yield_when_idle", "1"]
         module = "moe_comm.cli.bench.peers.mpi_worker"
-        arguments += [sys.executable, "-m", module, str(case_file), str(control_file)]
+        arguments = [sys.executable, "-m", module, str(case_file), str(control_file)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*arguments, str(barrier_file), "pinned" if is_pinned else "free"],
+                [
+                    *(*launcher.command(case.num_ranks), *arguments, str(barrier_file)),
+                    "pinned" if is_pinned else "free",
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""How the benchmark and the processes that mpirun started talk: one small shared file.
+"""How the benchmark and the processes that mpiexec started talk: one small shared file.
 
 MPI spins where it waits, so its processes must not wait inside MPI while others are timed: they poll
 this file and sleep in between.
@@ -80,7 +80,7 @@ class ControlFile:
             base = 8 + 8 * rank_idx
             while self._words[base] < number and not self._words[base + 1]:
                 if not is_alive():
-                    raise RuntimeError("mpirun ended before its ranks had answered")
+                    raise RuntimeError("mpiexec ended before its ranks had answered")
                 if time.monotonic() > deadline_s:
                     raise RuntimeError(f"MPI rank {rank_idx} did not answer in {timeout_s} s")
                 time.sleep(ANSWER_POLL_S)

@@ -1,4 +1,4 @@
-"""One rank of the OpenMPI pipeline; mpirun starts it as `python -m moe_comm.cli.bench.peers.mpi_worker`."""
+"""One rank of the MPI pipeline; mpiexec starts it as `python -m moe_comm.cli.bench.peers.mpi_worker`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,9 @@ def main(case_file: str, control_file: str, barrier_file: str, binding: str) -> 
     control = ControlFile(Path(control_file), case.num_ranks)
     barrier = SpinBarrier(Path(barrier_file), rank_idx, case.num_ranks)
     try:
+        size = int(transport.communicator.Get_size())
+        if size != case.num_ranks:
+            raise RuntimeError(f"MPI_COMM_WORLD must have {case.num_ranks} ranks, got {size}")
         runner = PipelineRunner(case, rank_idx, transport, barrier)
         number = 0
         while True:

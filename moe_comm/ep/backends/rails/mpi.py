@@ -78,7 +78,7 @@ def _check_places(places: Sequence[MpiPlace]) -> None:
         if place.size < len(places):
             raise ValueError(
                 f"the mpi rail needs all {len(places)} ranks in one MPI_COMM_WORLD, got one of size "
-                f"{place.size} on rank {rank_idx}; start the ranks with mpirun"
+                f"{place.size} on rank {rank_idx}; start the ranks with the mpiexec of the MPI that mpi4py loads"
             )
         first_idx = places.index(place)
         if first_idx != rank_idx:
