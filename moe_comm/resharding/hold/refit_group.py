@@ -26,9 +26,11 @@ from moe_comm.peers.agree import (
 )
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, process_group_of
 from moe_comm.peers.communicator import Communicator
+from moe_comm.peers.gather_objects import gather_objects
+from moe_comm.peers.survivors import MESSAGE_BYTES
 from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
 
-__all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "agree", "agree_that_it_ran", "identity_of"]
+__all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "RefitRanks", "agree", "identity_of"]
 
 # What a rank says about what is wrong with it is cut here.
 _TEXT_BYTES = 4096
@@ -325,27 +327,48 @@ def agree(
     )
 
 
-def agree_that_it_ran(group: RefitGroup, service: object, problem: FirstError) -> None:
-    """Tell each other that a refit ran on this rank, or that it did not. Collective.
+class RefitRanks:
+    """The ranks of a refit as the bootstrap of what follows its copies.
+
+    They talk over the communicator of the service where it has one, which hears of dead peers and of
+    those that went to `recover()`; a process group would have them wait for its timeout.
 
     Args:
         group: The ranks.
-        service: That moved the weights; where it has a communicator, that hears of dead peers.
-        problem: What the refit raised on this rank.
-
-    Raises:
-        Exception: As `agree` raises a rank's problem.
-        CommunicationError: A peer is gone.
+        service: That moved the weights.
     """
-    communicator = getattr(service, "communicator", None)
-    ranks = communicator if isinstance(communicator, Communicator) else group
-    try:
-        texts = _gather_text(encode_problem(problem.error), ranks.all_gather)
-    except CommunicationError:
-        problem.raise_own()
-        raise
-    if any(texts):
-        _raise_own_or_peers(texts, problem)
+
+    def __init__(self, group: RefitGroup, service: object) -> None:
+        self.rank_idx, self.num_ranks = group.place
+        communicator = getattr(service, "communicator", None)
+        ranks = communicator if isinstance(communicator, Communicator) else group
+        self._exchange: Callable[[bytes], list[bytes]] = ranks.all_gather
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's `item`, plain data, in rank order. Collective.
+
+        Raises:
+            CommunicationError: A peer is gone.
+        """
+        return gather_objects(self._exchange, item, piece_bytes=MESSAGE_BYTES)
+
+    def agree_that_it_ran(self, problem: FirstError) -> None:
+        """Tell each other that a refit ran on this rank, or that it did not. Collective.
+
+        Args:
+            problem: What the refit raised on this rank.
+
+        Raises:
+            Exception: As `agree` raises a rank's problem.
+            CommunicationError: A peer is gone.
+        """
+        try:
+            texts = _gather_text(encode_problem(problem.error), self._exchange)
+        except CommunicationError:
+            problem.raise_own()
+            raise
+        if any(texts):
+            _raise_own_or_peers(texts, problem)
 
 
 def _differences(options: Sequence[str]) -> str:

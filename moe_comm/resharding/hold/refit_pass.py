@@ -21,7 +21,7 @@ from moe_comm.resharding.hold.plan_cache import (
     build_plan_cache_key,
     plan_cache,
 )
-from moe_comm.resharding.hold.refit_group import Agreement, RefitGroup, agree, agree_that_it_ran
+from moe_comm.resharding.hold.refit_group import Agreement, RefitGroup, RefitRanks, agree
 from moe_comm.resharding.hold.refit_models import (
     Model,
     Models,
@@ -273,5 +273,6 @@ class RefitPass:
         with problem:
             execute(*asked, strict=True)
         # Others may have come further than this rank, and would wait for its checksums.
-        agree_that_it_ran(group, service, problem)
-        verify_refit(plan, *modules, group.handle, transform=transform)
+        ranks = RefitRanks(group, service)
+        ranks.agree_that_it_ran(problem)
+        verify_refit(plan, *modules, ranks, transform=transform)
