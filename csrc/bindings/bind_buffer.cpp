@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/bind_endpoint.h"
+#include "bindings/shared/count_writes.h"
 #include "ops/exchange.h"
 
 namespace moe::bindings {
@@ -34,6 +35,7 @@ void weighted_gradient(ops::Endpoint& endpoint,
   const TensorView values = view_tensor(expert_out);
   const TensorView factors = view_tensor(weights);
   const TensorView products = view_tensor(dots);
+  count_writes(py::make_tuple(gradient, dots));
   const bool is_wide = factors.element_bytes == 8;
   const py::gil_scoped_release no_gil;
   endpoint.for_tokens(rows.num_rows, 3 * rows.bytes(), [&](int64_t begin, int64_t end) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch.autograd.graph import increment_version
 
 from moe_comm.triton.checks import (
     check_dtype,
@@ -141,6 +142,7 @@ def unpermute(
             has_weights=weights is not None,
             enable_fp_fusion=False,
         )
+    increment_version(out)  # torch does not see what kernels write
     return out
 
 
@@ -183,6 +185,7 @@ def gather_rows(
         gather_rows_kernel[(shape[0], triton.cdiv(num_words, block_words))](
             from_words, row_idx, to_words, num_words, block_words=block_words
         )
+    increment_version(out)
     return out
 
 

@@ -79,6 +79,40 @@ def test_differentiable_calls_are_silent(buffer: EpBuffer) -> None:
     assert texts(step) == []
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("backend", ["host", "simt", "collective", "reference"])
+def test_sums_that_overwrite_what_was_saved_are_told(backend: str, async_op: bool) -> None:
+    config = EpConfig(num_experts=2, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
+    with Communicator(backend=backend) as comm, torch.no_grad():
+        buffer = EpBuffer(comm, config)
+        result = buffer.dispatch(rows(requires_grad=False), CHOICES)
+        out = torch.full((4, 64), 5.0, dtype=torch.bfloat16)
+        factors = rows(requires_grad=True)
+        with torch.enable_grad():
+            loss = (factors * out).sum()
+        sums = buffer.combine(result.x, result.handle, out=out, async_op=async_op)
+        if isinstance(sums, moe_comm.CombineResult):
+            sums.event.wait()
+        assert out.eq(1).all()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        version = out._version
+        with pytest.raises(ValueError, match="expert_out has 3 rows"):
+            buffer.combine(result.x[:3], result.handle, out=out)
+        assert out._version == version, "nothing was written"
+
+
+@pytest.mark.parametrize("backend", ["host", "simt", "collective", "reference"])
+def test_rows_that_a_backward_weighs_are_counted_as_written(backend: str) -> None:
+    config = EpConfig(num_experts=2, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
+    with Communicator(backend=backend) as comm:
+        buffer = EpBuffer(comm, config)
+        gradient, version = rows(requires_grad=False), 0
+        buffer.weighted_gradient(gradient, rows(requires_grad=False), torch.full((4,), 2.0))
+        assert gradient.eq(2).all()
+        assert gradient._version > version
+
+
 def test_a_warning_that_is_an_error_leaves_the_buffer_usable(buffer: EpBuffer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

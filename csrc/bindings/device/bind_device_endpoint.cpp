@@ -1,5 +1,6 @@
 #include "bindings/device/bind_device_endpoint.h"
 
+#include "bindings/shared/count_writes.h"
 #include "runtime/device_combine.h"
 #include "runtime/device_dispatch.h"
 #include "runtime/device_exchange.h"
@@ -52,6 +53,7 @@ void weighted_gradient(DeviceEndpoint& endpoint,
   params.weight_bytes = static_cast<int32_t>(factors.element_bytes);
   const std::shared_ptr<void> inputs = keep_inputs(
       endpoint, false, [&] { return py::make_tuple(gradient, expert_out, weights, dots); });
+  count_writes(py::make_tuple(gradient, dots));
   const py::gil_scoped_release no_gil;
   runtime::weighted_gradient(endpoint, params);
 }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/shared/count_writes.h"
 #include "bindings/shared/kept_results.h"
 #include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
@@ -117,8 +118,12 @@ void bind_combine(py::module_& module,
                        read_options(options, &params);
                        if (params.is_async)
                          params.caller_mark = endpoint->mark_caller();
-                       return submit_combine(std::move(endpoint), params, [&] {
-                         return py::make_tuple(x, topk_weights, row_weights, out);
+                       // Another thread may write for as long as an asynchronous one is under way,
+                       // which counts from here on.
+                       return counting_write(out, [&] {
+                         return submit_combine(std::move(endpoint), params, [&] {
+                           return py::make_tuple(x, topk_weights, row_weights, out);
+                         });
                        });
                      });
   endpoint_class.def("combine_plain",

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import check_process_of
@@ -188,6 +189,12 @@ class DistributedCopyService(QueuedCopyService):
             # Messages are sent by the host: copies into them must be there. A device orders its own.
             self._stream.synchronize()
         peers = tuple(sorted({peer for _, peer in (*outgoing, *incoming)}))
+        # What messages write counts as written from here on: torch.distributed does not count it.
+        increment_version(
+            op.tensor
+            for (buffer, _), op in zip(incoming, recvs, strict=True)
+            if buffer.data_ptr() == op.tensor.data_ptr()
+        )
         with self._failing(f"messages of round {round_idx}", peers):
             works = self._start(outgoing, incoming)
         # Works may write into their buffers until all have ended, or the connections have.

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import Bootstrap
@@ -134,7 +135,14 @@ class NVSHMEMCopyService(QueuedCopyService):
                 op = ops[position]
                 if isinstance(op, SendOp):
                     copy_pair(op.tensor, staged)
-            remote.run()
+            try:
+                remote.run()
+            except ValueError:
+                raise  # nothing was written
+            except BaseException:
+                self._count_writes(ops, schedule)
+                raise
+            self._count_writes(ops, schedule)
             for position, staged in schedule.staged.items():
                 op = ops[position]
                 if isinstance(op, RecvOp):
@@ -142,6 +150,17 @@ class NVSHMEMCopyService(QueuedCopyService):
             for send, recv in pairs:
                 copy_pair(send.tensor, recv.tensor)
         self._schedule = schedule
+
+    @staticmethod
+    def _count_writes(ops: Sequence[SendOp | RecvOp], schedule: _Schedule) -> None:
+        """Count what the pipeline wrote by address as writes to its tensors."""
+        increment_version(
+            [
+                op.tensor
+                for position, op in enumerate(ops)
+                if isinstance(op, RecvOp) and position not in schedule.staged
+            ]
+        )
 
     def abandon(self, reason: str) -> None:
         """Make the next `run()` of every other rank raise with `reason`."""
