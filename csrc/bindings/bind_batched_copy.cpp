@@ -76,10 +76,7 @@ class TensorReader {
         reinterpret_cast<std::byte*>(call(tensor, tensor_names().data_ptr).cast<uintptr_t>());
     item->shape = layout::make_strided(
         sizes_.data(), strides_.data(), static_cast<int>(sizes_.size()), dtype.bytes);
-    MOE_CHECK(item->data != nullptr || item->shape.bytes == 0,
-              "a tensor of ",
-              item->shape.bytes,
-              " bytes has no memory of its own");
+    check_memory(tensor, item->data, item->shape.span(), dtype.bytes);
     std::memcpy(item->dtype, dtype.name, sizeof(dtype.name));
   }
 

@@ -18,8 +18,8 @@ namespace moe::bindings {
 namespace {
 
 py::tuple topk_of_routing_map(py::handle routing_map, py::handle probs, int32_t probs_type) {
-  const TensorView map = view_tensor(routing_map);
-  ListedChoices listed = list_choices(map, view_tensor(probs));
+  const TensorView map = view_tensor(routing_map, "routing_map");
+  ListedChoices listed = list_choices(map, view_tensor(probs, "probs"));
   py::object values = py::none();
   if (!probs.is_none())
     values = vector_tensor(std::move(listed.weights), {map.num_rows, listed.num_topk}, probs_type);
@@ -33,8 +33,8 @@ py::object dense_of_topk(py::handle values,
                          py::handle topk_idx,
                          int64_t num_experts,
                          int32_t type) {
-  const TensorView choices = view_tensor(topk_idx);
-  const TensorView given = view_tensor(values);
+  const TensorView choices = view_tensor(topk_idx, "topk_idx");
+  const TensorView given = view_tensor(values, "the values of choices");
   const int64_t value_bytes = values.is_none() ? 1 : given.element_bytes;
   std::vector<std::byte> ones;
   if (values.is_none())

@@ -1,10 +1,16 @@
+#include <dlfcn.h>
+#include <pybind11/gil_safe_call_once.h>
+#include <pybind11/stl.h>
+
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/count_writes.h"
 #include "bindings/shared/exchange_api.h"
+#include "bindings/shared/tensor_view.h"
 
 // Whether the tensors of a model are still where they were, asked before every repeated refit: in
 // Python the question costs more than copying ten thousand small tensors.
@@ -51,6 +57,28 @@ py::object dict_of(py::handle module) {
     PyErr_Clear();
   MOE_CHECK(dict != nullptr, "modules have attributes, got ", type_name(found.ptr()));
   return py::reinterpret_steal<py::object>(dict);
+}
+
+const char* word_at(const void* place) {
+  const char* word;
+  std::memcpy(&word, place, sizeof word);
+  return word;
+}
+
+/// Torch's tensor behind a Python object; null on a torch that does not keep it in the first word
+/// behind the header.
+const char* tensor_behind(PyObject* object) {
+  // As in exchange_api.cpp: what runs Python may let go of the GIL.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<bool> is_first_word;
+  is_first_word.call_once_and_store_result([] {
+    const py::object tensor = py::module_::import("torch").attr("Tensor")();
+    return tensor.attr("_cdata").cast<uintptr_t>() ==
+           reinterpret_cast<uintptr_t>(word_at(tensor.ptr() + 1));
+  });
+  constexpr auto kLeastBytes = static_cast<Py_ssize_t>(sizeof(PyObject) + sizeof(void*));
+  if (!is_first_word.get_stored() || Py_TYPE(object)->tp_basicsize < kLeastBytes)
+    return nullptr;
+  return word_at(object + 1);
 }
 
 /// Places, shapes, strides and dtypes of a list of tensors as they were when this was made.
@@ -106,8 +134,7 @@ class TensorTable {
   }
 
   /// Brings tensors that come soon into the cache, which the last refit has emptied of them: the
-  /// weak reference, then the Python object, later what its first word behind the header points to,
-  /// torch's tensor. Only a hint: on another torch it fetches in vain.
+  /// weak reference, then the Python object, later torch's tensor. Only a hint.
   static void prefetch(const py::list& tensors, size_t i) {
     constexpr size_t kReferenceAhead = 48;
     constexpr size_t kObjectAhead = 32;
@@ -120,11 +147,7 @@ class TensorTable {
       __builtin_prefetch(object_of(tensors, i + kObjectAhead));
     if (i + kTensorAhead >= count)
       return;
-    PyObject* const object = object_of(tensors, i + kTensorAhead);
-    if (Py_TYPE(object)->tp_basicsize < static_cast<Py_ssize_t>(sizeof(PyObject) + sizeof(void*)))
-      return;
-    const char* tensor;
-    std::memcpy(&tensor, object + 1, sizeof tensor);
+    const char* const tensor = tensor_behind(object_of(tensors, i + kTensorAhead));
     for (int line = 0; line < kTensorBytes; line += 64)
       __builtin_prefetch(tensor + line);
   }
@@ -153,6 +176,67 @@ class TensorTable {
   std::vector<uint64_t> layouts_;
   std::vector<int64_t> shapes_;
   std::vector<int64_t> strides_;
+};
+
+/// Tensors that are written together, again and again, where torch does not see it.
+class WrittenTensors {
+ public:
+  explicit WrittenTensors(const py::iterable& tensors) : bump_(find_bump()) {
+    for (const py::handle tensor : tensors) {
+      // Those of inference mode have no count.
+      if (tensor.attr("is_inference")().cast<bool>())
+        continue;
+      if (tensor_behind(tensor.ptr()) == nullptr)
+        bump_ = nullptr;
+      tensors_.append(tensor);
+    }
+  }
+
+  /// Counts one write to each.
+  void count() const {
+    if (bump_ == nullptr) {
+      count_writes(tensors_);
+      return;
+    }
+    // What was written has emptied the cache of them: of the Python object, torch's tensor, and the
+    // counter behind it.
+    constexpr size_t kAhead = 16;
+    const size_t size = tensors_.size();
+    for (size_t i = 0; i < size; ++i) {
+      if (i + 3 * kAhead < size)
+        __builtin_prefetch(object_at(i + 3 * kAhead));
+      if (i + 2 * kAhead < size)
+        __builtin_prefetch(tensor_behind(object_at(i + 2 * kAhead)));
+      if (i + kAhead < size)
+        __builtin_prefetch(word_at(tensor_behind(object_at(i + kAhead)) + kCounterPlace));
+      bump_(object_at(i) + 1);
+    }
+  }
+
+ private:
+  /// `torch::autograd::impl::bump_version` of a `const at::Tensor&`, which is torch's tensor in a
+  /// word. Ten thousand calls of it take a third of what one of `_increment_version` for as many
+  /// takes.
+  using Bump = void (*)(const void* tensor);
+
+  static Bump find_bump() {
+    void* const library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    if (library == nullptr)
+      return nullptr;
+    constexpr const char* kName = "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE";
+    const auto found = reinterpret_cast<Bump>(dlsym(library, kName));
+    dlclose(library);  // torch keeps it
+    return found;
+  }
+
+  PyObject* object_at(size_t i) const { return PyList_GET_ITEM(tensors_.ptr(), i); }
+
+  /// Where a tensor keeps the address of its counter, behind five other words; a hint what to
+  /// fetch.
+  static constexpr size_t kCounterPlace = 5 * sizeof(void*);
+
+  Bump bump_;
+  py::list tensors_;
 };
 
 /// Whether modules hold, in this order, exactly @p keys and the very objects @p values as
@@ -215,6 +299,13 @@ void bind_tensor_table(py::module_& module) {
   py::class_<TensorTable>(module, "TensorTable")
       .def(py::init<const py::list&>(), py::arg("tensors"))
       .def("matches", &TensorTable::matches, py::arg("tensors"));
+  py::class_<WrittenTensors>(module, "WrittenTensors")
+      .def(py::init<const py::iterable&>(), py::arg("tensors"))
+      .def("count", &WrittenTensors::count);
+  module.def(
+      "problem_with_memory",
+      [](py::handle tensor) { return problem_with_memory(tensor); },
+      py::arg("tensor"));
   module.def("hold_same", &hold_same, py::arg("modules"), py::arg("keys"), py::arg("values"));
   module.def("any_has", &any_has, py::arg("modules"), py::arg("key"));
 }

@@ -15,6 +15,7 @@ from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
+from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
 __all__ = ["GradientSum"]
@@ -203,6 +204,7 @@ class GradientSum(Destroyable):
                 raise TypeError(f"tensors must be of {self.dtype}, got {tensor.dtype}")
             if tensor.device != device:
                 raise ValueError(f"tensors must be on {device}, got one on {tensor.device}")
+            check_memory(f"a tensor of shape {tuple(tensor.shape)}", tensor)
         # Parts are read before `out` is written, and may lie in it.
         for tensor in out:
             if has_element_twice(tensor):

@@ -9,6 +9,7 @@ import torch
 from moe_comm.arguments import as_dense, as_int, check_resolved, shown
 from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, DispatchOptions, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
+from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
@@ -336,6 +337,7 @@ def _check_tensor(
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         )
     check_resolved(name, tensor)
+    check_memory(name, tensor)
 
 
 def _check_weights(

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -161,6 +162,32 @@ def run_prepared(context: RankContext, name: str) -> None:
             assert sent == ((total, 0) if isinstance(service, InHeap) else (0, total))
 
 
+def run_counted(context: RankContext, name: str) -> None:
+    """What was saved for a backward is written by rank 0 and by oneself: whole, in columns, within a rank."""
+    with service_of(name, context) as service:
+        rank_idx, last = service.rank, context.num_ranks - 1
+        memory = service.communicator.empty if isinstance(service, InHeap) else torch.empty
+        whole, cut, local = (
+            memory(3, 4, dtype=torch.float32).fill_(3).requires_grad_() for _ in range(3)
+        )
+        received = [whole.detach()[2], cut.detach()[:2, 1:3]] if rank_idx == last else []
+        written = [whole, cut, local] if received else [local]
+        for _ in range(2):
+            losses = [(each * each).sum() for each in written]
+            if rank_idx == 0:
+                service.submit_send(torch.full((4,), 5.0), last, task_id=0)
+                service.submit_send(torch.full((2, 2), 5.0), last, task_id=1)
+            for task_id, tensor in enumerate(received):
+                service.submit_recv(tensor, 0, task_id=task_id)
+            service.submit_send(torch.full((3, 4), 5.0), rank_idx, task_id=7)
+            service.submit_recv(local.detach(), rank_idx, task_id=7)
+            service.run()
+            assert all(tensor.eq(5).all() for tensor in (*received, local))
+            for loss in losses:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+
+
 def errors_of(calls: Sequence[Callable[[], Any]]) -> list[tuple[str, str]]:
     """(type, message) of what the calls raise, "" where they raise nothing."""
     return [error_of(call) for call in calls]
@@ -252,6 +279,18 @@ def _freed(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
         service.submit_recv(torch.empty(4), 0, 9)
 
 
+def _freed_view(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """A destination at an offset, freed before it is submitted."""
+    _good_pair(service, src, dst)
+    if service.rank == 0:
+        service.submit_send(torch.ones(4), 1, 9)
+    if service.rank == 1:
+        memory = torch.zeros(8)
+        view = memory[4:]
+        memory.untyped_storage().resize_(0)
+        service.submit_recv(view, 0, 9)
+
+
 def _duplicate(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
     _good_pair(service, src, dst)
     _good_pair(service, src, dst)
@@ -326,6 +365,7 @@ MISTAKES: dict[str, Callable[[CopyService, torch.Tensor, torch.Tensor], None]] =
     "duplicate": _duplicate,
     "fake": _fake,
     "freed": _freed,
+    "freed view": _freed_view,
     "local": _local,
     "some ids": _some_ids,
     "ids on one side": _ids_on_one_side,

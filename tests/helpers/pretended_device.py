@@ -59,6 +59,9 @@ class _Pretended(torch.Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

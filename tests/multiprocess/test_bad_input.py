@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_comm import (
     FP8_BLOCK128,
@@ -71,6 +72,23 @@ class Calls:
 
 
 Call = Callable[[Calls], object]
+
+
+def freed(tensor: torch.Tensor, num_left: int = 0) -> torch.Tensor:
+    """A tensor like it, at an offset of 16 elements, of whose storage `num_left` elements are left."""
+    memory = torch.zeros(16 + tensor.numel(), dtype=tensor.dtype)
+    view = memory[16:].view(tensor.shape)
+    memory.untyped_storage().resize_(num_left * tensor.itemsize)
+    return view
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+FREED = ("bytes [", "a storage of 0 bytes, which was freed or cut")
+
 
 # Name: (the operation, what one rank does to it, type, pieces of the message: what was given and what
 # was to be given).
@@ -390,6 +408,54 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
         ),
         ValueError,
         ("row_weights", "2 dimensions"),
+    ),
+    "x freed": ("dispatch", lambda c: c.dispatch(x=freed(c.x)), ValueError, ("x has", *FREED)),
+    "x cut": (
+        "dispatch",
+        lambda c: c.dispatch(x=freed(c.x, 79)),
+        ValueError,
+        ("x has elements in bytes [32, 160) of a storage of 158 bytes",),
+    ),
+    "topk_idx freed": (
+        "dispatch", lambda c: c.dispatch(topk_idx=freed(c.topk_idx)), ValueError, ("topk_idx has", *FREED)
+    ),
+    "weights freed": (
+        "dispatch",
+        lambda c: c.dispatch(topk_weights=freed(c.weights)),
+        ValueError,
+        ("topk_weights has", *FREED),
+    ),
+    "sf freed": (
+        "elastic",
+        lambda c: c.elastic.dispatch((c.pair()[0], freed(c.pair()[1])), c.topk_idx),
+        ValueError,
+        ("sf has", *FREED),
+    ),
+    "x freed of cached": ("cached", lambda c: c.cached(x=freed(c.x)), ValueError, ("x has", *FREED)),
+    "rows freed": (
+        "combine", lambda c: c.combine(expert_out=freed(c.rows)), ValueError, ("expert_out has", *FREED)
+    ),
+    "out freed": ("combine", lambda c: c.combine(out=freed(c.x)), ValueError, ("out has", *FREED)),
+    "weights freed of combine": (
+        "combine",
+        lambda c: c.combine(topk_weights=freed(c.weights)),
+        ValueError,
+        ("topk_weights has", *FREED),
+    ),
+    "row weights freed": (
+        "combine",
+        lambda c: c.combine(row_weights=freed(torch.ones(c.handle.num_recv_tokens))),
+        ValueError,
+        ("row_weights has", *FREED),
+    ),
+    "x fake": (
+        "dispatch", lambda c: c.dispatch(x=fake(c.x)), ValueError, ("x has no memory",)
+    ),
+    "x of vmap": (
+        "dispatch",
+        lambda c: torch.func.vmap(lambda x: c.dispatch(x=x))(c.x[None]),
+        ValueError,
+        ("x has no memory of its own",),
     ),
     "rows of LOW_LATENCY": (
         "combine low latency",

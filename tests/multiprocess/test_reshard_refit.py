@@ -29,7 +29,14 @@ from tests.helpers.failing_ranks import (
     SHORT_S,
 )
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
-from tests.helpers.threaded_refits import error_of, nets, swap, threads
+from tests.helpers.threaded_refits import (
+    error_of,
+    nets,
+    refuse_offloaded,
+    spoil_what_was_saved,
+    swap,
+    threads,
+)
 
 METHODS = ("symmetric", "gloo", "nvshmem")
 SHAPE = MoEShape(
@@ -208,6 +215,19 @@ def test_one_rank_that_prepares_wrongly_after_a_refit_of_fewer_ranks() -> None:
     """Without a group it asks the default group, where its peers wait, not the ranks of that refit."""
     for text in run_ranks(_badly_prepared, 3, timeout_s=HANG_S):
         assert "num_dst_pools must be >= 1, got 0" in text
+
+
+def _over_gloo(context: RankContext) -> list[str]:
+    spoil_what_was_saved(context, "gloo")
+    texts = [refuse_offloaded(context, "gloo", side) for side in ("source", "destination")]
+    refit.clear_all_caches()
+    return texts
+
+
+def test_offloaded_and_saved_weights_over_gloo() -> None:
+    for texts in run_ranks(_over_gloo, 2):
+        for side, text in zip(("source", "destination"), texts, strict=True):
+            assert text.startswith(f"ValueError: rank 1: up of the {side} module has elements in")
 
 
 class _Lossy(GlooCopyService):

@@ -77,6 +77,11 @@ def test_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
+def test_autograd_knows_what_was_written(name: str) -> None:
+    run(scripts.run_counted, 2, name)
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_two_services(name: str) -> None:
     run(scripts.run_two_services, 3, name)
 
@@ -91,7 +96,8 @@ SAID_BY_RUN = {
     "dtypes": ("task 9", "float32", "int32"),
     "duplicate": ("task_id 4", "twice"),
     "fake": ("rank 0", "(4,)", "no memory"),
-    "freed": ("rank 0", "task 9", "(4,)", "no memory"),
+    "freed": ("rank 0", "task 9", "(4,)", "bytes [0, 16) of a storage of 0 bytes"),
+    "freed view": ("rank 1", "(4,)", "bytes [16, 32) of a storage of 0 bytes, which was freed"),
     "some ids": ("task_id", "none"),
     "ids on one side": ("rank 0", "rank 1"),
     "local": ("rank 1", "17"),
@@ -106,6 +112,7 @@ RAISED_BY_SUBMIT = {
     "no such rank": (1, "ValueError"),
     "sparse": (0, "ValueError"),
     "fake": (0, "ValueError"),
+    "freed view": (1, "ValueError"),
     "no tensor": (0, "TypeError"),
     "expanded": (1, "ValueError"),
     "overlap with oneself": (1, "ValueError"),

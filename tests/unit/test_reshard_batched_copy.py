@@ -411,6 +411,67 @@ def test_destinations_that_share_bytes() -> None:
     )
 
 
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_copies_of_tensors_that_were_freed_or_moved_since(side: str) -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm)
+        memory = torch.full((2, 24), 7.0)
+        source, destination = memory[:, 8:].unbind()
+        changed = source if side == "source" else destination
+        if comm.rank_idx == 1:
+            changed.data = torch.full((24,), 7.0)[8:]
+        copies = engine.prepare([(4, source, comm.rank_idx)], [(4, destination, comm.rank_idx)])
+        engine.run(copies)
+        storage = changed.untyped_storage()
+        if comm.rank_idx == 1:
+            storage.resize_(0)
+        text = r"task 4: the tensor of shape \(16,\) has elements in bytes \[32, 96\) of a storage of 0"
+        with pytest.raises(ValueError, match=f"rank 1: {text}"):
+            engine.run(copies)
+        if comm.rank_idx == 1:
+            with pytest.raises(ValueError, match="a storage of 0 bytes, which was freed or cut"):
+                checksum(changed)
+            storage.resize_(96)
+            elsewhere = torch.zeros(24)
+            changed.data = elsewhere[8:]
+        with pytest.raises(ValueError, match=r"rank 1: .*has moved since its copies were prepared"):
+            engine.run(copies)
+        engine.run(engine.prepare([(4, source, comm.rank_idx)], [(4, destination, comm.rank_idx)]))
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_counted"),
+    [
+        (moe_comm.PeerFailedError("rank 1 died"), True),
+        (KeyboardInterrupt(), True),
+        (ValueError("rank 1: no receiver"), False),
+        (moe_comm.CapacityError("the heap is full"), False),
+    ],
+)
+def test_writes_of_a_run_that_fails(error: BaseException, is_counted: bool) -> None:
+    class _Failing:
+        def run(self, prepared: object) -> None:
+            raise error
+
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm)
+        saved = torch.ones(4)
+        copies = engine.prepare([(4, torch.zeros(4), 0)], [(4, saved, 0)])
+        native, engine._native = engine._native, _Failing()  # type: ignore[assignment]
+        with pytest.raises(type(error)):
+            engine.run(copies)
+        engine._native = native
+        assert saved._version == is_counted
+        with torch.inference_mode():
+            uncounted = torch.ones(4)
+        engine.run(engine.prepare([(4, torch.zeros(4), 0)], [(4, uncounted, 0)]))
+        assert uncounted.eq(0).all()
+
+    on_ranks(1, body)
+
+
 def test_items_that_are_no_items() -> None:
     def body(comm: moe_comm.Communicator) -> None:
         engine = BatchedCopy(comm)

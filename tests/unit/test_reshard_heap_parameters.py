@@ -131,6 +131,13 @@ def test_what_cannot_be_moved_is_named_and_nothing_moves(
     net.sparse = nn.Parameter(torch.empty(2, device="meta"))
     with pytest.raises(ValueError, match=r"^sparse cannot be moved .* meta"):
         place_in_heap(net, communicator)
+    memory = torch.zeros(6)
+    net.sparse = nn.Parameter(memory[2:])
+    memory.untyped_storage().resize_(0)
+    with pytest.raises(
+        ValueError, match=r"^sparse cannot be moved .* bytes \[8, 24\) of a storage of 0"
+    ):
+        place_in_heap(net, communicator)
     assert not in_heap(communicator, net.embedding.weight)
 
 

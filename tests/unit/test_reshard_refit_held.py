@@ -15,7 +15,15 @@ from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.hold import refit_group, refit_pass, refit_services
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
-from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads
+from tests.helpers.threaded_refits import (
+    count_plans,
+    error_of,
+    nets,
+    refuse_offloaded,
+    spoil_what_was_saved,
+    swap,
+    threads,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +129,24 @@ def test_a_rank_with_other_memory_prepares_alone(
 
     assert threads(rank, 2) == [1, 2]
     assert sorted(plans_made) == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["symmetric", "nvshmem"])
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_offloaded_weights_are_refused_until_they_are_back(method: Any, side: str) -> None:
+    def rank(context: RankContext) -> str:
+        return refuse_offloaded(context, method, side)
+
+    for text in threads(rank, 2):
+        assert text.startswith(
+            f"ValueError: rank 1: up of the {side} module has elements in bytes [32"
+        )
+        assert text.endswith("of a storage of 0 bytes, which was freed or cut")
+
+
+@pytest.mark.parametrize("method", ["symmetric", "nvshmem"])
+def test_autograd_knows_what_a_refit_has_written(method: Any) -> None:
+    threads(spoil_what_was_saved, 2, method)
 
 
 @pytest.mark.parametrize("change", [_longer, _added])

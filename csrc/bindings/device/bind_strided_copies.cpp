@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/shared/count_writes.h"
+#include "bindings/shared/tensor_view.h"
 #include "core/error.h"
 #include "layout/strided.h"
 #include "runtime/device_copies.h"
@@ -24,11 +26,11 @@ StridedTensor view_strided(py::handle tensor) {
   const auto sizes = py::cast<std::vector<int64_t>>(py::tuple(tensor.attr("shape")));
   const auto strides = py::cast<std::vector<int64_t>>(py::tuple(tensor.attr("stride")()));
   StridedTensor view{};
+  const auto element_bytes = tensor.attr("element_size")().cast<int64_t>();
   view.data = reinterpret_cast<std::byte*>(tensor.attr("data_ptr")().cast<uintptr_t>());
-  view.shape = layout::make_strided(sizes.data(),
-                                    strides.data(),
-                                    static_cast<int>(sizes.size()),
-                                    tensor.attr("element_size")().cast<int64_t>());
+  view.shape = layout::make_strided(
+      sizes.data(), strides.data(), static_cast<int>(sizes.size()), element_bytes);
+  check_memory(tensor, view.data, view.shape.span(), element_bytes);
   return view;
 }
 
@@ -76,6 +78,7 @@ void strided_copies(runtime::Device& device,
   copies.reserve(targets.size());
   for (size_t i = 0; i < targets.size(); ++i)
     copies.push_back(copy_of(targets[i], sources[i], i));
+  count_writes(targets);
   const py::gil_scoped_release no_gil;
   runtime::strided_copies(device, *device.caller_stream(stream), copies, num_sms);
 }

@@ -24,6 +24,8 @@ struct DlpackTensor {
 
   /// `code << 8 | bits`, as tensors of one element a place have it.
   int32_t type() const { return type_code << 8 | type_bits; }
+
+  int64_t element_bytes() const { return type_bits * type_lanes / 8; }
 };
 static_assert(sizeof(DlpackTensor) == 48);
 

@@ -28,7 +28,10 @@ std::optional<TensorView> view_matrix(const ops::EndpointBase& endpoint,
   if (!is_in_order || columns < 1 || (num_columns != kAnyNumber && columns != num_columns) ||
       is_negated(tensor))
     return std::nullopt;
-  return view_of(*found);
+  const TensorView view = view_of(*found);
+  if (problem_with_memory(tensor, view.data, view.bytes(), view.element_bytes))
+    return std::nullopt;
+  return view;
 }
 
 /// Of one type, one row for each token.

@@ -4,8 +4,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "bindings/shared/exchange_api.h"
+#include "core/error.h"
 
 namespace moe::bindings {
 
@@ -26,7 +29,31 @@ struct TensorView {
 TensorView view_of(const DlpackTensor& tensor);
 
 /// @param tensor  A tensor, or None for an empty view.
-TensorView view_tensor(pybind11::handle tensor);
+/// @param name    What an error calls it.
+/// @throws InvalidArgument  its elements do not lie in its storage.
+TensorView view_tensor(pybind11::handle tensor, const char* name = "the tensor");
+
+/// What keeps the elements of a tensor from lying in its storage, or nothing: a storage may be
+/// freed or cut under tensors that go on to exist, and the memory of some tensors is nowhere.
+/// @param data         Where the first element would be
+/// @param reach_bytes  From there to behind the last; 0 where there are none
+std::optional<std::string> problem_with_memory(pybind11::handle tensor,
+                                               const void* data,
+                                               int64_t reach_bytes,
+                                               int64_t element_bytes);
+
+/// Likewise, of a tensor of any strides.
+std::optional<std::string> problem_with_memory(pybind11::handle tensor);
+
+/// @throws InvalidArgument  the elements of a tensor do not lie in its storage.
+inline void check_memory(pybind11::handle tensor,
+                         const void* data,
+                         int64_t reach_bytes,
+                         int64_t element_bytes,
+                         const char* name = "the tensor") {
+  if (const auto problem = problem_with_memory(tensor, data, reach_bytes, element_bytes))
+    throw InvalidArgument(concat(name, " ", *problem));
+}
 
 /// Whether torch only remembers that the numbers of a tensor are to be negated.
 bool is_negated(pybind11::handle tensor);

@@ -13,6 +13,7 @@ from moe_comm.arguments import as_dense, as_int, check_bool
 from moe_comm.compat.deep_ep.config import Config
 from moe_comm.compat.deep_ep.streams import running
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
+from moe_comm.tensors.memory import check_memory
 
 __all__ = [
     "begin",
@@ -147,6 +148,7 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
     if not strided and not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    check_memory(name, tensor)
     return tensor
 
 

@@ -5,7 +5,7 @@ are submitted, checked, put in order, and compared with those of the peers (`agr
 moves. A service then only moves them: by `batched_copy` over the heap, by messages of a `process_group`,
 or by the pipeline. Has ranks and tensors, and neither plans nor models.
 
-Knows: nvshmem_copy_service.
+Knows: describe, nvshmem_copy_service.
 """
 
 from moe_comm.resharding.copy_services.base import (

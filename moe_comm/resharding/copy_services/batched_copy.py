@@ -10,9 +10,12 @@ import torch
 import torch.utils.dlpack
 
 from moe_comm.arguments import as_int, as_utf8, shortened, shown, text_of
+from moe_comm.errors import CapacityError
 from moe_comm.peers.communicator import Communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.missed_calls import tells_peers
+from moe_comm.resharding.describe.tensor_table import TensorTable
+from moe_comm.tensors.memory import problem_with_memory
 from moe_comm.tensors.memory_overlap import first_overlap, is_same_place
 
 if TYPE_CHECKING:
@@ -52,21 +55,42 @@ class CopyStats:
 class PreparedCopies:
     """Copies of this rank that a `BatchedCopy` can run any number of times.
 
-    Made by `BatchedCopy.prepare`. Holds the tensors; a run copies what they then contain, at the
-    addresses they had when this was made.
+    Made by `BatchedCopy.prepare`. Holds the tensors; a run copies what they then contain, and refuses
+    where one has been moved or freed since this was made.
     """
 
     def __init__(
-        self, engine: BatchedCopy, native: _host.PreparedCopies, problem: str | None
+        self,
+        engine: BatchedCopy,
+        native: _host.PreparedCopies,
+        problem: str | None,
+        sends: Iterable[CopyItem],
+        recvs: Iterable[CopyItem],
     ) -> None:
+        from moe_comm import _host
+
         self._engine = engine
         self._native = native
         self._problem = problem
+        received = list(recvs)
+        self._items = [*sends, *received]
+        self._tensors = [tensor for _, tensor, _ in self._items]
+        self._table = TensorTable(self._tensors)
+        self._written = _host.WrittenTensors(tensor for _, tensor, _ in received)
 
     @property
     def problem(self) -> str | None:
         """What is wrong with this rank's items, which every rank's run will raise; None if nothing."""
         return self._problem
+
+    def _check_places(self) -> str | None:
+        """What is wrong with where the tensors lie by now, or None."""
+        if self._table.matches(self._tensors, has_dtensors=False):
+            return None
+        for task_id, tensor, _ in self._items:
+            if (problem := problem_with_memory(tensor)) is not None:
+                return f"task {task_id}: the tensor of shape {tuple(tensor.shape)} {problem}"
+        return "a tensor has moved since its copies were prepared: prepare them again"
 
 
 def problem_with_overlaps(
@@ -212,11 +236,17 @@ class BatchedCopy(Destroyable):
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             native, problem = self._native.prepare([], []), _problem_with_items(sends, recvs, error)
-        return PreparedCopies(self, native, problem or None)
+        if problem:
+            sends, recvs = [], []  # which no run will look at
+        return PreparedCopies(self, native, problem or None, sends, recvs)
 
     @tells_peers(_reject_run)
-    def run(self, prepared: PreparedCopies) -> CopyStats:
+    def run(self, prepared: PreparedCopies, *, are_in_place: bool = False) -> CopyStats:
         """Copy. Collective, blocking; returns when everything has landed on this rank.
+
+        Args:
+            prepared: What `prepare` returned.
+            are_in_place: Whether the caller has just seen that no tensor has been moved or freed.
 
         Raises:
             ValueError: Some rank's items are wrong, a task has one end only, or its ends differ in
@@ -230,9 +260,18 @@ class BatchedCopy(Destroyable):
             self.reject(f"prepared must be PreparedCopies, got {shown(prepared)}")
         if prepared._engine is not self:
             self.reject("the copies were prepared by another BatchedCopy")
-        if prepared.problem is not None:
-            self.reject(prepared.problem)
-        return CopyStats(**self._native.run(prepared._native))
+        problem = prepared.problem or (None if are_in_place else prepared._check_places())
+        if problem is not None:
+            self.reject(problem)
+        try:
+            stats = self._native.run(prepared._native)
+        except (ValueError, CapacityError):
+            raise  # nothing was written
+        except BaseException:
+            prepared._written.count()
+            raise
+        prepared._written.count()
+        return CopyStats(**stats)
 
     def reject(self, message: str) -> NoReturn:
         """Call in place of `run` when this rank has nothing right to run. Collective.

@@ -23,6 +23,7 @@ from moe_comm.resharding.copy_services.base import (
     match_local_ops_by_task_id,
 )
 from moe_comm.resharding.copy_services.batched_copy import problem_with_overlaps
+from moe_comm.tensors.memory import problem_with_memory
 from moe_comm.tensors.memory_overlap import has_element_twice
 
 __all__ = ["Batch", "QueuedCopyService", "check_either", "copy_pair"]
@@ -147,8 +148,8 @@ class QueuedCopyService(CopyService):
                     f"got one on {tensor.device}"
                 )
             )
-        if not _has_memory(tensor):
-            self._refuse(_no_memory(tensor))
+        if (problem := problem_with_memory(tensor)) is not None:
+            self._refuse(ValueError(f"the tensor of shape {tuple(tensor.shape)} {problem}"))
         if task_id is not None:
             if isinstance(task_id, bool) or not hasattr(task_id, "__index__"):
                 self._refuse(TypeError(f"task_id must be an int or None, got {task_id!r}"))
@@ -182,9 +183,9 @@ class QueuedCopyService(CopyService):
                     problems.append(f"{what}: {found}")
         ops: list[SendOp | RecvOp] = [*self._sends, *self._recvs]
         problems.extend(
-            f"task {op.task_id}: {_no_memory(op.tensor)}"
+            f"task {op.task_id}: the tensor of shape {tuple(op.tensor.shape)} {problem}"
             for op in ops
-            if not _has_memory(op.tensor)
+            if (problem := problem_with_memory(op.tensor)) is not None
         )
         shared = problem_with_overlaps(
             [(op.task_id, op.tensor, op.dest_rank) for op in self._sends],
@@ -245,21 +246,6 @@ def check_either(group: object, communicator: object) -> None:
         raise ValueError(
             f"group and communicator both say who the ranks are, got {group} and {communicator}"
         )
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie anywhere: storages can be freed, and some are fake."""
-    try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:
-        return False
-
-
-def _no_memory(tensor: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"the elements of the tensor of shape {tuple(tensor.shape)} have no memory: its storage "
-        "was freed, or is fake"
-    )
 
 
 def _transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:

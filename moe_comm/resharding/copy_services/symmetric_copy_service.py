@@ -30,10 +30,12 @@ class PreparedBatch:
     Args:
         copies: What moves; None if it did not come so far.
         problem: What is wrong with the batch, which every rank's run raises; None if nothing is.
+        are_in_place: Whether who runs it sees for himself that no tensor has been moved or freed.
     """
 
     copies: PreparedCopies | None
     problem: str | None
+    are_in_place: bool = False
 
 
 class SymmetricCopyService(QueuedCopyService):
@@ -98,7 +100,7 @@ class SymmetricCopyService(QueuedCopyService):
                 among the living.
             PeerTimeoutError: A peer did not arrive or stopped; likewise.
         """
-        self.run_prepared(self.prepare())
+        self.run_prepared(dataclasses.replace(self.prepare(), are_in_place=True))
 
     def prepare(self) -> PreparedBatch:
         """Take what was submitted, without running it. Local.
@@ -114,12 +116,12 @@ class SymmetricCopyService(QueuedCopyService):
     def run_prepared(self, prepared: PreparedBatch) -> None:
         """Run a batch, for the first time or again. Collective; raises what `run()` does.
 
-        The tensors are read and written where they were when they were submitted.
+        A tensor that was moved or freed since it was submitted is refused.
         """
         if prepared.copies is None:
             self._copies.reject(prepared.problem or "")
         else:
-            self.last_stats = self._copies.run(prepared.copies)
+            self.last_stats = self._copies.run(prepared.copies, are_in_place=prepared.are_in_place)
 
     def abandon(self, reason: str) -> None:
         """Make the next `run()` of every other rank raise with `reason`."""

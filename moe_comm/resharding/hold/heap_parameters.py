@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
+from moe_comm.tensors.memory import problem_with_memory
 
 __all__ = ["place_in_heap"]
 
@@ -99,7 +100,8 @@ def _problem_with(tensor: torch.Tensor) -> str | None:
         return f"a {type(tensor).__name__} is made of other tensors"
     if tensor.is_inference():
         return "it was made in inference mode, which forbids to change where it lies"
-    return None
+    problem = problem_with_memory(tensor)
+    return None if problem is None else f"it {problem}"
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from moe_comm.resharding.move.sources import Sources, in_view, reduce_partial_so
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
+from moe_comm.tensors.memory import check_memory
 
 __all__ = ["RefitProof", "verify_refit"]
 
@@ -142,7 +143,9 @@ def _source_pieces(
         if is_transformed(op.param_name):
             pieces[key] = _Piece(op, 0, None)
             continue
-        piece = in_view(sources.get(op.param_name), op)[op.my_slice]
+        source = sources.get(op.param_name)
+        check_memory(f"{op.param_name} of the source", source)
+        piece = in_view(source, op)[op.my_slice]
         for dtype in (op.wire_dtype, op.peer_dtype):
             piece = piece if dtype is None else piece.to(dtype)
         pieces[key] = _proven_by_checksum(op, piece)
@@ -168,7 +171,9 @@ def _destination_pieces(
         if tensor is None or is_unproven:
             pieces[key] = _Piece(op, 0, None)
         else:
-            piece = in_view(local_tensor(tensor), op)[op.my_slice]
+            target = local_tensor(tensor)
+            check_memory(f"{op.param_name} of the target", target)
+            piece = in_view(target, op)[op.my_slice]
             pieces[key] = _proven_by_checksum(op, piece)
     return pieces
 

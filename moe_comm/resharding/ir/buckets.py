@@ -113,9 +113,15 @@ def check_buckets(
             raised. Every rank then raises.
 
     Raises:
-        ValueError: On every rank: some rank gave an `error`, or two ranks that share buckets have
-            other ones; the message names both and what each has.
+        ValueError: On every rank: some rank gave an `error`, a tensor has lost its memory, or two
+            ranks that share buckets have other ones; the message names both and what each has.
     """
+    try:
+        for bucket in buckets:
+            for entry in bucket.entries:
+                entry.chunk.check_memory()
+    except ValueError as lost:
+        error = error or lost
     mine: dict[tuple[int, tuple[int, ...]], list[Bucket]] = {}
     for bucket in buckets:
         if bucket.transfer_type in (TransferType.P2P, TransferType.BROADCAST):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from moe_comm.errors import PeerFailedError, PeerTimeoutError, has_timed_out
 from moe_comm.resharding.ir import groups
@@ -80,6 +81,8 @@ class Transferable:
             return None
         # Backends do not know every dtype.
         payload = bytes_of(self.buffer.contiguous())
+        if not self.is_source:
+            increment_version(self.buffer)  # torch.distributed does not count what it writes
         with self.naming("start"):
             if self.transfer_type is TransferType.BROADCAST:
                 ranks = tuple(sorted((self.src_rank, *self.dst_ranks)))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.resharding.ir.transfer import Transferable, TransferType, bytes_of, reduce_in_place
+from moe_comm.tensors.memory import check_memory
 
 __all__ = ["ENTRY_ALIGNMENT", "Bucket", "BucketEntry", "Chunk", "choose_transfer_dtype", "logger"]
 
@@ -113,7 +114,8 @@ class Chunk(Transferable):
 
         Raises:
             PeerFailedError, PeerTimeoutError: A reduction failed.
-            ValueError: There is no tensor, or the cell has another shape than `chunk_shape`.
+            ValueError: There is no tensor, it has lost its memory, or the cell has another shape than
+                `chunk_shape`.
         """
         if self.is_source:
             self.buffer = self._read_cell(contiguous)
@@ -133,6 +135,12 @@ class Chunk(Transferable):
                 raise RuntimeError(f"{self!r} was finalized before it was prepared")
             _write(self._cell(self.tensor, self.slice_tuples), self.buffer)
         self.buffer = None
+
+    def check_memory(self) -> None:
+        """Raise ValueError where a tensor of this rank has lost its memory."""
+        for tensor in (self.tensor, self.source_tensor, self.local_tensor):
+            if tensor is not None:
+                check_memory(f"a tensor of {self!r}", tensor)
 
     def _read_cell(self, contiguous: bool) -> torch.Tensor:
         if self.transfer_type is TransferType.SELF_COPY:
@@ -169,6 +177,7 @@ class Chunk(Transferable):
     def _cell(self, tensor: torch.Tensor | None, slices: tuple[slice, ...]) -> torch.Tensor:
         if tensor is None:
             raise ValueError(f"{self!r} has no tensor")
+        check_memory(f"a tensor of {self!r}", tensor)
         cell = tensor.detach()[slices]
         if tuple(cell.shape) != tuple(self.chunk_shape):
             raise ValueError(

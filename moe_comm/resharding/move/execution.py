@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.process_group import failure_of
+from moe_comm.resharding.copy_services.symmetric_copy_service import PreparedBatch
 from moe_comm.resharding.describe.module_tensors import (
     ModuleState,
     local_tensor,
@@ -29,6 +31,7 @@ from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
+from moe_comm.tensors.memory import check_memory, problem_with_memory
 
 __all__ = ["execute", "execute_reshard_plan"]
 
@@ -149,7 +152,22 @@ def _problem_with(
                 return (
                     f"{name} of the {side} module was planned as {spec.dtype}, it is {tensor.dtype}"
                 )
+        for part in () if tensor is None else _parts_with_memory(tensor):
+            if (problem := problem_with_memory(part)) is not None:
+                return f"{name} of the {side} module {problem}"
     return None
+
+
+def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What the elements of a parameter on this rank lie in; nothing where its class alone knows."""
+    parts: list[Any] = [local_tensor(tensor)]
+    if is_mxfp8_tensor(tensor):
+        parts = [getattr(tensor, name, None) for name in ("data", "scale")]
+    return [
+        part
+        for part in parts
+        if isinstance(part, torch.Tensor) and not hasattr(part, "__tensor_flatten__")
+    ]
 
 
 States = tuple[ModuleState, ModuleState]
@@ -219,6 +237,9 @@ class PlanExecution:
         self.is_repeatable &= can_repeat and not self.skipped
         if self.is_repeatable:
             self._prepared = service.prepare()
+            if isinstance(self._prepared, PreparedBatch):
+                # It is repeated for as long as it `is_of` modules in the same state.
+                self._prepared = dataclasses.replace(self._prepared, are_in_place=True)
 
     def _is_transformed(self, name: str) -> bool:
         return self._transform is not None and self._transform.should_transform(name)
@@ -242,6 +263,8 @@ class PlanExecution:
                 whole = local_tensor(source) if isinstance(source, DTensor) else source
                 whole = reduced.get(op.param_name, whole)
                 pieces = self._transform.prepare_send_of(op, whole)
+                for piece in pieces:
+                    check_memory(f"what the transform sends of {op.param_name}", piece)
             else:
                 piece = in_view(sources.get(op.param_name), op)[op.my_slice]
                 if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
@@ -266,6 +289,8 @@ class PlanExecution:
             if self._is_transformed(op.param_name):
                 assert self._transform is not None
                 buffers = self._transform.prepare_recv_of(op)
+                for buffer in buffers:
+                    check_memory(f"a buffer that the transform receives {op.param_name} in", buffer)
                 targets = [self._target_of_buffer(buffer) for buffer in buffers]
                 self._writebacks.append(
                     functools.partial(self._transform.finalize_recv_of, op, buffers)
@@ -468,10 +493,13 @@ def execute(
 
 @contextlib.contextmanager
 def _telling_peers(service: CopyService) -> Iterator[None]:
-    """Peers wait in `run()`: a rank that does not get there says so."""
+    """Peers wait in `run()`: a rank that does not get there says so, and which it is."""
     try:
         yield
     except Exception as error:
         if hasattr(type(service), "abandon"):
             service.abandon(str(error).split("\n", 1)[0])
+        rank_idx = getattr(service, "rank", None)
+        if type(error) is ValueError and isinstance(rank_idx, int):
+            raise ValueError(f"rank {rank_idx}: {error}") from error
         raise

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
@@ -38,6 +39,7 @@ from moe_comm.resharding.nvshmem_copy_service.planning.gpu_execution_planner imp
 )
 from moe_comm.resharding.nvshmem_copy_service.planning.task_segmenter import TaskSegmenter
 from moe_comm.resharding.nvshmem_copy_service.planning.workload_packer import WorkloadPacker
+from moe_comm.tensors.memory import check_memory, problem_with_memory
 
 __all__ = ["DEFAULT_SLOT_BYTES", "RemoteCopyService"]
 
@@ -111,6 +113,7 @@ class RemoteCopyService:
         self._logs_dir = logs_dir
         self._exchange: CommunicatorExchange | None = None
         self._num_schedules = 0
+        self._places: list[tuple[int, torch.Tensor, int]] = []
 
     @property
     def my_pe(self) -> int:
@@ -228,6 +231,8 @@ class RemoteCopyService:
         receives: list[ReceiveRequest] = []
         try:
             sends, receives = self._segments()
+            self._places = self._tensors_at()
+            problem = self._problem_with_places()
         except ValueError as error:
             problem = str(error)
         agreement.agree(exchange, "schedule", self._settings, problem)
@@ -283,10 +288,19 @@ class RemoteCopyService:
         signals = self.buffer_manager.signals
         # After a run that failed ranks differ in how far they came.
         signals.epoch = agreement.agree(
-            exchange, f"run {self._num_schedules}", self._settings, None, signals.epoch
+            exchange,
+            f"run {self._num_schedules}",
+            self._settings,
+            self._problem_with_places(),
+            signals.epoch,
         )
-        self.pipeline_executor.execute_pipeline(self.iter_schedules, self.num_iterations)
-        self.pipeline_executor.process_self_moves(self.send_requests, self.receive_requests)
+        try:
+            self.pipeline_executor.execute_pipeline(self.iter_schedules, self.num_iterations)
+            self.pipeline_executor.process_self_moves(self.send_requests, self.receive_requests)
+        finally:
+            # Bytes were written where torch does not see it.
+            written = [request.dest_tensor for request in self.receive_requests]
+            increment_version([each for each in written if isinstance(each, torch.Tensor)])
 
     def abandon(self, reason: str) -> None:
         """Take no part in the next `schedule` or `run`: it raises ValueError on every PE that calls it.
@@ -306,6 +320,7 @@ class RemoteCopyService:
         self.receive_requests = []
         self.iter_schedules = None
         self.num_iterations = 0
+        self._places = []
 
     def finalize(self) -> None:
         """Give the slots back and leave. Local; idempotent.
@@ -354,6 +369,31 @@ class RemoteCopyService:
             raise ValueError(
                 f"task {task_id}: bytes [{position}, {position + size}) of a tensor of {num_bytes}"
             )
+        check_memory(f"task {task_id}: the tensor", tensor)
+
+    def _tensors_at(self) -> list[tuple[int, torch.Tensor, int]]:
+        """Task ids, tensors and their addresses, of what is registered as tensors."""
+        registered: list[tuple[int, Any]] = [
+            *((request.task_id, request.src_tensor) for request in self.send_requests),
+            *((request.task_id, request.dest_tensor) for request in self.receive_requests),
+        ]
+        return [
+            (task_id, tensor, tensor.data_ptr())
+            for task_id, tensor in registered
+            if isinstance(tensor, torch.Tensor)
+        ]
+
+    def _problem_with_places(self) -> str | None:
+        """What keeps this PE from running with the addresses that were scheduled, or None."""
+        for task_id, tensor, address in self._places:
+            if (problem := problem_with_memory(tensor)) is not None:
+                return f"task {task_id}: the tensor {problem}"
+            if tensor.data_ptr() != address:
+                return (
+                    f"task {task_id}: the tensor was scheduled at 0x{address:x}, it is at "
+                    f"0x{tensor.data_ptr():x}: call schedule() again"
+                )
+        return None
 
     def _segments(self) -> tuple[list[SendRequest], list[ReceiveRequest]]:
         """What is registered, cut to fit into slots, less what stays on this PE."""

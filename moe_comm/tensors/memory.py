@@ -1,0 +1,29 @@
+"""Whether the elements of a tensor lie in memory that it has: asked before an address of it is taken."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["check_memory", "problem_with_memory"]
+
+
+def problem_with_memory(tensor: torch.Tensor) -> str | None:
+    """What keeps native code from the elements of a tensor, to follow its name; None where nothing does.
+
+    A storage may be freed or cut under tensors that go on to exist (`untyped_storage().resize_(0)`, as
+    whoever offloads weights does), and fake, sparse and wrapped tensors have no address.
+    """
+    from moe_comm import _host
+
+    return _host.problem_with_memory(tensor)
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that the elements of a tensor lie in its storage.
+
+    Raises:
+        ValueError: They do not.
+    """
+    problem = problem_with_memory(tensor)
+    if problem is not None:
+        raise ValueError(f"{name} {problem}")
