@@ -279,6 +279,9 @@ def _disagree(context: RankContext, what: str) -> str:
     tensor = torch.zeros(4 if rank == 0 else 2)
     if what == "shape" and rank == 2:
         tensor = torch.zeros(3)
+    if what == "memory" and rank == 2:
+        tensor = torch.zeros(6)[4:]
+        tensor.untyped_storage().resize_(0)
     wire = torch.bfloat16 if what == "dtype" and rank == 2 else None
     error, buckets = None, []
     try:
@@ -296,6 +299,9 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
     for text in run_ranks(_disagree, NUM_RANKS, "shape"):
         assert text.startswith("rank 2: no buckets: ")
         assert "must have shape (2,), got (3,)" in text
+    for text in run_ranks(_disagree, NUM_RANKS, "memory"):
+        assert text.startswith("rank 2: no buckets: a tensor of Chunk(")
+        assert "has elements in bytes [16, 24) of a storage of 0 bytes, which was freed" in text
 
 
 def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:

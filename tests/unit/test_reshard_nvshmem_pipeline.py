@@ -333,6 +333,41 @@ def test_a_bad_request_is_refused_at_once() -> None:
     on_ranks(2, body)
 
 
+def test_tensors_that_lose_their_memory_or_move() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        memory = torch.ones(8)
+        source, target = memory[4:], torch.zeros(4)
+        peer = 1 - service.my_pe
+        service.register_send(3, source, 0, 16, peer)
+        service.register_receive(3, target, 0, 16, peer)
+        service.schedule()
+        service.run()
+        assert target.eq(1).all()
+        assert target._version == 1
+        if service.my_pe == 1:
+            memory.untyped_storage().resize_(0)
+            with pytest.raises(
+                ValueError, match=r"task 4: the tensor has elements in bytes \[16, 32\)"
+            ):
+                service.register_send(4, source, 0, 16, peer)
+        text = r"rank 1: task 3: the tensor has .* which was freed or cut"
+        with pytest.raises(ValueError, match=text):
+            service.run()
+        assert target._version == 1, "nothing was written"
+        if service.my_pe == 1:
+            source.data = torch.full((4,), 5.0)
+        with pytest.raises(
+            ValueError, match=r"rank 1: task 3: .* scheduled at 0x\w+, it is at 0x\w+"
+        ):
+            service.run()
+        service.schedule()
+        service.run()
+        assert target.eq(5 if service.my_pe == 0 else 1).all()
+
+    on_ranks(2, body)
+
+
 def test_a_pe_that_gives_up_is_named() -> None:
     def body(communicator: Communicator) -> None:
         service = service_on(communicator)
