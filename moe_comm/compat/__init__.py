@@ -5,7 +5,7 @@
 
 | name | what is provided | described in |
 |---|---|---|
-| deep_ep | `moe_comm.compat.deep_ep` | docs/deep_ep.md |
+| deep_ep, and with it deep_ep_cpp | `moe_comm.compat.deep_ep`, `moe_comm.compat.deep_ep_cpp` | docs/deep_ep.md |
 | megatron.core.transformer.moe.fused_a2a | `moe_comm.fused_a2a` | docs/megatron.md |
 | megatron.core.resharding | `moe_comm.resharding` | docs/resharding.md |
 | etha.comm.ir | `moe_comm.resharding.ir` | docs/resharding_ir.md |
@@ -32,6 +32,8 @@ _PROVIDERS = {
     "megatron.core.resharding": "moe_comm.resharding",
     "etha.comm.ir": "moe_comm.resharding.ir",
 }
+# By name: modules that the real package brings beside itself.
+_COMPANIONS = {"deep_ep": {"deep_ep_cpp": "moe_comm.compat.deep_ep_cpp"}}
 NAMES = tuple(_PROVIDERS)
 _lock = threading.Lock()
 # By name: what stood in sys.modules before, and what stands there now.
@@ -60,9 +62,10 @@ def install(name: str, *, replace: bool = False) -> None:
             return
         before = _imported(name)
         if before and not replace:
-            file = getattr(before.get(name), "__file__", None)
+            imported, module = next(iter(before.items()))
+            file = getattr(module, "__file__", None)
             raise ValueError(
-                f"another {name} is imported already, from {file}: install before it is imported, or "
+                f"another {imported} is imported already, from {file}: install before it is imported, or "
                 "pass replace=True"
             )
         for imported in before:
@@ -115,6 +118,8 @@ def _modules_of(name: str) -> dict[str, types.ModuleType]:
     for info in pkgutil.walk_packages(provider.__path__, f"{provider.__name__}."):
         alias = name + info.name.removeprefix(provider.__name__)
         found[alias] = importlib.import_module(info.name)
+    for companion, provided in _COMPANIONS.get(name, {}).items():
+        found[companion] = importlib.import_module(provided)
     return found
 
 
@@ -131,8 +136,9 @@ def _set_in_parent(name: str) -> None:
 
 
 def _imported(name: str) -> dict[str, types.ModuleType]:
+    roots = (name, *_COMPANIONS.get(name, ()))
     return {
         imported: module
         for imported, module in sys.modules.items()
-        if imported == name or imported.startswith(f"{name}.")
+        if any(f"{imported}.".startswith(f"{root}.") for root in roots)
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from moe_comm.compat.deep_ep.utils import per_token_cast_to_fp8
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import CASES, Case, Given
@@ -47,6 +50,126 @@ def check_weights_are_summed(context: RankContext, case: Case) -> None:
 
 def test_weights_of_a_combine_are_added_over_ranks() -> None:
     run_ranks(check_weights_are_summed, 3, CASES[5])
+
+
+class Exchange(torch.autograd.Function):
+    """Dispatch, or with `is_back` combine, of a client that keeps a handle by its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, buffer: Buffer, is_back: bool, *handle: Any) -> Any:
+        ctx.buffer, ctx.is_back = buffer, is_back
+        ctx.save_for_backward(*handle)
+        rows, *_ = buffer.combine(x, handle) if is_back else buffer.dispatch(x, handle=handle)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        handle, call = ctx.saved_tensors, ctx.buffer
+        if ctx.is_back:
+            rows, *_ = call.dispatch(gradient.contiguous(), handle=handle)
+        else:
+            rows, *_ = call.combine(gradient.contiguous(), handle)
+        return rows, None, None, *[None] * len(handle)
+
+
+def copies_of(handle: tuple) -> dict[str, tuple]:
+    file = io.BytesIO()
+    torch.save(tuple(handle), file)
+    file.seek(0)
+    return {
+        "its tensors": tuple(handle),
+        "a list": list(handle),
+        "clones": tuple(part.clone() for part in handle),
+        "of its type": type(handle)(part.clone() for part in handle),
+        "copied": copy.copy(handle),
+        "deeply": copy.deepcopy(handle),
+        "from a file": torch.load(file),
+    }
+
+
+def check_handles_in_parts(
+    context: RankContext, case: Case, backend: str, num_worst: int, has_topk: bool
+) -> None:
+    mine = oracle.given(case, context.rank_idx)
+    routing = functools.partial(oracle.routing, topk_idx=mine.topk_idx)
+    with oracle.backend_of_group(context, backend):
+        buffer = Buffer(context.group)
+        topk = {"topk_idx": mine.topk_idx, "topk_weights": mine.topk_weights} if has_topk else {}
+        recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(
+            mine.x,
+            **routing(buffer, num_experts=case.num_experts),
+            **topk,
+            num_worst_tokens=num_worst,
+        )
+        rows = recv_x * 2.0**context.rank_idx
+        for bias in (None, mine.x):
+            right, right_weights, _ = buffer.combine(rows, handle, recv_weights, bias)
+            # Another buffer, as where a model is loaded again, knows the parts as well.
+            for caller in (buffer, Buffer(context.group)):
+                for name, parts in copies_of(handle).items():
+                    sums, weights, _ = caller.combine(rows, parts, recv_weights, bias)
+                    assert torch.equal(sums, right), name
+                    assert not has_topk or torch.equal(weights, right_weights), name
+                    again, *_ = caller.dispatch(mine.x, handle=parts)
+                    assert torch.equal(again, recv_x), name
+        pair = per_token_cast_to_fp8(mine.x.float())
+        expected, *_ = buffer.dispatch(pair, handle=handle)
+        received, *_ = buffer.dispatch(pair, handle=tuple(handle))
+        for each, other in zip(received, expected, strict=True):
+            assert torch.equal(each.view(torch.uint8), other.view(torch.uint8))
+
+        def gradient_of() -> torch.Tensor:
+            x = mine.x.clone().requires_grad_()
+            arrived = Exchange.apply(x, buffer, False, *handle)
+            sums = Exchange.apply(arrived * 2.0**context.rank_idx, buffer, True, *handle)
+            sums.backward(mine.x)
+            return x.grad
+
+        # Rows of rank r are multiplied by 2^r on their way, and gradients on theirs.
+        assert torch.equal(gradient_of(), buffer.combine(rows, handle)[0])
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            assert torch.equal(gradient_of(), buffer.combine(rows, handle)[0])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[5]], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "collective", "host"])
+@pytest.mark.parametrize("num_worst", [0, 64])
+def test_a_handle_of_its_parts_works(case: Case, backend: str, num_worst: int) -> None:
+    run_ranks(check_handles_in_parts, case.num_ranks, case, backend, num_worst, True)
+
+
+def test_a_handle_of_its_parts_works_where_no_choices_travelled() -> None:
+    run_ranks(check_handles_in_parts, 3, CASES[5], "host", 0, False)
+
+
+def check_wrong_parts(context: RankContext, case: Case) -> None:
+    mine = oracle.given(case, context.rank_idx)
+    with oracle.backend_of_group(context, "host"):
+        buffer = Buffer(context.group)
+        recv_x, *_, handle, _ = send(buffer, case, mine, mine.x)
+        wrong = {
+            r"handle\[4\] must be torch.bool": (4, handle[4].int()),
+            r"handle\[4\] has": (4, ~handle[4]),
+            r"rows arrive, handle\[3\] has": (3, handle[3][:-1]),
+            r"handle\[0\] must .*shape": (0, handle[0][:1].contiguous()),
+        }
+        for text, (place, tensor) in wrong.items():
+            parts = list(handle)
+            if context.rank_idx == 1:
+                parts[place] = tensor
+            for call in (
+                lambda parts=parts: buffer.combine(recv_x, parts),
+                lambda parts=parts: buffer.dispatch(mine.x, handle=parts),
+            ):
+                with pytest.raises((TypeError, ValueError), match=f"rank 1.*{text}"):
+                    call()
+        sums, *_ = buffer.combine(recv_x, tuple(handle))
+        assert torch.equal(sums, buffer.combine(recv_x, handle)[0])
+
+
+def test_parts_that_are_no_handle_are_refused_on_every_rank() -> None:
+    run_ranks(check_wrong_parts, 2, CASES[1])
 
 
 def check_triples(context: RankContext, case: Case) -> None:

@@ -28,6 +28,7 @@ IMPORTED_BY_PROGRAMS = [
     "deep_ep.utils",
     "deep_ep.utils.event",
     "deep_ep.utils.math",
+    "deep_ep_cpp",
 ]
 PROGRAM = """
 import sys
@@ -41,7 +42,7 @@ def deep_ep_modules() -> dict[str, types.ModuleType]:
     return {
         name: module
         for name, module in sys.modules.items()
-        if name == "deep_ep" or name.startswith("deep_ep.")
+        if name in ("deep_ep", "deep_ep_cpp") or name.startswith("deep_ep.")
     }
 
 
@@ -59,7 +60,7 @@ def test_modules_resolve_to_those_here(name: str) -> None:
     assert compat.installed() == ("deep_ep",)
     module = importlib.import_module(name)
     assert module is importlib.import_module(f"moe_comm.compat.{name}")
-    found: object = sys.modules["deep_ep"]
+    found: object = sys.modules[name.partition(".")[0]]
     for part in name.split(".")[1:]:
         found = getattr(found, part)
     assert found is module
@@ -97,6 +98,21 @@ def test_a_real_package_is_not_replaced_unasked(monkeypatch: pytest.MonkeyPatch)
     assert "deep_ep.only_there" not in sys.modules
     compat.uninstall("deep_ep")
     assert deep_ep_modules() == {"deep_ep": real, "deep_ep.only_there": part}
+    monkeypatch.undo()
+
+
+def test_a_compiled_module_of_the_real_package_is_not_replaced_unasked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = types.ModuleType("deep_ep_cpp")
+    real.__file__ = "/somewhere/deep_ep_cpp.so"
+    monkeypatch.setitem(sys.modules, "deep_ep_cpp", real)
+    with pytest.raises(ValueError, match=r"another deep_ep_cpp .* from /somewhere/deep_ep_cpp.so"):
+        compat.install("deep_ep")
+    compat.install("deep_ep", replace=True)
+    assert sys.modules["deep_ep_cpp"].EventHandle is moe_comm.compat.deep_ep.EventHandle
+    compat.uninstall("deep_ep")
+    assert deep_ep_modules() == {"deep_ep_cpp": real}
     monkeypatch.undo()
 
 

@@ -30,7 +30,13 @@ from moe_comm.compat.deep_ep.group import (
     refuse_not_offered,
     rejects_unbound_of,
 )
-from moe_comm.compat.deep_ep.handles import RankMajorHandle, require_low_latency, require_rank_major
+from moe_comm.compat.deep_ep.handles import (
+    RankMajorHandle,
+    are_parts,
+    from_parts,
+    require_low_latency,
+    require_rank_major,
+)
 from moe_comm.compat.deep_ep.local_memory import LocalMemory
 from moe_comm.compat.deep_ep.masks import MaskedRanks
 from moe_comm.compat.deep_ep.rows import Rows
@@ -277,7 +283,8 @@ class Buffer(MaskedRanks):
             x: `[N, H]`, contiguous, any dtype; or a pair (data `[N, H]` of one-byte elements,
                 contiguous, scales float32 or int32 `[N, S]`, any strides), both sent as they are; or a
                 triple of four-bit rows: int32 `[N, H / 8]`, int32 `[N, S]`, float32 `[N, 1]`.
-            handle: Of an earlier dispatch: send to its places. `topk_idx` and `topk_weights` must be
+            handle: Of an earlier dispatch, or on all ranks a tuple of its tensors or of copies of them: send
+                to its places. `topk_idx` and `topk_weights` must be
                 None then, and the layout is not looked at.
             num_tokens_per_rank: As `get_dispatch_layout` gives it, like the next three.
             num_tokens_per_rdma_rank: None.
@@ -306,10 +313,11 @@ class Buffer(MaskedRanks):
         """
         buffer = self._buffer_of(handle, num_tokens_per_expert)
 
-        def prepare() -> int:
+        def prepare() -> tuple[int, RankMajorHandle | None]:
             begin(previous_event, async_finish, allocate_on_comm_stream)
+            known = None
             if handle is not None:
-                require_rank_major(handle)
+                known = self._known_handle(handle, buffer)
                 if topk_idx is not None or topk_weights is not None:
                     raise ValueError("topk_idx and topk_weights must be None with a handle")
             if num_tokens_per_rdma_rank is not None:
@@ -317,11 +325,11 @@ class Buffer(MaskedRanks):
                     "num_tokens_per_rdma_rank must be None, ranks are on one machine; got a value"
                 )
             chosen = self.get_dispatch_config(self.group_size) if config is None else config
-            return num_channels(chosen)
+            return num_channels(chosen), known
 
-        channels = checked(buffer, "dispatch", prepare)
-        if isinstance(handle, RankMajorHandle):
-            rows = rank_major.dispatch_cached(handle, x)
+        channels, known = checked(buffer, "dispatch", prepare)
+        if known is not None:
+            rows = rank_major.dispatch_cached(known, x)
             return rows, None, None, None, None, passed(async_finish)
         sending = rank_major.Sending(
             x=x,
@@ -363,7 +371,7 @@ class Buffer(MaskedRanks):
         Args:
             x: `[M, H]`, contiguous: bfloat16, float16, float32 or float64; H may differ from the
                 dispatch.
-            handle: Of the dispatch.
+            handle: Of the dispatch, or on all ranks a tuple of its tensors or of copies of them.
             topk_weights: float32 `[M, K]`, added over ranks, so that rows have 0 at choices that are
                 elsewhere. Takes a second exchange.
             bias: `[N, H]` of x's dtype, or a pair, added first. All ranks give some or none does. Rows
@@ -387,7 +395,7 @@ class Buffer(MaskedRanks):
             begin(previous_event, async_finish, allocate_on_comm_stream)
             if config is not None:
                 num_channels(config)
-            return require_rank_major(handle)
+            return self._known_handle(handle, buffer)
 
         known = checked(buffer, "combine", prepare)
         combined = rank_major.combine(
@@ -587,8 +595,16 @@ class Buffer(MaskedRanks):
             self._owner.low_latency_buffer_for(None, str(error)).reject("dispatch", error)
         return self._owner.low_latency_buffer_for((num_experts, num_max_tokens))
 
+    def _known_handle(self, handle: Any, buffer: EpBuffer) -> RankMajorHandle:
+        """What a handle is, where it was taken apart what its parts say."""
+        if are_parts(handle):
+            return from_parts(handle, buffer, self.rank)
+        return require_rank_major(handle)
+
     def _buffer_of(self, handle: object, num_tokens_per_expert: object) -> EpBuffer:
-        if isinstance(handle, RankMajorHandle):
+        if are_parts(handle):
+            return self._owner.buffer_for(self.group_size)
+        if isinstance(handle, RankMajorHandle) and hasattr(handle, "native"):
             self._owner.shared()
             return handle.buffer
         if isinstance(num_tokens_per_expert, torch.Tensor) and num_tokens_per_expert.dim() == 1:

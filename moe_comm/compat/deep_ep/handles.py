@@ -1,6 +1,7 @@
 """Handles: tuples whose places are DeepEP's, which carry the handle of this package.
 
-A handle is passed back to the buffer as it is; a tuple made of its elements is not one.
+One of `Buffer.dispatch` may be passed back in parts, as a tuple of its tensors or of copies of them: a
+plan is made of what they say. The others are passed back as they are.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ from typing import Any
 
 import torch
 
+from moe_comm.compat.deep_ep.arguments import check_tensor
+from moe_comm.dispatcher.routing_map import topk_of_routing_map
+from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
 
 __all__ = [
     "HybridHandle",
     "LowLatencyHandle",
     "RankMajorHandle",
+    "are_parts",
+    "from_parts",
     "require_low_latency",
     "require_rank_major",
 ]
+
+
+_NUM_RANK_MAJOR = 6
+_SLOT_RANK_SHIFT = 48  # of `PlanTensors.slots`
 
 
 class RankMajorHandle(tuple[torch.Tensor, ...]):
@@ -33,11 +44,15 @@ class RankMajorHandle(tuple[torch.Tensor, ...]):
         buffer: That made the dispatch.
         native: What combine needs.
         has_topk: Whether choices travelled.
+        num_rows: M, which may be more than the rows of `native` where the handle was made of its parts.
+        num_topk: K of received rows; None where the handle was made of its parts, which do not say.
     """
 
     buffer: EpBuffer
     native: DispatchHandle
     has_topk: bool
+    num_rows: int
+    num_topk: int | None
 
     @classmethod
     def of(
@@ -53,7 +68,13 @@ class RankMajorHandle(tuple[torch.Tensor, ...]):
         handle.buffer = buffer
         handle.native = native
         handle.has_topk = has_topk
+        handle.num_rows = native.num_recv_tokens
+        handle.num_topk = native.num_recv_topk
         return handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its parts: what it carries belongs to this process."""
+        return tuple, (tuple(self),)
 
 
 class LowLatencyHandle(tuple[Any, ...]):
@@ -142,10 +163,77 @@ class HybridHandle(tuple[Any, ...]):
         return handle
 
 
+def are_parts(handle: object) -> bool:
+    """Whether this has the form of a handle of `Buffer.dispatch` that was taken apart."""
+    return (
+        isinstance(handle, tuple | list)
+        and not hasattr(handle, "native")
+        and len(handle) == _NUM_RANK_MAJOR
+        and all(isinstance(part, torch.Tensor) for part in handle)
+    )
+
+
+def from_parts(
+    parts: tuple[torch.Tensor, ...] | list[torch.Tensor], buffer: EpBuffer, rank_idx: int
+) -> RankMajorHandle:
+    """A handle made of the places of one, or of copies of them. Local.
+
+    Rows lie in order of (source rank, token), so that the first, the fourth and the fifth place say
+    where every row went and came from. The others are not looked at.
+
+    Args:
+        parts: The places of `RankMajorHandle`.
+        buffer: With one expert on every rank: to it, a token's choices are its ranks.
+        rank_idx: Of this rank.
+
+    Raises:
+        ValueError: A shape is wrong, or places contradict each other.
+        TypeError: A dtype is wrong.
+    """
+    num_ranks = buffer.config.num_experts
+    prefix = check_tensor("handle[0]", parts[0], (num_ranks, num_ranks), torch.int32)
+    recv_src_idx = check_tensor("handle[3]", parts[3], (None,), torch.int32)
+    in_rank = check_tensor("handle[4]", parts[4], (None, num_ranks), torch.bool)
+    sent = prefix.diff(dim=0, prepend=torch.zeros_like(prefix[:1]))
+    counted = in_rank.sum(0, dtype=torch.int32)
+    if not torch.equal(counted, sent[rank_idx]):
+        raise ValueError(
+            f"handle[0] says that this rank sends {sent[rank_idx].tolist()} tokens to the ranks, "
+            f"handle[4] has {counted.tolist()}"
+        )
+    num_filled = int(prefix[-1, rank_idx])
+    if recv_src_idx.numel() < num_filled:
+        raise ValueError(
+            f"handle[0] says that {num_filled} rows arrive, handle[3] has {recv_src_idx.numel()}"
+        )
+    ranks, _ = topk_of_routing_map(in_rank)
+    ranks = torch.nn.functional.pad(ranks, (0, num_ranks - ranks.shape[1]), value=-1)
+    rows = prefix[rank_idx] - sent[rank_idx] + in_rank.cumsum(0) - 1
+    slots = ranks << _SLOT_RANK_SHIFT | rows.gather(1, ranks.clamp_min(0))
+    ends = torch.tensor([-1, num_ranks], dtype=torch.int32).expand(num_ranks, 2)
+    plan = PlanTensors(
+        counts=torch.cat([sent, sent, ends], dim=1),
+        slots=slots.masked_fill(ranks < 0, -1),
+        topk_idx=ranks,
+        layout=Layout.RANK_MAJOR,
+        expert_alignment=1,
+        num_recv_tokens=num_filled,
+    )
+    handle = RankMajorHandle.of(
+        parts, buffer=buffer, native=buffer.import_handle(plan), has_topk=True
+    )
+    handle.num_rows = recv_src_idx.numel()
+    handle.num_topk = None
+    return handle
+
+
 def require_rank_major(handle: object) -> RankMajorHandle:
     """The handle; TypeError where it is none of `Buffer.dispatch`."""
-    if not isinstance(handle, RankMajorHandle):
-        raise TypeError(f"handle must be what dispatch returned, got {type(handle).__name__}")
+    if not isinstance(handle, RankMajorHandle) or not hasattr(handle, "native"):
+        raise TypeError(
+            "handle must be what dispatch returned, or a tuple of its "
+            f"{_NUM_RANK_MAJOR} tensors, got {type(handle).__name__}"
+        )
     return handle
 
 

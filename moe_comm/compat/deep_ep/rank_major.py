@@ -172,7 +172,18 @@ def dispatch_cached(handle: RankMajorHandle, x: Rows) -> Rows:
     checked(buffer, "dispatch", lambda: check_rows(x, is_triple_allowed=True))
     rows = packed(x) if isinstance(x, tuple) else x.detach()
     result = buffer.dispatch(rows, None, handle=handle.native)
-    return result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
+    received = result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
+    num_unfilled = handle.num_rows - handle.native.num_recv_tokens
+    if not num_unfilled:
+        return received
+    if isinstance(received, tuple):
+        return tuple(_with_zeros(each, num_unfilled) for each in received)
+    return _with_zeros(received, num_unfilled)
+
+
+def _with_zeros(rows: torch.Tensor, num_more: int) -> torch.Tensor:
+    """Rows of any dtype and so many of zeros behind them."""
+    return torch.cat([rows, torch.zeros(num_more, *rows.shape[1:], dtype=rows.dtype)])
 
 
 def combine(
@@ -197,14 +208,14 @@ def combine(
     buffer, native = handle.buffer, handle.native
 
     def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        rows = check_tensor("x", x, (native.num_recv_tokens, None), *arithmetic.ADDABLE_DTYPES)
+        rows = check_tensor("x", x, (handle.num_rows, None), *arithmetic.ADDABLE_DTYPES)
         if topk_weights is not None and not handle.has_topk:
             raise ValueError("topk_weights are given, the handle's dispatch had no topk_idx")
         if topk_weights is not None:
-            shape_of_weights = (native.num_recv_tokens, native.num_recv_topk)
+            shape_of_weights = (handle.num_rows, handle.num_topk)
             check_tensor("topk_weights", topk_weights, shape_of_weights, torch.float32)
         shape = (native.num_tokens, rows.shape[1])
-        return rows.detach(), check_biases(bias, shape, rows.dtype)
+        return rows.detach()[: native.num_recv_tokens], check_biases(bias, shape, rows.dtype)
 
     rows, biases = checked(buffer, "combine", prepare)
     if topk_weights is None:
@@ -212,7 +223,8 @@ def combine(
     combined = combine_rows(
         owner, buffer, native, rows, announcement(native), biases, async_op=async_op
     )
-    weights, end = sum_columns(buffer, native, topk_weights, async_op=async_op)
+    columns = topk_weights[: native.num_recv_tokens]
+    weights, end = sum_columns(buffer, native, columns, async_op=async_op)
     return Combined(combined.x, weights, EventHandle.after(combined.event, end))
 
 
