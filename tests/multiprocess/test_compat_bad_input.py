@@ -175,8 +175,8 @@ MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
     "cached with ids": (
         "cached", lambda c: c.cached(topk_idx=c.mine.topk_idx), ValueError, ("None with a handle",)
     ),
-    "rebuilt handle": (
-        "cached", lambda c: c.cached(handle=tuple(c.handle)), TypeError, ("handle", "tuple")
+    "handle in too few parts": (
+        "cached", lambda c: c.cached(handle=tuple(c.handle)[:5]), TypeError, ("handle", "tuple")
     ),
     "rows of cached": (
         "cached", lambda c: c.cached(x=c.mine.x[:1]), ValueError, ("1 tokens",)

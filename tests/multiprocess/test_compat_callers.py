@@ -166,6 +166,13 @@ def check_wrong_parts(context: RankContext, case: Case) -> None:
                     call()
         sums, *_ = buffer.combine(recv_x, tuple(handle))
         assert torch.equal(sums, buffer.combine(recv_x, handle)[0])
+        # One rank has it whole, the other in parts.
+        mixed = tuple(handle) if context.rank_idx else handle
+        with pytest.raises(ValueError, match="ranks disagree"):
+            buffer.combine(recv_x, mixed)
+        with pytest.raises(ValueError, match="ranks disagree"):
+            buffer.dispatch(mine.x, handle=mixed)
+        assert torch.equal(sums, buffer.combine(recv_x, handle)[0])
 
 
 def test_parts_that_are_no_handle_are_refused_on_every_rank() -> None:

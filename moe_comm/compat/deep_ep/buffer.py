@@ -603,7 +603,8 @@ class Buffer(MaskedRanks):
 
     def _buffer_of(self, handle: object, num_tokens_per_expert: object) -> EpBuffer:
         if are_parts(handle):
-            return self._owner.buffer_for(self.group_size)
+            self._owner.shared()
+            return self._owner.any_buffer()
         if isinstance(handle, RankMajorHandle) and hasattr(handle, "native"):
             self._owner.shared()
             return handle.buffer

@@ -83,6 +83,10 @@ class GroupOwner:
         """
         return self._find("normal", None if num_experts is None else (num_experts, None), problem)
 
+    def any_buffer(self) -> EpBuffer:
+        """The latest buffer of normal calls, equal on all ranks, or one with an expert on every rank."""
+        return self._latest.get("normal") or self.buffer_for(self.num_ranks)
+
     def low_latency_buffer_for(self, shape: tuple[int, int] | None, problem: str = "") -> EpBuffer:
         """As `buffer_for`, for low-latency calls: this module masks ranks on these buffers.
 

@@ -183,14 +183,14 @@ def from_parts(
 
     Args:
         parts: The places of `RankMajorHandle`.
-        buffer: With one expert on every rank: to it, a token's choices are its ranks.
+        buffer: Any of the group: to it, a token chose the first expert of each of its ranks.
         rank_idx: Of this rank.
 
     Raises:
         ValueError: A shape is wrong, or places contradict each other.
         TypeError: A dtype is wrong.
     """
-    num_ranks = buffer.config.num_experts
+    num_ranks = buffer.communicator.num_ranks
     prefix = check_tensor("handle[0]", parts[0], (num_ranks, num_ranks), torch.int32)
     recv_src_idx = check_tensor("handle[3]", parts[3], (None,), torch.int32)
     in_rank = check_tensor("handle[4]", parts[4], (None, num_ranks), torch.bool)
@@ -210,11 +210,17 @@ def from_parts(
     ranks = torch.nn.functional.pad(ranks, (0, num_ranks - ranks.shape[1]), value=-1)
     rows = prefix[rank_idx] - sent[rank_idx] + in_rank.cumsum(0) - 1
     slots = ranks << _SLOT_RANK_SHIFT | rows.gather(1, ranks.clamp_min(0))
+    first_experts = [(buffer.expert_rank == rank).nonzero()[:1, 0] for rank in range(num_ranks)]
+    if any(not len(first) and int(sent[:, rank].sum()) for rank, first in enumerate(first_experts)):
+        raise ValueError("handle[0] sends tokens to a rank that has no experts in this buffer")
+    experts = torch.tensor([int(first[0]) if len(first) else 0 for first in first_experts])
+    sent_choices = torch.zeros(num_ranks, buffer.config.num_experts, dtype=torch.int32)
+    sent_choices.index_add_(1, experts, sent)
     ends = torch.tensor([-1, num_ranks], dtype=torch.int32).expand(num_ranks, 2)
     plan = PlanTensors(
-        counts=torch.cat([sent, sent, ends], dim=1),
+        counts=torch.cat([sent_choices, sent, ends], dim=1),
         slots=slots.masked_fill(ranks < 0, -1),
-        topk_idx=ranks,
+        topk_idx=experts[ranks].masked_fill(ranks < 0, -1),
         layout=Layout.RANK_MAJOR,
         expert_alignment=1,
         num_recv_tokens=num_filled,
