@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -22,8 +23,9 @@ __all__ = [
     "Combined",
     "announcement",
     "check_biases",
-    "combine_reduced",
     "combine_rows",
+    "start_reduced",
+    "start_with_biases",
     "sum_columns",
 ]
 
@@ -110,8 +112,7 @@ def combine_rows(
     """
     weights = None if topk_weights is None else topk_weights.detach()
     if biases:
-        sums, pulled = _combine_with_biases(owner, buffer, native, rows, weights, biases)
-        return Combined(sums, pulled, EventHandle())
+        return start_with_biases(owner, buffer, native, rows, weights, biases)()
     if not async_op:
         if weights is None:
             return Combined(buffer.combine(rows, native), None, EventHandle())
@@ -133,7 +134,7 @@ def combine_rows(
     return Combined(sums, pulled, EventHandle.of(pending.event, finish))
 
 
-def combine_reduced(
+def start_reduced(
     owner: GroupOwner,
     buffer: EpBuffer,
     native: DispatchHandle,
@@ -143,8 +144,8 @@ def combine_reduced(
     *,
     places: torch.Tensor,
     sources: torch.Tensor,
-) -> Combined:
-    """As `combine_rows` of expanded rows, but those of one token are added before they travel. Collective.
+) -> Callable[[], Combined]:
+    """Begin what `combine_rows` does with expanded rows, but those of one token are added before they travel. Collective.
 
     So they are rounded here, and their sums again; a token's sums are added in the order of the last
     choice that led to each rank.
@@ -158,6 +159,9 @@ def combine_reduced(
         biases: `[N, H]` each, dtype of rows, at most two.
         places: int64 `[m, K]`, rows of the choices of every received token, -1 for none.
         sources: int64 `[m]`, the ranks that received tokens came from, ascending.
+
+    Returns:
+        A function that adds what came back to the biases, which are read no earlier. Local.
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
     returned = _return_rows(owner, arithmetic.sum_rows(rows, places), sources)
@@ -167,19 +171,18 @@ def combine_reduced(
     num_from = torch.bincount(ranks[ranks >= 0], minlength=owner.num_ranks)
     start = (num_from.cumsum(0) - num_from)[ranks]  # where there is no rank, it is not used
     positions = torch.where(ranks >= 0, start + place, -1)
-    sums = _add_after_biases(biases, returned, positions)
-    return Combined(sums, None if topk_weights is None else pulled, EventHandle())
+    return _adding(biases, returned, positions, None if topk_weights is None else pulled)
 
 
-def _combine_with_biases(
+def start_with_biases(
     owner: GroupOwner,
     buffer: EpBuffer,
     native: DispatchHandle,
     rows: torch.Tensor,
     topk_weights: torch.Tensor | None,
     biases: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Biases first, then rows in the order that combine adds them. Collective.
+) -> Callable[[], Combined]:
+    """Begin a sum of biases first, then rows in the order that combine adds them. Collective.
 
     Adding a bias to finished sums would round twice and in another order.
 
@@ -192,7 +195,7 @@ def _combine_with_biases(
         biases: `[N, H]` each, dtype of rows.
 
     Returns:
-        `[N, H]` and the weights `[N, K]` or None.
+        As `start_reduced`.
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
     plan = plan_on_call_device(native.plan)
@@ -204,8 +207,7 @@ def _combine_with_biases(
     place[order] = torch.arange(len(order))
     positions = torch.full_like(plan.slots, -1)
     positions[is_used] = place
-    sums = _add_after_biases(biases, returned, positions)
-    return sums, None if topk_weights is None else pulled
+    return _adding(biases, returned, positions, None if topk_weights is None else pulled)
 
 
 def _pulled_weights(
@@ -231,15 +233,24 @@ def _return_rows(owner: GroupOwner, rows: torch.Tensor, sources: torch.Tensor) -
     return by_rank.dispatch(rows, sources[:, None], layout=Layout.RANK_MAJOR).x
 
 
-def _add_after_biases(
-    biases: list[torch.Tensor], rows: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """`[N, H]`: every token's biases, then its rows by `positions` `[N, K]`, -1 for none."""
-    num_tokens = positions.shape[0]
-    num_before = len(biases) * num_tokens
-    of_biases = torch.arange(num_before).view(len(biases), num_tokens).T
-    after = torch.where(positions < 0, -1, positions + num_before)
-    return arithmetic.sum_rows(torch.cat([*biases, rows]), torch.cat([of_biases, after], dim=1))
+def _adding(
+    biases: list[torch.Tensor],
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+) -> Callable[[], Combined]:
+    """A function that adds every token's biases, then its rows by `positions` `[N, K]`, -1 for none."""
+
+    def add() -> Combined:
+        num_tokens = positions.shape[0]
+        num_before = len(biases) * num_tokens
+        of_biases = torch.arange(num_before).view(len(biases), num_tokens).T
+        after = torch.where(positions < 0, -1, positions + num_before)
+        places = torch.cat([of_biases, after], dim=1)
+        sums = arithmetic.sum_rows(torch.cat([*biases, rows]), places)
+        return Combined(sums, topk_weights, EventHandle())
+
+    return add
 
 
 def _sources(

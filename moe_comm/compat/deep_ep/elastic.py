@@ -5,29 +5,31 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from moe_comm.arguments import as_int
-from moe_comm.compat.deep_ep import elastic_rows
-from moe_comm.compat.deep_ep.arguments import (
-    begin,
-    check_bools,
-    check_ints,
-    check_tensor,
-    ints_as_bools,
-    passed,
+from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, ints_as_bools
+from moe_comm.compat.deep_ep.base_buffer import BufferBase
+from moe_comm.compat.deep_ep.combining import Bias
+from moe_comm.compat.deep_ep.elastic_calls import (
+    NUM_QPS,
+    SIZE_BYTES,
+    Dispatching,
+    ElasticCalls,
+    Group,
+    PreviousEvent,
+    Running,
+    buffer_bytes,
+    meet,
+    reject_barrier,
+    theoretical_num_sms,
 )
-from moe_comm.compat.deep_ep.combining import Bias, check_biases, combine_reduced, combine_rows
-from moe_comm.compat.deep_ep.elastic_rows import EPHandle, Sending
-from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_of
+from moe_comm.compat.deep_ep.elastic_rows import EPHandle
+from moe_comm.compat.deep_ep.group import GroupOwner, rejects_unbound_of
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.streams import on_device
-from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
+from moe_comm.compat.deep_ep.utils.event import EventOverlap
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.ep.buffer import EpBuffer
-from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.peers.missed_calls import keeps_unbound, tells_peers
-from moe_comm.tensors import arithmetic
 
 __all__ = [
     "EPHandle",
@@ -36,21 +38,8 @@ __all__ = [
     "get_physical_domain_size",
 ]
 
-PreviousEvent = EventOverlap | EventHandle | None
-Group = dist.ProcessGroup | Bootstrap | None
 
-_SIZE_BYTES = 2 << 20
-_NUM_TOPK_IF_UNKNOWN = 32
-_LEAST_NUM_SMS = 4
-_NUM_SMS_WITHOUT_OVERLAP = 64
-_NUM_QPS = 17
-
-
-def _reject_barrier(error: Exception, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    args[0]._owner.shared().communicator.reject(error)
-
-
-class ElasticBuffer:
+class ElasticBuffer(BufferBase):
     """Dispatch and combine with the arguments of DeepEP's second interface.
 
     On the device of the first tensors. Any number of ranks and experts, any top-k (equal on all ranks),
@@ -135,68 +124,38 @@ class ElasticBuffer:
             return "an ElasticBuffer"
 
         self.group = group
-        self._owner = GroupOwner(group)
-        self._owner.shared().check_together(check)
-        self.runtime: GroupOwner | None = self._owner
+        owner = GroupOwner(group)
+        owner.shared().check_together(check)
+        super().__init__(explicitly_destroy, owner=owner)
         self.rank_idx = self.scaleup_rank_idx = self._owner.rank_idx
         self.num_ranks = self.num_scaleup_ranks = self.num_nvlink_ranks = self._owner.num_ranks
         self.num_scaleout_ranks = self.num_rdma_ranks = 1
         self.scaleout_rank_idx = 0
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.num_allocated_qps = num_allocated_qps or _NUM_QPS
-        self.explicitly_destroy = explicitly_destroy
+        self.num_allocated_qps = num_allocated_qps or NUM_QPS
         self.deterministic = deterministic
         self.allow_hybrid_mode = allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self._calls = ElasticCalls(self._owner, num_max_tokens_per_rank, allow_multiple_reduction)
         if num_bytes is None:
-            num_bytes = _buffer_bytes(
+            num_bytes = buffer_bytes(
                 self.num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
             )
-        self.num_bytes = align(num_bytes, _SIZE_BYTES)
-
-    def destroy(self) -> None:
-        """Let go of the group; idempotent.
-
-        Raises:
-            ValueError: The buffer was made without `explicitly_destroy`.
-        """
-        if not self.explicitly_destroy:
-            raise ValueError("destroy() needs explicitly_destroy=True, got False")
-        self._owner.release()
-        self.runtime = None
+        self.num_bytes = align(num_bytes, SIZE_BYTES)
 
     @ints_as_bools
-    @tells_peers(_reject_barrier)
+    @tells_peers(reject_barrier)
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """All ranks arrive. Collective. The arguments are for GPUs and have no effect."""
-        communicator = self._owner.shared().communicator
-        try:
-            check_bools(
-                use_comm_stream=use_comm_stream, with_cpu_sync=with_cpu_sync, sequential=sequential
-            )
-        except TypeError as error:
-            communicator.reject(error)
-        communicator.exchange("barrier", b"")
-
-    @staticmethod
-    def capture() -> EventHandle:
-        """The end of what the current stream holds; on the CPU, the present."""
-        return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
-        """As in `Buffer`."""
-        return self._owner.current_comm_stream()
-
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """Ranks between machines and within one: all are on one."""
-        return 1, self.num_ranks
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Ranks of scale-out and of scale-up."""
-        return 1, self.num_ranks
+        meet(
+            self._owner,
+            use_comm_stream=use_comm_stream,
+            with_cpu_sync=with_cpu_sync,
+            sequential=sequential,
+        )
 
     @staticmethod
     @ints_as_bools
@@ -219,10 +178,10 @@ class ElasticBuffer:
             allow_multiple_reduction=allow_multiple_reduction,
         )
         num_ranks = bootstrap_for(group).num_ranks
-        num_bytes = _buffer_bytes(
+        num_bytes = buffer_bytes(
             num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
         )
-        return align(num_bytes, _SIZE_BYTES)
+        return align(num_bytes, SIZE_BYTES)
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
@@ -245,17 +204,16 @@ class ElasticBuffer:
         sm_write_gbs: float = 50,
     ) -> int:
         """The least that DeepEP's rules allow: rows are moved by cores, not by SMs."""
-        check_ints(1, num_experts=num_experts, num_topk=num_topk)
-        check_ints(0, num_scaleout_topk=num_scaleout_topk)
-        for name, value in (
-            ("rdma_gbs", rdma_gbs),
-            ("nvlink_gbs", nvlink_gbs),
-            ("sm_read_gbs", sm_read_gbs),
-            ("sm_write_gbs", sm_write_gbs),
-        ):
-            if not value >= 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
-        return _LEAST_NUM_SMS if self.prefer_overlap_with_compute else _NUM_SMS_WITHOUT_OVERLAP
+        return theoretical_num_sms(
+            num_experts,
+            num_topk,
+            num_scaleout_topk,
+            prefers_overlap=self.prefer_overlap_with_compute,
+            rdma_gbs=rdma_gbs,
+            nvlink_gbs=nvlink_gbs,
+            sm_read_gbs=sm_read_gbs,
+            sm_write_gbs=sm_write_gbs,
+        )
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """`num_allocated_qps`."""
@@ -322,59 +280,29 @@ class ElasticBuffer:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
         """
-        buffer = handle.buffer if isinstance(handle, EPHandle) else self._buffer_for(num_experts)
-
-        def prepare() -> Sending:
-            begin(None, async_with_compute_stream, False)
-            if handle is None:
-                check_ints(1, num_experts=num_experts)
-            check_bools(
-                allocate_on_comm_stream=allocate_on_comm_stream,
-                do_handle_copy=do_handle_copy,
-                do_cpu_sync=True if do_cpu_sync is None else do_cpu_sync,
-                do_expand=do_expand,
-                do_zero_padding=do_zero_padding,
-                use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
-            )
-            check_ints(0, num_sms=num_sms, num_qps=num_qps)
-            wait_for(previous_event)
-            wait_for(previous_event_before_epilogue)
-            if cumulative_local_expert_recv_stats is not None:
-                check_tensor(
-                    "cumulative_local_expert_recv_stats",
-                    cumulative_local_expert_recv_stats,
-                    (buffer.num_local_experts,),
-                    torch.int32,
-                )
-            sending = Sending(
-                x=x,
+        return self._calls.dispatch(  # type: ignore[no-any-return]
+            x,
+            Dispatching(
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
-                num_max_tokens=self._most_tokens(num_max_tokens_per_rank, handle),
-                expert_alignment=1 if expert_alignment is None else expert_alignment,
-                is_exact=do_cpu_sync is not False,
-                is_expanded=do_expand,
+                stats=cumulative_local_expert_recv_stats,
+                num_experts=num_experts,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                expert_alignment=expert_alignment,
+                handle=handle,
+                do_handle_copy=do_handle_copy,
+                do_cpu_sync=do_cpu_sync,
+                do_expand=do_expand,
+                do_zero_padding=do_zero_padding,
                 is_column_major=use_tma_aligned_col_major_sf,
-                copies_topk_idx=do_handle_copy,
+            ),
+            Running(
                 num_sms=num_sms,
-            )
-            sending.check(buffer, handle)
-            return sending
-
-        sending = checked(buffer, "dispatch", prepare)
-        if handle is None:
-            arrived = elastic_rows.dispatch(self._owner, buffer, sending)
-        else:
-            arrived = elastic_rows.dispatch_cached(handle, sending)
-        if cumulative_local_expert_recv_stats is not None:
-            counts = arrived.handle.num_unaligned_recv_tokens_per_expert
-            cumulative_local_expert_recv_stats.add_(counts)
-        return (
-            arrived.x,
-            arrived.topk_idx,
-            arrived.topk_weights,
-            arrived.handle,
-            passed(async_with_compute_stream),
+                num_qps=num_qps,
+                events=(previous_event, previous_event_before_epilogue),
+                is_async=async_with_compute_stream,
+                allocate_on_comm_stream=allocate_on_comm_stream,
+            ),
         )
 
     @ints_as_bools
@@ -418,71 +346,19 @@ class ElasticBuffer:
             ValueError: A rule above is broken on some rank.
             TypeError: A dtype or type is wrong on some rank.
         """
-        is_known = isinstance(handle, EPHandle)
-        buffer = handle.buffer if is_known else self._buffer_for(None)
-
-        def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
-            begin(None, async_with_compute_stream, False)
-            check_bools(allocate_on_comm_stream=allocate_on_comm_stream)
-            check_ints(0, num_sms=num_sms, num_qps=num_qps)
-            wait_for(previous_event)
-            wait_for(previous_event_before_epilogue)
-            if not is_known:
-                raise TypeError(f"handle must be an EPHandle, got {type(handle).__name__}")
-            shape = (handle.native.num_recv_tokens, None)
-            rows = check_tensor("x", x, shape, *arithmetic.ADDABLE_DTYPES)
-            sums_shape = (handle.native.num_tokens, rows.shape[1])
-            if topk_weights is not None and not isinstance(topk_weights, torch.Tensor):
-                raise TypeError(f"topk_weights must be a tensor, got {type(topk_weights).__name__}")
-            return rows.detach(), check_biases(bias, sums_shape, rows.dtype)
-
-        rows, biases = checked(buffer, "combine", prepare)
-        if self._reduces_before(handle):
-            metadata = handle.recv_src_metadata.to(torch.int64)
-            combined = combine_reduced(
-                self._owner,
-                buffer,
-                handle.native,
-                rows,
-                None if topk_weights is None else topk_weights.detach(),
-                biases,
-                places=metadata[:, 2:],
-                sources=metadata[:, 0] // handle.num_max_tokens_per_rank,
-            )
-        else:
-            combined = combine_rows(
-                self._owner,
-                buffer,
-                handle.native,
-                rows,
-                topk_weights,
-                biases,
-                async_op=async_with_compute_stream,
-            )
-        event = EventOverlap(combined.event, (x,)) if async_with_compute_stream else EventOverlap()
-        return combined.x, combined.topk_weights, event
-
-    def _reduces_before(self, handle: EPHandle) -> bool:
-        """Whether a combine adds rows of one token before they travel; equal on all ranks."""
-        is_alone = handle.num_experts <= self.num_ranks or handle.topk_idx.shape[1] == 1
-        return handle.do_expand and self.allow_multiple_reduction and not is_alone
-
-    def _buffer_for(self, num_experts: Any) -> EpBuffer:
-        """The buffer for so many experts, or the latest for a call that is going to be refused."""
-        try:
-            known = as_int("num_experts", num_experts, 1)
-        except (TypeError, ValueError) as error:
-            return self._owner.buffer_for(None, f"{error}; or an EPHandle is to be given")
-        return self._owner.buffer_for(known)
-
-    def _most_tokens(self, num_max_tokens_per_rank: Any, handle: object) -> int:
-        if isinstance(handle, EPHandle):
-            return handle.num_max_tokens_per_rank
-        most = num_max_tokens_per_rank
-        if most is None:
-            most = self.num_max_tokens_per_rank
-        check_ints(1, num_max_tokens_per_rank=most)
-        return int(most)
+        return self._calls.combine(  # type: ignore[no-any-return]
+            x,
+            handle,
+            topk_weights,
+            bias,
+            Running(
+                num_sms=num_sms,
+                num_qps=num_qps,
+                events=(previous_event, previous_event_before_epilogue),
+                is_async=async_with_compute_stream,
+                allocate_on_comm_stream=allocate_on_comm_stream,
+            ),
+        )
 
     def engram_write(self, *_: Any, **__: Any) -> None:
         """Not offered."""
@@ -552,18 +428,6 @@ def get_physical_domain_size(group: Group = None) -> tuple[int, int]:
 def get_logical_domain_size(group: Group = None) -> tuple[int, int]:
     """Ranks of scale-out and of scale-up. Local."""
     return 1, bootstrap_for(group).num_ranks
-
-
-def _buffer_bytes(
-    num_ranks: int, num_max_tokens: int, hidden: int, num_topk: int, use_fp8: bool
-) -> int:
-    num_topk = num_topk or _NUM_TOPK_IF_UNKNOWN
-    metadata_bytes = align(8 + 12 * num_topk, 32)
-    scale_bytes = align(4 * -(-hidden // 128), 32) if use_fp8 else 0
-    row_bytes = align(hidden * (1 if use_fp8 else 2), 32) + scale_bytes + metadata_bytes
-    sum_bytes = align(hidden * 2, 32) + metadata_bytes
-    dispatch_bytes = num_ranks * num_max_tokens * row_bytes
-    return dispatch_bytes + min(num_ranks, num_topk) * num_max_tokens * sum_bytes
 
 
 def _not_offered(what: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +13,7 @@ from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.routing import last_choices
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import on_call_device, plan_on_call_device
+from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
@@ -19,7 +21,7 @@ from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
 from moe_comm.tensors import quantized
 
-__all__ = ["EPHandle", "Received", "Sending", "dispatch", "dispatch_cached"]
+__all__ = ["EPHandle", "Received", "Sending", "Started", "start", "version_of"]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -32,7 +34,9 @@ class EPHandle:
         expert_alignment: Rows or counts per expert are rounded to a multiple.
         num_max_tokens_per_rank: As the dispatch had it.
         num_sms: As the dispatch had it.
-        topk_idx: int64 `[N, K]`.
+        choices: What `topk_idx` gives.
+        topk_idx_version: Of that tensor at the dispatch, or None for a copy or where changes are not
+            looked for.
         num_recv_tokens: Tokens received, each once.
         num_expanded_tokens: Rows with padding, with `do_expand`; else 0.
         num_recv_tokens_per_expert_list: Rounded counts of local experts; empty without `do_cpu_sync`, by
@@ -58,7 +62,8 @@ class EPHandle:
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
-    topk_idx: torch.Tensor
+    choices: torch.Tensor
+    topk_idx_version: int | None = None
     num_recv_tokens: int
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
@@ -72,6 +77,31 @@ class EPHandle:
     recv_topk_idx: torch.Tensor | None
     buffer: EpBuffer
     native: DispatchHandle
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """int64 `[N, K]`: the choices of the dispatch.
+
+        Raises:
+            ValueError: They are the caller's own tensor, which was written since (`EPBuffer`).
+        """
+        return _unchanged(self.choices, self.topk_idx_version)
+
+
+def version_of(topk_idx: object) -> int | None:
+    """How often a tensor was written; None for one of inference mode, which does not count."""
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.is_inference():
+        return None
+    return topk_idx._version
+
+
+def _unchanged(topk_idx: torch.Tensor, version: int | None) -> torch.Tensor:
+    if version is not None and topk_idx._version != version:
+        raise ValueError(
+            "topk_idx must stay as it is while a handle lives, which holds the tensor itself: it had "
+            f"version {version} at the dispatch and has {topk_idx._version}"
+        )
+    return topk_idx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +118,7 @@ class Sending:
     is_column_major: bool
     copies_topk_idx: bool
     num_sms: int
+    topk_idx_version: int | None = None
 
     def check(self, buffer: EpBuffer, handle: object) -> None:
         """Shapes and dtypes.
@@ -151,8 +182,46 @@ class Received:
     handle: EPHandle
 
 
-def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Received:
-    """Send rows with their choices, weights and index beside them. Collective."""
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A dispatch that has begun.
+
+    Args:
+        event: When `finish` may be called.
+        finish: Makes of what arrived what is handed out. Local.
+    """
+
+    event: EventHandle
+    finish: Callable[[], Received]
+
+
+def start(
+    owner: GroupOwner,
+    buffer: EpBuffer,
+    sending: Sending,
+    handle: EPHandle | None,
+    *,
+    async_op: bool = False,
+) -> Started:
+    """Send rows with their choices, weights and index beside them. Collective.
+
+    Args:
+        owner: Of the buffers.
+        buffer: Where there is no handle.
+        sending: Of this rank.
+        handle: Of an earlier dispatch: send to its places, with weights alone beside.
+        async_op: Return before the end.
+    """
+    if handle is None:
+        result, finish = _dispatch(owner, buffer, sending, async_op)
+    else:
+        result, finish = _dispatch_cached(handle, sending, async_op)
+    return Started(EventHandle.of(result.event) if async_op else EventHandle(), finish)
+
+
+def _dispatch(
+    owner: GroupOwner, buffer: EpBuffer, sending: Sending, async_op: bool
+) -> tuple[DispatchResult, Callable[[], Received]]:
     topk_idx = sending.topk_idx
     assert topk_idx is not None
     num_tokens, num_topk = topk_idx.shape
@@ -161,47 +230,59 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Received:
     weights = None if sending.topk_weights is None else sending.topk_weights.detach()
     if weights is not None and not sending.is_expanded:
         columns.append(weights.contiguous().view(torch.int32))
-    beside = torch.cat(columns, dim=1)
+    num_columns = sum(each.shape[1] for each in columns)
+    has_weights = weights is not None
     result = buffer.dispatch(
-        packed(sending.x, beside),
+        packed(sending.x, *columns),
         topk_idx,
         weights if sending.is_expanded else None,
         layout=Layout.EXPERT_MAJOR if sending.is_expanded else Layout.RANK_MAJOR,
         expert_alignment=sending.expert_alignment if sending.is_expanded else 1,
         capacity=sending.capacity(buffer, owner.num_ranks),
-    )
-    assert result.x_sf is not None
-    own_columns = result.x_sf[:, result.x_sf.shape[1] - beside.shape[1] :]
-    scale_bits = result.x_sf[:, : result.x_sf.shape[1] - beside.shape[1]]
-    recv_weights = result.topk_weights
-    if weights is not None and not sending.is_expanded:
-        recv_weights = own_columns[:, num_topk + 1 :].contiguous().view(torch.float32)
-    return Received(
-        x=sending.arrange(unpacked(sending.x, result.x, scale_bits)),
-        topk_idx=result.topk_idx,
-        topk_weights=recv_weights,
-        handle=_make_handle(owner, buffer, sending, result, own_columns[:, : num_topk + 1]),
+        async_op=async_op,
     )
 
-
-def dispatch_cached(handle: EPHandle, sending: Sending) -> Received:
-    """Send to the places of an earlier dispatch. Collective."""
-    weights = None if sending.topk_weights is None else sending.topk_weights.detach()
-    if weights is None or handle.do_expand:
-        x = sending.x
-        rows = packed(x) if isinstance(x, tuple) else x.detach()
-        result = handle.buffer.dispatch(rows, None, weights, handle=handle.native)
-        received = result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
+    def finish() -> Received:
+        assert result.x_sf is not None
+        own_columns = result.x_sf[:, result.x_sf.shape[1] - num_columns :]
+        scale_bits = result.x_sf[:, : result.x_sf.shape[1] - num_columns]
+        recv_weights = result.topk_weights
+        if has_weights and not sending.is_expanded:
+            recv_weights = own_columns[:, num_topk + 1 :].contiguous().view(torch.float32)
         return Received(
-            sending.arrange(received), handle.recv_topk_idx, result.topk_weights, handle
+            x=sending.arrange(unpacked(sending.x, result.x, scale_bits)),
+            topk_idx=result.topk_idx,
+            topk_weights=recv_weights,
+            handle=_make_handle(owner, buffer, sending, result, own_columns[:, : num_topk + 1]),
         )
-    bits = weights.contiguous().view(torch.int32)
-    result = handle.buffer.dispatch(packed(sending.x, bits), None, handle=handle.native)
-    assert result.x_sf is not None
-    split = result.x_sf.shape[1] - bits.shape[1]
-    received = unpacked(sending.x, result.x, result.x_sf[:, :split])
-    recv_weights = result.x_sf[:, split:].contiguous().view(torch.float32)
-    return Received(sending.arrange(received), handle.recv_topk_idx, recv_weights, handle)
+
+    return result, finish
+
+
+def _dispatch_cached(
+    handle: EPHandle, sending: Sending, async_op: bool
+) -> tuple[DispatchResult, Callable[[], Received]]:
+    x = sending.x
+    weights = None if sending.topk_weights is None else sending.topk_weights.detach()
+    beside = [] if weights is None or handle.do_expand else [weights.contiguous().view(torch.int32)]
+    result = handle.buffer.dispatch(
+        packed(x, *beside) if beside or isinstance(x, tuple) else x.detach(),
+        None,
+        weights if handle.do_expand else None,
+        handle=handle.native,
+        async_op=async_op,
+    )
+
+    def finish() -> Received:
+        recv_weights, bits = result.topk_weights, result.x_sf
+        if bits is not None and beside:
+            split = bits.shape[1] - beside[0].shape[1]
+            recv_weights = bits[:, split:].contiguous().view(torch.float32)
+            bits = bits[:, :split]
+        received = result.x if bits is None else unpacked(x, result.x, bits)
+        return Received(sending.arrange(received), handle.recv_topk_idx, recv_weights, handle)
+
+    return result, finish
 
 
 def _make_handle(
@@ -213,6 +294,7 @@ def _make_handle(
 ) -> EPHandle:
     """The handle of a dispatch; `columns` are the choices and the index of every received row."""
     assert sending.topk_idx is not None
+    _unchanged(sending.topk_idx, sending.topk_idx_version)
     plan = plan_on_call_device(result.handle.plan)
     from_rank = plan.sent_tokens[:, owner.rank_idx].to(torch.int64)
     raw = on_call_device(result.num_tokens_per_expert)
@@ -232,7 +314,8 @@ def _make_handle(
         expert_alignment=unit,
         num_max_tokens_per_rank=sending.num_max_tokens,
         num_sms=sending.num_sms,
-        topk_idx=sending.topk_idx.clone() if sending.copies_topk_idx else sending.topk_idx,
+        choices=sending.topk_idx.clone() if sending.copies_topk_idx else sending.topk_idx,
+        topk_idx_version=sending.topk_idx_version,
         num_recv_tokens=int(from_rank.sum()),
         num_expanded_tokens=num_expanded,
         num_recv_tokens_per_expert_list=rounded.tolist() if sending.is_exact else [],

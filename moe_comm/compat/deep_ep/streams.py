@@ -23,6 +23,7 @@ __all__ = [
     "CommStream",
     "Place",
     "follow",
+    "in_callers_stream",
     "on_call_device",
     "on_device",
     "plan_on_call_device",
@@ -115,6 +116,21 @@ def follow(mark: cuda.Event, place: Place) -> None:
     """What the caller's stream gets from now on comes behind `mark`, which was made at `place`."""
     device = None if place.stream is None else place.device  # None: the current one
     cuda.current_stream(device).wait_event(mark)
+
+
+def in_callers_stream(place: Place, work: Callable[[], ResultT]) -> ResultT:
+    """What `work` returns, which finishes a call of `place` in the stream that is current now."""
+    if place.stream is None:
+        with resumed(place):
+            return work()
+    caller = cuda.current_stream(place.device)
+    with resumed(Place(place.device, caller)):
+        result = work()
+    for tensor in tensors_in(result):
+        tensor.record_stream(caller)
+    # What the call has taken in its own stream is offered again there, behind what reads it here.
+    place.stream.wait_stream(caller)
+    return result
 
 
 class _Owner(Protocol):

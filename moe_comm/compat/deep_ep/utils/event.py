@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -91,11 +92,14 @@ class EventOverlap:
         self.hook_after_wait: Callable[[], object] | None = None
         self._releases = False
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Wait as `EventHandle.current_stream_wait` does, then call the registered hook.
 
         Args:
             release_handle: Forget the event afterwards.
+
+        Returns:
+            What the hook returned; None where there is none, as after it was called.
 
         Raises:
             ValueError: There is no event.
@@ -104,11 +108,15 @@ class EventOverlap:
             raise ValueError("this EventOverlap has no event to wait for")
         self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
-        if hook is not None:
-            hook()
+        result = None if hook is None else hook()
         if release_handle:
             self.event = None
             self.extra_tensors = None
+        return result
+
+    def wait(self) -> Any:
+        """`current_stream_wait()`."""
+        return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
         """Call `hook_after_wait()` in the next `current_stream_wait`, after the wait.
