@@ -220,6 +220,42 @@ std::string describe_bad_expert(int64_t flat_idx,
                 ")");
 }
 
+std::string describe_bad_counts(const int32_t* counts,
+                                int64_t num_tokens,
+                                int num_ranks,
+                                int num_experts) {
+  const int32_t* const to_rank = counts + num_experts;
+  const int64_t fixed_rows = to_rank[num_ranks];
+  const int64_t num_topk = to_rank[num_ranks + 1];
+  if (num_tokens < 0 || num_topk < 0 || fixed_rows < -1)
+    return concat("it dispatches ",
+                  num_tokens,
+                  " tokens of ",
+                  num_topk,
+                  " choices and receives ",
+                  fixed_rows,
+                  " rows");
+  int64_t num_left = num_tokens * num_topk;
+  for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx) {
+    num_left -= counts[expert_idx];
+    if (counts[expert_idx] < 0 || num_left < 0)
+      return concat(counts[expert_idx],
+                    " choices of its ",
+                    num_tokens * num_topk,
+                    " are of expert ",
+                    expert_idx,
+                    ", ",
+                    num_left,
+                    " are left");
+  }
+  for (int dst_rank = 0; dst_rank < num_ranks; ++dst_rank)
+    if (to_rank[dst_rank] > num_tokens ||
+        (to_rank[dst_rank] < 0 && to_rank[dst_rank] != CountMatrix::kMasked))
+      return concat(
+          to_rank[dst_rank], " of its ", num_tokens, " tokens are bound for rank ", dst_rank);
+  return "";
+}
+
 bool may_keep(const CountMatrix& counts,
               const int64_t* topk_idx,
               int64_t num_tokens,

@@ -166,6 +166,13 @@ std::string describe_bad_expert(int64_t flat_idx,
                                 int64_t expert_idx,
                                 int num_experts);
 
+/// What is wrong with a row of the count matrix of a rank that dispatches @p num_tokens, "" for
+/// nothing: no rank's choices come to it.
+std::string describe_bad_counts(const int32_t* counts,
+                                int64_t num_tokens,
+                                int num_ranks,
+                                int num_experts);
+
 /// Whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p topk_idx.
 bool may_keep(const CountMatrix& counts,
               const int64_t* topk_idx,

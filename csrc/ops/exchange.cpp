@@ -124,6 +124,7 @@ Rows Exchange::collect(bool with_counts) {
     if (header.status != static_cast<int32_t>(RowStatus::kOk)) {
       char text[Row::kMessageBytes];
       sync::read_shared(text, row.message(), sizeof(text));
+      text[sizeof(text) - 1] = '\0';
       rows.problems[static_cast<size_t>(peer_rank)] = {
           static_cast<RowStatus>(header.status), text, header.needed_bytes, header.available_bytes};
     }

@@ -323,9 +323,9 @@ bool InternodeCombine::serve(PendingRows* pending) {
 }
 
 void InternodeCombine::check_request(const PendingRows& pending) const {
-  std::vector<int64_t> num_rows(static_cast<size_t>(nodes_.num_ranks));  // 0 on other nodes
+  std::vector<int64_t> num_rows(static_cast<size_t>(nodes_.num_ranks));  // 0 without a base
   for (int rank_idx = 0; rank_idx < nodes_.num_ranks; ++rank_idx)
-    if (endpoint_.group().is_local(rank_idx))
+    if (is_pulled_here(plan_, endpoint_.group(), rank_idx))
       num_rows[static_cast<size_t>(rank_idx)] =
           layout::num_window_rows(plan_.counts, endpoint_.placement(), plan_.arrangement, rank_idx);
   const auto* const slots = reinterpret_cast<const int64_t*>(pending.request.buffer.get());

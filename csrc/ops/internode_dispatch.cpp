@@ -39,6 +39,8 @@ InternodeDispatch::InternodeDispatch(Endpoint& endpoint,
       own_node_(nodes_.node_idx(endpoint.rank_idx())),
       own_row_(row_of(endpoint.rank_idx())),
       rows_per_chunk_(InternodeCut::rows_per_chunk(own_row_, nodes_.num_nodes())),
+      num_window_rows_(
+          layout::num_window_rows(plan.counts, endpoint.placement(), plan.arrangement)),
       local_slots_(plan.slots.size(), Slot::kNone),
       local_writer_(endpoint, params, local_table(plan, local_slots_), targets, exchange) {}
 
@@ -288,31 +290,46 @@ void InternodeDispatch::fan_out(const Arrival& arrival,
   table.num_topk = arrival.num_topk;
   table.num_recv_topk = plan_.num_recv_topk;
   table.is_by_rank = plan_.arrangement.is_by_rank();
-  check_slots(arrival, table.slots, num_rows * row.num_slots);
+  check_choices(arrival, table, num_rows);
   RowWriter(endpoint_, params, table, targets_, exchange_).write(0, num_rows, mode);
 }
 
 /// A message in the wrong place would be written anywhere.
-void InternodeDispatch::check_slots(const Arrival& arrival,
-                                    const int64_t* slots,
-                                    int64_t count) const {
-  for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] == Slot::kNone)
+void InternodeDispatch::check_choices(const Arrival& arrival,
+                                      const SlotTable& table,
+                                      int64_t num_rows) const {
+  for (int64_t i = 0; i < num_rows * table.num_slots; ++i) {
+    const int64_t slot = table.slots[i];
+    if (slot == Slot::kNone)
       continue;
-    const int64_t rank_idx = slots[i] >> Slot::kRowBits;
+    const int64_t rank_idx = slot >> Slot::kRowBits;
     if (rank_idx < 0 || rank_idx >= nodes_.num_ranks ||
         targets_.bases[static_cast<size_t>(rank_idx)] == nullptr ||
-        (Slot::row_idx(slots[i]) + 1) * params_.row_bytes >
-            targets_.windows[static_cast<size_t>(rank_idx)].bytes)
+        Slot::row_idx(slot) >= num_window_rows_[static_cast<size_t>(rank_idx)])
       throw std::runtime_error(concat("rank ",
                                       arrival.src_rank,
                                       " sends a row for row ",
-                                      Slot::row_idx(slots[i]),
+                                      Slot::row_idx(slot),
                                       " of rank ",
                                       rank_idx,
                                       ", which node ",
                                       own_node_,
                                       " has no window for"));
+  }
+  const int num_experts = endpoint_.config().num_experts;
+  for (int64_t i = 0; table.topk_idx != nullptr && i < num_rows * table.num_topk; ++i) {
+    // By expert, a choice that has a slot is of one.
+    const int64_t least = table.is_by_rank || table.slots[i] == Slot::kNone ? -1 : 0;
+    if (table.topk_idx[i] < least || table.topk_idx[i] >= num_experts)
+      throw std::runtime_error(concat("rank ",
+                                      arrival.src_rank,
+                                      " sends a row for expert ",
+                                      table.topk_idx[i],
+                                      ", expected [",
+                                      least,
+                                      ", ",
+                                      num_experts,
+                                      ")"));
   }
 }
 

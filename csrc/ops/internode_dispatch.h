@@ -75,7 +75,7 @@ class InternodeDispatch {
   void take_header(Arrival& arrival);
   void ask_for_chunks(Arrival& arrival);
   void fan_out(const Arrival& arrival, const Arrival::Chunk& chunk, cpu::StoreMode mode);
-  void check_slots(const Arrival& arrival, const int64_t* slots, int64_t count) const;
+  void check_choices(const Arrival& arrival, const SlotTable& table, int64_t num_rows) const;
   bool has_ended(const Arrival& arrival) const {
     return arrival.header == nullptr && arrival.num_left == 0 && arrival.in_flight.empty();
   }
@@ -92,7 +92,8 @@ class InternodeDispatch {
   int own_node_;
   layout::InternodeRow own_row_;
   int64_t rows_per_chunk_;
-  std::vector<int64_t> local_slots_;  ///< of the plan, without those of other nodes
+  std::vector<int64_t> num_window_rows_;  ///< [num_ranks]
+  std::vector<int64_t> local_slots_;      ///< of the plan, without those of other nodes
   RowWriter local_writer_;
   int64_t next_local_ = 0;
   bool is_written_ = false;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 #include "ops/exchange.h"
 
@@ -67,12 +68,31 @@ void Relay::pump() {
 void Relay::relay(const Incoming& incoming) {
   const int src_rank = rail_rank(incoming.node_idx);
   if (incoming.is_row) {
+    check_row(src_rank, incoming.buffer.get());
     exchange_.store_row(src_rank, incoming.buffer.get());
     return;
   }
   SecondOffer second;
   std::memcpy(&second, incoming.buffer.get(), sizeof(second));
   exchange_.store_second_offer(src_rank, second);
+}
+
+/// Counts from which memory is laid out, before any rank of this node sees them. What they say
+/// together is judged by all.
+void Relay::check_row(int src_rank, const std::byte* image) const {
+  Row header;
+  std::memcpy(&header, image, sizeof(header));
+  if (header.status != static_cast<int32_t>(layout::RowStatus::kOk) ||
+      header.arguments.operation != static_cast<int32_t>(layout::Operation::kDispatch))
+    return;
+  const int num_experts = endpoint_.config().num_experts;
+  std::vector<int32_t> counts(
+      static_cast<size_t>(Row::num_counts(group_.num_ranks(), num_experts)));
+  std::memcpy(counts.data(), image + sizeof(header), counts.size() * sizeof(int32_t));
+  const std::string problem = layout::describe_bad_counts(
+      counts.data(), header.num_tokens, group_.num_ranks(), num_experts);
+  if (!problem.empty())
+    throw std::runtime_error(concat("rank ", src_rank, " says that ", problem));
 }
 
 Relay::Transfer Relay::send(int node_idx, Rail::Buffer buffer, uint64_t bytes) {

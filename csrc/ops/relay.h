@@ -76,6 +76,7 @@ class Relay {
     Transfer transfer;
   };
   void relay(const Incoming& incoming);
+  void check_row(int src_rank, const std::byte* image) const;
 
   Endpoint& endpoint_;
   Exchange& exchange_;

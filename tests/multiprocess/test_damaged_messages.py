@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import moe_comm
-from moe_comm import EpBuffer, EpConfig
+from moe_comm import EpBuffer, EpConfig, Layout, Quantization, QuantizationFormat
 from tests.helpers.rank_threads import on_ranks
 from tests.helpers.scripted_rails import Message, ScriptedRails
 
@@ -17,8 +18,17 @@ pytest.importorskip("moe_comm._host")
 
 HIDDEN = 64
 NUM_TOKENS = 20
+NUM_EXPERTS = 8
 FIRST_OF_TOKEN = 1 << 62
 ROW_BITS = 48
+# Parts of messages, counted in int64 numbers. A dispatch in which every token goes everywhere has 20 rows
+# of 128 bytes in its one chunk, or of 64 bytes and a scale factor of 4, then their slots, then their ids.
+COUNTS_AT = 144 // 8
+SLOTS_AT = 20 * 128 // 8
+IDS_AT = SLOTS_AT + 20 * 2
+IDS_OF_QUANTIZED_AT = (20 * 64 + 128 + 20 * 8 * 8) // 8
+
+EVERYWHERE: dict[str, Any] = {"num_topk": NUM_EXPERTS}
 
 Numbers = list[int]
 
@@ -45,6 +55,10 @@ class _Damage:
         change: Changes its int64 numbers.
         said: What rank 0 says of it.
         node_reduction: Of the configuration.
+        num_topk: Of the configuration.
+        dispatch: Arguments of the dispatch.
+        with_weights: Rows are dispatched with weights.
+        avoids_rank_1: The even ranks, rank 0 among them, send nothing to rank 1.
     """
 
     in_combine: bool
@@ -52,6 +66,10 @@ class _Damage:
     change: Callable[[Numbers], None]
     said: str
     node_reduction: bool = False
+    num_topk: int = 4
+    dispatch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    with_weights: bool = False
+    avoids_rank_1: bool = False
 
 
 DAMAGES = {
@@ -59,6 +77,60 @@ DAMAGES = {
         False, 1, _set(0, lambda _: 1 << 40), r"announces 1099511627776 rows"
     ),
     "no rows": _Damage(False, 1, _set(0, lambda _: 0), r"announces 0 rows"),
+    "fewer than no choices": _Damage(
+        False, 0, _set(COUNTS_AT, lambda _: -1), r"says that -1 choices of its 80 are of expert 0"
+    ),
+    "more choices than tokens have": _Damage(
+        False, 0, _set(COUNTS_AT, lambda _: 1 << 30), r"says that 1073741824 choices of its 80"
+    ),
+    "more tokens than there are": _Damage(
+        False,
+        0,
+        _set(COUNTS_AT + NUM_EXPERTS // 2, lambda _: 1 << 20),
+        r"says that 1048576 of its 20 tokens are bound for rank 0",
+    ),
+    "row for the weights behind the last row": _Damage(
+        False,
+        2,
+        _set(SLOTS_AT, lambda _: 161),
+        r"sends a row for row 161 of rank 0",
+        with_weights=True,
+        **EVERYWHERE,
+    ),
+    "row for a rank of another node": _Damage(
+        False,
+        2,
+        _set(SLOTS_AT, lambda _: 2 << ROW_BITS),
+        r"sends a row for row 0 of rank 2",
+        **EVERYWHERE,
+    ),
+    "row for no expert": _Damage(
+        False,
+        2,
+        _set(IDS_AT, lambda _: 1000),
+        r"sends a row for expert 1000, expected \[-1, 8\)",
+        dispatch={"layout": Layout.RANK_MAJOR},
+        **EVERYWHERE,
+    ),
+    "row of an expert that has a slot and no id": _Damage(
+        False,
+        2,
+        _set(IDS_OF_QUANTIZED_AT, lambda _: -1),
+        r"sends a row for expert -1, expected \[0, 8\)",
+        dispatch={
+            "quantization": Quantization(
+                format=QuantizationFormat.FP8_BLOCK128, is_column_major=True
+            )
+        },
+        **EVERYWHERE,
+    ),
+    "row of a rank that nobody pulls from here": _Damage(
+        True,
+        1,
+        _set(0, lambda _: 1 << ROW_BITS),
+        r"asked rank 0 for row 0 of rank 1",
+        avoids_rank_1=True,
+    ),
     "row beyond a window": _Damage(
         True, 1, _set(3, lambda slot: slot | 1 << 40), r"asked rank 0 for row \d{13} of rank [01]"
     ),
@@ -103,8 +175,8 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
 
     rails = ScriptedRails(monkeypatch, rewrite=rewrite)
     config = EpConfig(
-        num_experts=8,
-        num_topk=4,
+        num_experts=NUM_EXPERTS,
+        num_topk=damage.num_topk,
         hidden=HIDDEN,
         num_max_tokens_per_rank=NUM_TOKENS,
         dtype=torch.bfloat16,
@@ -114,7 +186,11 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
     def body(comm: moe_comm.Communicator) -> Exception:
         draw = torch.Generator().manual_seed(comm.rank_idx)
         x = torch.randn(NUM_TOKENS, HIDDEN, generator=draw).bfloat16()
-        topk_idx = torch.rand(NUM_TOKENS, 8, generator=draw).topk(4).indices
+        wish = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=draw)
+        if damage.avoids_rank_1 and comm.rank_idx % 2 == 0:
+            wish[:, 2:4] = 0.0  # its experts
+        topk_idx = wish.topk(damage.num_topk).indices
+        weights = torch.ones(NUM_TOKENS, damage.num_topk) if damage.with_weights else None
 
         def call(watch: bool) -> torch.Tensor:
             def begin() -> None:
@@ -125,17 +201,19 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
 
             if watch and not damage.in_combine:
                 begin()
-            result = buffer.dispatch(x, topk_idx)
+            result = buffer.dispatch(x, topk_idx, weights, **damage.dispatch)
             if watch and damage.in_combine:
                 begin()
-            return buffer.combine(result.x, result.handle)
+            return buffer.combine(result.x.to(torch.bfloat16), result.handle)
 
         with EpBuffer(comm, config) as buffer:
             # After these no rank is short of a window, so the messages of a call are always the same.
             for _ in range(2):
                 expected = call(watch=False).clone()
+            # Who is through with the call before the damage is found hears of it in the next.
             with pytest.raises((RuntimeError, moe_comm.PeerFailedError)) as caught:
-                call(watch=True)
+                for is_first in (True, False):
+                    call(watch=is_first)
             first.clear()
             comm.recover()
             assert torch.equal(call(watch=False), expected)
