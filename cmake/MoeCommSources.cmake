@@ -28,7 +28,7 @@ endfunction()
 
 moe_comm_glob(MOE_COMM_COMMON_SOURCES core/*.cpp layout/*.cpp heap/*.cpp cpu/*.cpp group/*.cpp
   ops/*.cpp)
-moe_comm_glob(MOE_COMM_ROW_SOURCES cpu/row_kernels_*.cpp)
+moe_comm_glob(MOE_COMM_ROW_SOURCES cpu/row_kernels_*.cpp cpu/crc32c_avx512.cpp)
 list(REMOVE_ITEM MOE_COMM_COMMON_SOURCES ${MOE_COMM_ROW_SOURCES})
 # Loops over rows too, which the checker's build compiles for itself.
 set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/csrc/cpu/strided_copy.cpp" PROPERTIES

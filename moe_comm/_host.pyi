@@ -304,6 +304,10 @@ class kernels:
     @staticmethod
     def best_instruction_set() -> str: ...
     @staticmethod
+    def checksum_instruction_sets() -> list[str]: ...
+    @staticmethod
+    def crc32c(data: Any, isa: str | None = ..., crc: int = ...) -> int: ...
+    @staticmethod
     def roof_fan_out(
         src: Any,
         row_bytes: int,

@@ -13,6 +13,7 @@
 #include "bindings/shared/byte_buffers.h"
 #include "core/error.h"
 #include "core/sync.h"
+#include "cpu/crc32c.h"
 #include "cpu/roof.h"
 #include "cpu/row_kernels.h"
 
@@ -33,6 +34,21 @@ std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const char* name : {"portable", "avx2", "avx512"})
     if (cpu::find_row_kernels(name))
+      names.emplace_back(name);
+  return names;
+}
+
+uint32_t crc32c(const py::buffer& data, const std::optional<std::string>& isa, uint32_t crc) {
+  const cpu::Crc32c* const found = isa ? cpu::find_crc32c(*isa) : &cpu::best_crc32c();
+  MOE_CHECK(found, "no crc32c named '", *isa, "' on this machine");
+  const Bytes bytes(data, false);
+  return found->extend(crc, bytes.data(), static_cast<size_t>(bytes.size()));
+}
+
+std::vector<std::string> checksum_instruction_sets() {
+  std::vector<std::string> names;
+  for (const char* name : {"portable", "sse4.2", "avx512", "armv8-crc"})
+    if (cpu::find_crc32c(name))
       names.emplace_back(name);
   return names;
 }
@@ -216,6 +232,10 @@ void bind_kernels(py::module_& parent) {
   py::module_ m = parent.def_submodule("kernels", "Roofs of the inner loops over rows.");
   m.def("instruction_sets", &instruction_sets, "Names usable as `isa` here, slowest first.");
   m.def("best_instruction_set", [] { return cpu::best_row_kernels().name; });
+  m.def("checksum_instruction_sets",
+        &checksum_instruction_sets,
+        "Names usable as `isa` of crc32c() here.");
+  m.def("crc32c", &crc32c, py::arg("data"), py::arg("isa") = py::none(), py::arg("crc") = 0);
   m.def("roof_fan_out",
         &roof_fan_out,
         py::arg("src"),
