@@ -118,7 +118,9 @@ class QueuedRail(Rail):
 class Endpoint(NativeEndpoint):  # type: ignore[misc]  # whose methods it has
     isa: str
     @staticmethod
-    def create(settings: Settings, isa: str, rail: Rail | None) -> Endpoint: ...
+    def create(
+        settings: Settings, isa: str, rail: Rail | None, checks_messages: bool
+    ) -> Endpoint: ...
     def internode_bytes(self) -> tuple[int, int]: ...
 
 class PreparedCopies:
@@ -278,6 +280,17 @@ class internode:
         num_local_ranks: int,
         with_ids: bool,
         num_rows: int,
+        num_nodes: int,
+        checks_messages: bool = ...,
+    ) -> int: ...
+    @staticmethod
+    def pull_checksum_bytes(
+        *,
+        num_wanted_rows: int,
+        num_supplied: int,
+        are_sums: bool,
+        row_bytes: int,
+        num_slots: int,
         num_nodes: int,
     ) -> int: ...
     @staticmethod

@@ -14,11 +14,13 @@ namespace {
 
 std::shared_ptr<ops::Endpoint> create_endpoint(py::handle settings,
                                                std::string isa,
-                                               std::shared_ptr<Rail> rail) {
+                                               std::shared_ptr<Rail> rail,
+                                               bool checks_messages) {
   const auto native = native_group_of(settings);
   ops::EndpointConfig config = endpoint_config_of(settings);
   config.isa = std::move(isa);
   config.rail = std::move(rail);
+  config.checks_messages = checks_messages;
   const py::gil_scoped_release no_gil;
   auto endpoint = ops::Endpoint::create(native->group, std::move(config), signal_check());
   endpoint->put_beside(native->kept);
@@ -73,7 +75,12 @@ void bind_buffer(py::module_& module) {
   py::class_<ops::Endpoint, std::shared_ptr<ops::Endpoint>> endpoint(module, "Endpoint");
   bind_endpoint<ops::Endpoint, ops::Plan>(module, endpoint);
   endpoint
-      .def_static("create", &create_endpoint, py::arg("settings"), py::arg("isa"), py::arg("rail"))
+      .def_static("create",
+                  &create_endpoint,
+                  py::arg("settings"),
+                  py::arg("isa"),
+                  py::arg("rail"),
+                  py::arg("checks_messages"))
       .def("weighted_gradient", &weighted_gradient)
       .def("import_plan", &import_plan)
       .def("export_plan",

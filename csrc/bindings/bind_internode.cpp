@@ -19,7 +19,8 @@ void bind_internode(py::module_& module) {
          int num_local_ranks,
          bool with_ids,
          int64_t num_rows,
-         int num_nodes) {
+         int num_nodes,
+         bool checks_messages) {
         const auto row = layout::InternodeRow::make(static_cast<layout::RowLayout>(row_layout),
                                                     row_bytes,
                                                     scale_bytes,
@@ -27,7 +28,7 @@ void bind_internode(py::module_& module) {
                                                     num_topk,
                                                     num_local_ranks,
                                                     with_ids);
-        return layout::internode_dispatch_bytes(row, num_rows, num_nodes);
+        return layout::internode_dispatch_bytes(row, num_rows, num_nodes, checks_messages);
       },
       py::kw_only(),
       py::arg("layout"),
@@ -38,6 +39,28 @@ void bind_internode(py::module_& module) {
       py::arg("num_local_ranks"),
       py::arg("with_ids"),
       py::arg("num_rows"),
+      py::arg("num_nodes"),
+      py::arg("checks_messages") = false);
+  formulas.def(
+      "pull_checksum_bytes",
+      [](int64_t num_wanted_rows,
+         int64_t num_supplied,
+         bool are_sums,
+         int64_t row_bytes,
+         int64_t num_slots,
+         int num_nodes) {
+        const layout::PulledRow row{row_bytes, 0, 0};
+        return layout::internode_pull_checksum_bytes(
+            num_wanted_rows,
+            are_sums ? layout::PullChunks::of_sums(row, num_supplied, num_slots, num_nodes)
+                     : layout::PullChunks::make(row, num_supplied, num_slots, num_nodes));
+      },
+      py::kw_only(),
+      py::arg("num_wanted_rows"),
+      py::arg("num_supplied"),
+      py::arg("are_sums"),
+      py::arg("row_bytes"),
+      py::arg("num_slots"),
       py::arg("num_nodes"));
   formulas.def(
       "reduction_bytes",

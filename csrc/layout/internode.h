@@ -96,6 +96,21 @@ struct InternodeCut {
   }
 };
 
+/// Tells messages of equal size apart where they are checked; equal at both ends.
+///
+/// With Communicator's check_messages four bytes follow every message between nodes: the CRC-32C of
+/// this, then of the message.
+///
+/// Byte map (16 bytes): see the fields.
+struct MessageId {
+  static constexpr int64_t kChecksumBytes = 4;
+
+  uint64_t epoch = 0;        ///< of the operation
+  uint32_t src_rank = 0;     ///< in the communicator
+  uint32_t message_idx = 0;  ///< of those to that rank in the operation; 0 is the row
+};
+static_assert(sizeof(MessageId) == 16);
+
 /// Says how many rows follow from one rank to one node; sent where the count matrix has any.
 ///
 /// Byte map (8 bytes): [0, 8) num_rows.
@@ -107,15 +122,20 @@ static_assert(sizeof(InternodeHeader) == 8);
 /// Bytes that one rank sends to one other node in a dispatch whose rows have been agreed on: none
 /// for no rows, else the header and the chunks. Its row, `Row::stride()` bytes, and a second offer,
 /// 64 bytes, where it was short, come before that.
-inline int64_t internode_dispatch_bytes(const InternodeRow& row, int64_t num_rows, int num_nodes) {
+inline int64_t internode_dispatch_bytes(const InternodeRow& row,
+                                        int64_t num_rows,
+                                        int num_nodes,
+                                        bool checks_messages) {
   if (num_rows == 0)
     return 0;
   const int64_t per_chunk = InternodeCut::rows_per_chunk(row, num_nodes);
   const int64_t num_full = num_rows / per_chunk;
   const int64_t num_left = num_rows % per_chunk;
+  const int64_t num_messages = 1 + num_full + (num_left > 0 ? 1 : 0);
   return static_cast<int64_t>(sizeof(InternodeHeader)) +
          num_full * InternodeChunk::make(row, per_chunk).bytes +
-         (num_left > 0 ? InternodeChunk::make(row, num_left).bytes : 0);
+         (num_left > 0 ? InternodeChunk::make(row, num_left).bytes : 0) +
+         (checks_messages ? num_messages * MessageId::kChecksumBytes : 0);
 }
 
 }  // namespace moe::layout

@@ -94,6 +94,12 @@ inline int64_t internode_reduction_bytes(const SumRequest& wanted,
          num_supplied_rows * supplied.weights_bytes();
 }
 
+/// Bytes of the checksums of those messages, where messages are checked.
+/// @param supplied  How what is wanted from its own node is cut.
+inline int64_t internode_pull_checksum_bytes(int64_t num_wanted_rows, const PullChunks& supplied) {
+  return ((num_wanted_rows > 0 ? 1 : 0) + supplied.num_chunks()) * MessageId::kChecksumBytes;
+}
+
 /// Rows of the tokens of @p src_rank on ranks of @p node_idx, from the count matrix alone.
 int64_t num_rows_on_node(const CountMatrix& counts,
                          const Placement& placement,

@@ -31,8 +31,9 @@ struct EndpointConfig {
   bool node_reduction = false;
   /// The same on the rank they lie on; see docs/gpu.md. Of ranks of one node.
   bool rank_reduction = false;
-  std::string isa;             ///< of row kernels on the CPU; empty for the best of this machine
-  std::shared_ptr<Rail> rail;  ///< between nodes; null for the communicator's own sockets
+  std::string isa;               ///< of row kernels on the CPU; empty for the best of this machine
+  std::shared_ptr<Rail> rail;    ///< between nodes; null for the communicator's own sockets
+  bool checks_messages = false;  ///< between nodes; see layout::MessageId
   /// Everything that must be equal on every rank, as (name, value); compared when it is made.
   std::vector<std::pair<std::string, std::string>> agreed;
 };

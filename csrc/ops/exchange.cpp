@@ -391,8 +391,12 @@ void Exchange::give_up_rail(int peer_rank, const std::string& text) {
         });
     sync::sleep_ns(kLookNs);
   } while (sync::now_ns() < end_ns);
+  abort_rail(peer_rank, text);
+}
+
+void Exchange::abort_rail(int peer_rank, const std::string& text) {
   group_.abort(layout::AbortCause::kPeerFailed,
-               where,
+               site(step_),
                {peer_rank},
                concat("the rail between rank ",
                       group_.rank_idx(),

@@ -94,6 +94,8 @@ class Exchange : public BufferOperation {
   /// Aborts and throws because the rail to @p peer_rank failed; gives the reason that other ranks
   /// may have for that a little time to get here first.
   [[noreturn]] void give_up_rail(int peer_rank, const std::string& text);
+  /// The same at once.
+  [[noreturn]] void abort_rail(int peer_rank, const std::string& text);
   /// A copy of a row, with its flag, in the workspace of every rank of this node.
   template <typename StoreTail>
   void store_row(int src_rank, const layout::Row& header, StoreTail&& store_tail);

@@ -3,16 +3,25 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
+#include "cpu/crc32c.h"
 #include "ops/exchange.h"
 
 namespace moe::ops {
 
+using layout::MessageId;
 using layout::Row;
 using layout::SecondOffer;
 
 Relay::Relay(Endpoint& endpoint, Exchange& exchange)
-    : endpoint_(endpoint), exchange_(exchange), group_(endpoint.group()), rail_(endpoint.rail()) {
+    : endpoint_(endpoint),
+      exchange_(exchange),
+      group_(endpoint.group()),
+      rail_(endpoint.rail()),
+      checksum_bytes_(endpoint.config().checks_messages ? uint64_t{MessageId::kChecksumBytes} : 0),
+      num_sent_(static_cast<size_t>(group_.nodes().num_nodes())),
+      num_received_(num_sent_.size()) {
   const NodeLayout& nodes = group_.nodes();
   for (int node_idx = 0; node_idx < nodes.num_nodes(); ++node_idx)
     if (node_idx != nodes.node_idx(group_.rank_idx()) && group_.is_active(rail_rank(node_idx)))
@@ -26,10 +35,7 @@ int Relay::rail_rank(int node_idx) const {
 void Relay::exchange_row(const std::byte* image) {
   const auto bytes =
       static_cast<uint64_t>(Row::stride(group_.num_ranks(), endpoint_.config().num_experts));
-  const Rail::Buffer row = buffer(bytes);
-  std::memcpy(row.get(), image, bytes);
-  for (const int node_idx : nodes_)
-    send(node_idx, row, bytes);
+  send_to_all(image, bytes);
   for (const int node_idx : nodes_) {
     Rail::Buffer theirs = buffer(bytes);
     const Transfer transfer = receive(node_idx, theirs, bytes);
@@ -38,10 +44,15 @@ void Relay::exchange_row(const std::byte* image) {
 }
 
 void Relay::send_second_offer(const SecondOffer& second) {
-  const Rail::Buffer offer = buffer(sizeof(second));
-  std::memcpy(offer.get(), &second, sizeof(second));
-  for (const int node_idx : nodes_)
-    send(node_idx, offer, sizeof(second));
+  send_to_all(reinterpret_cast<const std::byte*>(&second), sizeof(second));
+}
+
+void Relay::send_to_all(const std::byte* message, uint64_t bytes) {
+  for (const int node_idx : nodes_) {
+    Rail::Buffer copy = buffer(bytes);  // each has a checksum of its own
+    std::memcpy(copy.get(), message, bytes);
+    send(node_idx, std::move(copy), bytes);
+  }
 }
 
 void Relay::expect_second_offers(const std::vector<int>& short_ranks) {
@@ -100,13 +111,62 @@ Relay::Transfer Relay::send(int node_idx, Rail::Buffer buffer, uint64_t bytes) {
   std::erase_if(outgoing_, [this](const Outgoing& outgoing) {
     return has_moved(outgoing.transfer, outgoing.node_idx);
   });
-  Transfer transfer = rail_.send(node_idx, std::move(buffer), 0, bytes);
+  if (checksum_bytes_ > 0) {
+    const uint32_t message_idx = num_sent_[static_cast<size_t>(node_idx)]++;
+    const uint32_t sum = checksum(group_.rank_idx(), message_idx, buffer.get(), bytes);
+    std::memcpy(buffer.get() + bytes, &sum, sizeof(sum));
+  }
+  Transfer transfer = rail_.send(node_idx, std::move(buffer), 0, bytes + checksum_bytes_);
   outgoing_.push_back({node_idx, transfer});
   return transfer;
 }
 
 Relay::Transfer Relay::receive(int node_idx, Rail::Buffer buffer, uint64_t bytes) {
-  return rail_.receive(node_idx, std::move(buffer), 0, bytes);
+  if (checksum_bytes_ == 0)
+    return rail_.receive(node_idx, std::move(buffer), 0, bytes);
+  Transfer transfer = rail_.receive(node_idx, buffer, 0, bytes + checksum_bytes_);
+  const uint32_t message_idx = num_received_[static_cast<size_t>(node_idx)]++;
+  unchecked_.push_back({transfer, std::move(buffer), bytes, message_idx});
+  return transfer;
+}
+
+uint32_t Relay::checksum(int src_rank,
+                         uint32_t message_idx,
+                         const std::byte* message,
+                         uint64_t bytes) const {
+  const MessageId id{exchange_.epoch(), static_cast<uint32_t>(src_rank), message_idx};
+  const auto& crc = cpu::best_crc32c();
+  return crc.extend(
+      crc.extend(0, reinterpret_cast<const std::byte*>(&id), sizeof(id)), message, bytes);
+}
+
+void Relay::check(const Transfer& transfer, int node_idx) {
+  const auto found = std::find_if(unchecked_.begin(), unchecked_.end(), [&](const auto& entry) {
+    return entry.transfer == transfer;
+  });
+  if (found == unchecked_.end())
+    return;  // sent, or looked at before
+  const Unchecked message = std::move(*found);
+  unchecked_.erase(found);
+  const int src_rank = rail_rank(node_idx);
+  uint32_t expected = 0;
+  std::memcpy(&expected, message.buffer.get() + message.bytes, sizeof(expected));
+  const uint32_t sum = checksum(src_rank, message.message_idx, message.buffer.get(), message.bytes);
+  if (sum != expected)
+    exchange_.abort_rail(src_rank,
+                         concat(rail_.name(),
+                                ": message ",
+                                message.message_idx,
+                                " of rank ",
+                                src_rank,
+                                ", ",
+                                message.bytes,
+                                " bytes, was damaged on the way to rank ",
+                                group_.rank_idx(),
+                                ": its checksum is ",
+                                sum,
+                                ", the one that came with it ",
+                                expected));
 }
 
 bool Relay::has_moved(const Transfer& transfer, int node_idx) {
@@ -114,6 +174,7 @@ bool Relay::has_moved(const Transfer& transfer, int node_idx) {
     case Rail::State::kMoving:
       return false;
     case Rail::State::kMoved:
+      check(transfer, node_idx);
       return true;
     case Rail::State::kFailed:
       break;

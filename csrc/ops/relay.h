@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/rail.h"
+#include "layout/internode.h"
 #include "layout/workspace.h"
 #include "ops/endpoint.h"
 
@@ -40,14 +41,18 @@ class Relay {
   /// @throws PeerFailed  the rail has failed; names the rank and what the engine says.
   void pump();
 
-  /// Memory for a message of so many bytes, kept between operations; goes back when its last owner
-  /// drops it, be that the rail.
-  Rail::Buffer buffer(uint64_t bytes) { return endpoint_.rail_buffers().take(bytes); }
+  /// Memory for one message of so many bytes and its checksum, kept between operations; goes back
+  /// when its last owner drops it, be that the rail.
+  Rail::Buffer buffer(uint64_t bytes) {
+    return endpoint_.rail_buffers().take(bytes + checksum_bytes_);
+  }
   /// Starts to send the first @p bytes of @p buffer, which nobody writes before the transfer has
   /// ended. The operation does not end before that.
   Transfer send(int node_idx, Rail::Buffer buffer, uint64_t bytes);
   Transfer receive(int node_idx, Rail::Buffer buffer, uint64_t bytes);
-  /// @throws PeerFailed  it has failed; names the rank and what the engine says.
+  /// Whether it has ended; nobody reads what was received before this has said so.
+  /// @throws PeerFailed  it has failed, or what came is not what was sent; names the rank and what
+  ///   the engine says, or the message.
   bool has_moved(const Transfer& transfer, int node_idx);
 
   /// Waits, under the stall limit, until @p is_ready(), which looks at transfers to or from
@@ -75,8 +80,21 @@ class Relay {
     int node_idx;
     Transfer transfer;
   };
+  /// A message that is received, until its checksum has been looked at.
+  struct Unchecked {
+    Transfer transfer;
+    Rail::Buffer buffer;
+    uint64_t bytes;
+    uint32_t message_idx;
+  };
   void relay(const Incoming& incoming);
   void check_row(int src_rank, const std::byte* image) const;
+  void send_to_all(const std::byte* message, uint64_t bytes);
+  uint32_t checksum(int src_rank,
+                    uint32_t message_idx,
+                    const std::byte* message,
+                    uint64_t bytes) const;
+  void check(const Transfer& transfer, int node_idx);
 
   Endpoint& endpoint_;
   Exchange& exchange_;
@@ -85,6 +103,11 @@ class Relay {
   std::vector<int> nodes_;
   std::vector<Incoming> incoming_;
   std::vector<Outgoing> outgoing_;
+  const uint64_t checksum_bytes_;  ///< behind every message; 0 where none is checked
+  // By node, where messages are checked.
+  std::vector<uint32_t> num_sent_;
+  std::vector<uint32_t> num_received_;
+  std::vector<Unchecked> unchecked_;
 };
 
 }  // namespace moe::ops

@@ -20,8 +20,10 @@ ONE_NODE_BACKENDS = ("cuda", "deep_ep")
 RAILS = ("auto", "gloo", "mpi", "sockets")
 
 
-def problem_with_names(backend: str, rail: str, device: torch.device) -> str | None:
-    """What is wrong with a backend and a rail for tensors on `device`, or None."""
+def problem_with_names(
+    backend: str, rail: str, check_messages: bool, device: torch.device
+) -> str | None:
+    """What is wrong with a backend and what it is told of nodes for tensors on `device`, or None."""
     if backend not in BACKENDS:
         return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
     if rail not in RAILS:
@@ -29,6 +31,8 @@ def problem_with_names(backend: str, rail: str, device: torch.device) -> str | N
     has_rail = backend in ("auto", "host") and device.type == "cpu"
     if rail != "auto" and not has_rail:
         return f"rail is for the host backend, got {rail!r} with {backend!r} on {device}"
+    if check_messages and not has_rail:
+        return f"check_messages is for the host backend, got {check_messages} with {backend!r} on {device}"
     if device.type not in ("cpu", "cuda"):
         return f"device must be cpu or cuda, got {device}"
     if backend != "auto" and (backend in GPU_BACKENDS) != (device.type == "cuda"):
@@ -37,13 +41,18 @@ def problem_with_names(backend: str, rail: str, device: torch.device) -> str | N
 
 
 def choose_backend(
-    backend: str, rail: str, device: torch.device, places: Sequence[node_layout.RankPlace]
+    backend: str,
+    rail: str,
+    check_messages: bool,
+    device: torch.device,
+    places: Sequence[node_layout.RankPlace],
 ) -> tuple[str, int]:
     """The backend, chosen where it is "auto", and the ranks of a node. Equal on every rank.
 
     Args:
         backend: What the ranks ask for.
         rail: Likewise.
+        check_messages: Likewise.
         device: Where rows live.
         places: Of all ranks.
 
@@ -72,9 +81,10 @@ def choose_backend(
         backend = "cuda" if num_local_ranks == num_ranks else "nvshmem"
     elif backend == "auto":
         backend = "collective" if num_local_ranks is None else "host"
-        if backend == "collective" and rail != "auto":
+        if backend == "collective" and (rail != "auto" or check_messages):
+            option = f"rail {rail!r}" if rail != "auto" else f"check_messages {check_messages}"
             raise ValueError(
-                f"rail {rail!r} is for the host backend, which needs equally many consecutive ranks "
+                f"{option} is for the host backend, which needs equally many consecutive ranks "
                 "on every node; these ranks are placed unevenly"
             )
     if backend in ONE_NODE_BACKENDS and places[0].declared not in (None, num_ranks):

@@ -147,6 +147,9 @@ class Communicator(ElasticRanks, Destroyable):
         rail: What moves rows between nodes with the host backend, the same on every rank: "gloo"
             (torch.distributed), "mpi" (mpi4py), "sockets" (the communicator's own) or "auto". Of no
             use with one node.
+        check_messages: With the host backend, the same on every rank: every message of a dispatch or
+            combine between nodes carries a checksum, and one that was damaged on the way is a
+            `PeerFailedError` on every rank, which names the rank it came from. Of no use with one node.
 
     Raises:
         ValueError: An argument breaks a rule above, on every rank when it is only one rank's.
@@ -169,6 +172,7 @@ class Communicator(ElasticRanks, Destroyable):
         with_huge_pages: bool = True,
         num_sms: int | None = None,
         rail: str = "auto",
+        check_messages: bool = False,
     ) -> None:
         self.bootstrap = bootstrap_for(group)
         self._process_id = os.getpid()
@@ -199,6 +203,7 @@ class Communicator(ElasticRanks, Destroyable):
                 num_threads=num_threads,
                 with_huge_pages=with_huge_pages,
                 num_sms=num_sms,
+                check_messages=check_messages,
             )
             problem, stated = self._state(backend, num_local_ranks, options)
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
@@ -206,7 +211,9 @@ class Communicator(ElasticRanks, Destroyable):
         gathered = make_together(self.bootstrap.all_gather, problem, "a communicator", stated)
         raise_different("ranks ask for different communicators", [wish for wish, _ in gathered])
         places = [place for _, place in gathered]
-        self.backend, self.num_local_ranks = choose_backend(backend, rail, self.device, places)
+        self.backend, self.num_local_ranks = choose_backend(
+            backend, rail, self.check_messages, self.device, places
+        )
         self.nodes = node_layout.NodeLayout(
             num_ranks=self.num_ranks, num_local_ranks=self.num_local_ranks
         )
@@ -226,6 +233,7 @@ class Communicator(ElasticRanks, Destroyable):
         self.arrival_timeout_s = options.arrival_timeout_s
         if isinstance(self.bootstrap, ThreadRank):
             self.bootstrap.arrival_timeout_s = options.arrival_timeout_s
+        self.check_messages = options.check_messages
         # For the communicator that survivors of failures go on with.
         self._options: dict[str, Any] = dataclasses.asdict(options)
         return options
@@ -237,14 +245,19 @@ class Communicator(ElasticRanks, Destroyable):
         if num_local_ranks is not None:
             num_local_ranks = as_int("num_local_ranks", num_local_ranks)
         problem = problem_with_names(
-            backend, self.rail_name, self.device
+            backend, self.rail_name, self.check_messages, self.device
         ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
         if problem is None and self.device.type == "cuda":
             parent_gpu = None if self.parent is None else self.parent.gpu
             self.gpu = RankGpu(self.device, options.num_sms, parent_gpu)
             self.device = self.gpu.device
         problem = problem or self._problem_with_parent(backend, options.max_heap_bytes)
-        wishes = {"backend": backend, "rail": self.rail_name, "device": self.device.type}
+        wishes = {
+            "backend": backend,
+            "rail": self.rail_name,
+            "device": self.device.type,
+            "check_messages": str(self.check_messages),
+        }
         return problem, (wishes, self._place(num_local_ranks))
 
     def _connect(self, options: CommunicatorOptions, places: list[node_layout.RankPlace]) -> None:

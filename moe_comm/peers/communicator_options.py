@@ -26,6 +26,7 @@ class CommunicatorOptions:
     num_threads: int | None
     with_huge_pages: bool
     num_sms: int | None
+    check_messages: bool
 
     @classmethod
     def checked(cls, device: torch.device, **given: Any) -> CommunicatorOptions:
@@ -46,7 +47,8 @@ class CommunicatorOptions:
         for name, most in _MOST.items():
             if given[name] is not None:
                 values[name] = as_int(name, given[name], 1, most)
-        check_bool("with_huge_pages", given["with_huge_pages"])
+        for name in ("with_huge_pages", "check_messages"):
+            check_bool(name, given[name])
         if given["num_sms"] is not None and device.type == "cpu":
             raise ValueError(f"num_sms is for a GPU, got {given['num_sms']} with device {device}")
         return cls(**values)

@@ -96,6 +96,7 @@ class ElasticRanks:
     backend: str
     stall_timeout_s: float
     arrival_timeout_s: float
+    check_messages: bool
     require_native: Callable[[], _host.Group]
     check_process: Callable[[str], None]
     destroy: Callable[[], None]
@@ -258,7 +259,11 @@ class ElasticRanks:
         size = num_local_ranks
         if size is None and self.num_local_ranks < self.num_ranks:
             size = self.num_local_ranks
-        options = {"num_local_ranks": size, "backend": self.backend}
+        options = {
+            "num_local_ranks": size,
+            "backend": self.backend,
+            "check_messages": self.check_messages,
+        }
         timeouts = {
             "stall_timeout_s": self.stall_timeout_s,
             "arrival_timeout_s": self.arrival_timeout_s,
@@ -299,7 +304,8 @@ class ElasticRanks:
             rank_idx: Number to have in the grown communicator, such as the one this process had
                 before; None for one of the last.
             timeout_s: Limit for being called by `grow`.
-            device: As of the constructor; backend, nodes and time limits are those of the living.
+            device: As of the constructor; backend, nodes, time limits and `check_messages` are those of
+                the living.
             max_heap_bytes: As of the constructor.
             num_threads: As of the constructor.
             with_huge_pages: As of the constructor.

@@ -26,11 +26,15 @@ def connect(
         backend="host",
         num_local_ranks=math.gcd(num_ranks, most_local_ranks),
         rail=rail if num_ranks > math.gcd(num_ranks, most_local_ranks) else "auto",
+        check_messages=most_local_ranks == 1,
     )
 
 
 def target(most_local_ranks: int, rail: str) -> Target:
-    """The host backend; so many ranks share a node, or the largest divisor of both where they cannot."""
+    """The host backend; so many ranks share a node, or the largest divisor of both where they cannot.
+
+    Messages between nodes of one rank are checked.
+    """
     return Target(
         name="host",
         connect=functools.partial(connect, most_local_ranks=most_local_ranks, rail=rail),

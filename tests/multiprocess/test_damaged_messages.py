@@ -1,8 +1,13 @@
-"""A message between nodes that says what cannot be is refused before memory is touched by it."""
+"""A message between nodes that says what cannot be is refused before memory is touched by it.
+
+With `check_messages` so is every message in which a bit has changed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -226,3 +231,106 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
     for error in errors[1:]:
         assert isinstance(error, moe_comm.PeerFailedError), error
         assert error.ranks == (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What ranks run, whose messages are damaged.
+
+    Args:
+        dispatch: Arguments of the dispatch.
+        with_weights: Rows are dispatched with weights, which the combine pulls.
+        node_reduction: Of the configuration.
+    """
+
+    dispatch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    with_weights: bool = False
+    node_reduction: bool = False
+
+    @property
+    def config(self) -> EpConfig:
+        return EpConfig(
+            num_experts=NUM_EXPERTS,
+            num_topk=4,
+            hidden=HIDDEN,
+            num_max_tokens_per_rank=NUM_TOKENS,
+            dtype=torch.bfloat16,
+            node_reduction=self.node_reduction,
+        )
+
+    def run(self, buffer: EpBuffer) -> list[torch.Tensor]:
+        """Sums of rows that experts have changed, and what else came back."""
+        rank_idx = buffer.communicator.rank_idx
+        draw = torch.Generator().manual_seed(rank_idx)
+        x = torch.randn(NUM_TOKENS, HIDDEN, generator=draw).bfloat16()
+        topk_idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=draw).topk(4).indices
+        weights = torch.rand(NUM_TOKENS, 4, generator=draw) if self.with_weights else None
+        result = buffer.dispatch(x, topk_idx, weights, **self.dispatch)
+        rows = (result.x.float() + rank_idx).bfloat16()
+        if weights is None:
+            return [buffer.combine(rows, result.handle).clone()]
+        back = buffer.combine(rows, result.handle, row_weights=result.topk_weights)
+        assert back.topk_weights is not None
+        return [back.x.clone(), back.topk_weights.clone()]
+
+
+LAYERS = {
+    "rows": _Layer(),
+    "weights": _Layer(with_weights=True),
+    "rank-major": _Layer({"layout": Layout.RANK_MAJOR}, with_weights=True),
+    "quantized": _Layer({"quantization": Quantization(format=QuantizationFormat.MXFP8)}),
+    "sums": _Layer(node_reduction=True),
+}
+NUM_FLIPS = 8  # of each layer
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    layer = LAYERS[name]
+
+    def run(comm: moe_comm.Communicator) -> list[torch.Tensor]:
+        with EpBuffer(comm, layer.config) as buffer:
+            return layer.run(buffer)
+
+    rails = ScriptedRails(monkeypatch)
+    options = {"num_local_ranks": 2, "check_messages": True}
+    expected = on_ranks(4, run, **options)
+    dice = random.Random(name)
+    for _ in range(NUM_FLIPS):
+        src_rank, dst_rank = pair = dice.choice(sorted(rails.sizes))
+        message_idx = dice.randrange(len(rails.sizes[pair]))
+        bit = dice.randrange(8 * rails.sizes[pair][message_idx])
+
+        def rewrite(
+            message: Message,
+            received: memoryview,
+            damaged: Message = (src_rank, dst_rank, message_idx),
+            bit: int = bit,
+        ) -> None:
+            if message == damaged:
+                received[bit // 8] ^= 1 << bit % 8
+
+        def run_damaged(comm: moe_comm.Communicator) -> moe_comm.PeerFailedError:
+            with EpBuffer(comm, layer.config) as buffer:
+
+                def check_layer() -> None:
+                    found = layer.run(buffer)
+                    assert all(map(torch.equal, found, expected[comm.rank_idx]))
+
+                # Who is through with the call before the damage is found hears of it in the next.
+                with pytest.raises(moe_comm.PeerFailedError) as caught:
+                    for _ in range(2):
+                        check_layer()
+                comm.recover()
+                check_layer()
+                return caught.value
+
+        ScriptedRails(monkeypatch, rewrite=rewrite)
+        for error in on_ranks(4, run_damaged, **options):
+            assert error.ranks == (src_rank,)
+            assert re.search(
+                rf"rank {dst_rank} and rank {src_rank} failed in (dispatch|combine) of buffer \d+, epoch \d+: "
+                rf"scripted: message \d+ of rank {src_rank}, {rails.sizes[pair][message_idx] - 4} bytes, was "
+                rf"damaged on the way to rank {dst_rank}: its checksum is \d+, the one that came with it \d+$",
+                str(error),
+            ), str(error)

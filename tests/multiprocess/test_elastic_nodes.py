@@ -108,7 +108,9 @@ def test_who_left_does_not_hide_a_lost_rail(backend: str, tmp_path: Path) -> Non
 
 def _return(context: RankContext, where: str) -> Any:
     """Rank 1 of 3 nodes dies, and a process of a node of its own takes its place."""
-    comm = Communicator(context.group, backend="host", num_local_ranks=1, **TIMEOUTS)
+    comm = Communicator(
+        context.group, backend="host", num_local_ranks=1, check_messages=True, **TIMEOUTS
+    )
     buffer = EpBuffer(comm, config_for(3))
     step(buffer, 0)
     meet(context)
@@ -125,6 +127,7 @@ def _return(context: RankContext, where: str) -> Any:
             step(buffer, seed)
         comm.all_gather(b"")
     said = _outcome(newcomer) if newcomer is not None else None
+    assert comm.check_messages  # which the newcomer has learned: else they would disagree
     found = (comm.num_nodes, comm.rank_idx, grown.former_ranks, said)
     comm.destroy()
     return found

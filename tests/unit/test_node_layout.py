@@ -243,6 +243,15 @@ def errors_of_ranks(num_ranks: int, **arguments: Any) -> list[str]:
             "rank 1: rail is for the host backend, got 'gloo' with 'reference' on cpu",
         ),
         (
+            {"check_messages": [False, False, True, False], "num_local_ranks": 2},
+            "ranks ask for different communicators: check_messages is False on rank 0 and True on rank 2",
+        ),
+        (
+            {"check_messages": True, "backend": ["simt", "host", "host", "simt"]},
+            "rank 0: check_messages is for the host backend, got True with 'simt' on cpu; "
+            "rank 3: check_messages is for the host backend, got True with 'simt' on cpu",
+        ),
+        (
             {"rail": "gloo", "device": ["cuda", "cpu", "cpu", "cpu"]},
             "rank 0: rail is for the host backend, got 'gloo' with 'auto' on cuda",
         ),

@@ -16,6 +16,8 @@ __all__ = ["HostBackend"]
 class _NodeOwner(NativeGroupOwner, RailOwner, Protocol):
     """What this backend needs of a communicator."""
 
+    check_messages: bool
+
 
 class HostBackend(NativeBackend):
     """Operations by threads of the CPU; see `Backend`."""
@@ -27,6 +29,7 @@ class HostBackend(NativeBackend):
     _rail_engine: RailEngine | None = None
 
     def __init__(self, communicator: _NodeOwner, config: EpConfig) -> None:
+        self._checks_messages = communicator.check_messages
         self._rail_engine = make_rail(communicator)
         try:
             super().__init__(communicator, config)
@@ -36,7 +39,7 @@ class HostBackend(NativeBackend):
 
     def _create_endpoint(self, settings: Settings) -> _host.Endpoint:
         rail = None if self._rail_engine is None else self._rail_engine.rail
-        return _host.Endpoint.create(settings, env.force_isa() or "", rail)
+        return _host.Endpoint.create(settings, env.force_isa() or "", rail, self._checks_messages)
 
     @property
     def instruction_set(self) -> str:
