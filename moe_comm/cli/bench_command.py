@@ -177,6 +177,12 @@ def dispatch_combine(
             "--rank-reduction", help="Add rows on their rank before they cross; compared with not."
         ),
     ] = False,
+    check_messages: Annotated[
+        bool,
+        typer.Option(
+            "--check-messages", help="Messages between nodes carry checksums; compared with not."
+        ),
+    ] = False,
     mode: Annotated[
         RankMode, typer.Option(help="Ranks are processes, or threads of one process.")
     ] = RankMode.PROCESSES,
@@ -193,8 +199,8 @@ def dispatch_combine(
 ) -> None:
     """Dispatch and combine between ranks on this machine.
 
-    With --quantization, --node-reduction, --rank-reduction, --api hybrid-ep or --layout low-latency the same input is
-    also exchanged without it, in turns, and the table has the ratio.
+    With --quantization, --node-reduction, --rank-reduction, --check-messages, --api hybrid-ep or --layout low-latency
+    the same input is also exchanged without it, in turns, and the table has the ratio.
     """
     with in_a_sentence("bench"):
         check_output("--json", json_path)
@@ -221,6 +227,7 @@ def dispatch_combine(
             with_huge_page_x=huge_page_x,
             reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),
             rank_reduction=rank_reduction,
+            check_messages=check_messages,
             seed=seed,
         )
         options = BenchOptions(

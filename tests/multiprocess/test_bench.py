@@ -221,6 +221,20 @@ def test_rank_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> Non
     assert row["baseline"]["name"] == "unreduced"
 
 
+def test_checked_messages_are_compared_with_none(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *("--ranks", "2", "--local-ranks", "1", "--rail", "sockets", "--check-messages"),
+        *("--tokens", "150", "--hidden", "2048", "--topk", "4", "--experts", "8"),
+        *("--repeats", "1", "--operations", "dispatch,combine"),
+    )
+    for row in rows.values():
+        assert (row["check_messages"], row["check"]) == (True, "ok")
+        assert row["internode_bytes"] == row["internode_formula_bytes"]
+        assert row["baseline"]["name"] == "unchecked"
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
@@ -233,8 +247,10 @@ def test_rank_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> Non
         dataclasses.replace(CASE, num_ranks=4, layout=Layout.LOW_LATENCY),
         dataclasses.replace(CASE, num_ranks=4, hidden=1024, quantization=FP8_BLOCK128),
         dataclasses.replace(CASE, num_ranks=4, hidden=1024, quantization=COLUMNS),
+        dataclasses.replace(CASE, num_ranks=4, num_tokens=700, hidden=2048, check_messages=True),
         "reduced",
         "reduced-rank-major",
+        "checked-reduced",
     ],
     ids=[
         "plain",
@@ -245,8 +261,10 @@ def test_rank_reduction_is_checked_and_compared_with_none(tmp_path: Path) -> Non
         "low-latency",
         "fp8",
         "fp8-columns",
+        "checked",
         "reduced",
         "reduced-rank-major",
+        "checked-reduced",
     ],
 )
 @pytest.mark.parametrize("num_local_ranks", [1, 2])
@@ -257,7 +275,11 @@ def test_bytes_between_nodes_are_those_of_the_formula(
     if isinstance(case, str):
         layout = Layout.RANK_MAJOR if case.endswith("rank-major") else Layout.EXPERT_MAJOR
         case = dataclasses.replace(
-            CASE, num_ranks=4, layout=layout, reduced_local_ranks=num_local_ranks
+            CASE,
+            num_ranks=4,
+            layout=layout,
+            reduced_local_ranks=num_local_ranks,
+            check_messages=case.startswith("checked"),
         )
 
     def body(comm: Communicator) -> list[int]:
@@ -271,7 +293,13 @@ def test_bytes_between_nodes_are_those_of_the_formula(
             marks.append(buffer._backend.internode_bytes()[0])
         return marks
 
-    ranks = on_ranks(case.num_ranks, body, num_local_ranks=num_local_ranks, rail="sockets")
+    ranks = on_ranks(
+        case.num_ranks,
+        body,
+        num_local_ranks=num_local_ranks,
+        rail="sockets",
+        check_messages=case.check_messages,
+    )
     expected = internode_bytes(case, num_local_ranks)
     assert expected["dispatch"] == sum(after - before for before, after, _ in ranks)
     assert expected["combine"] == sum(after - before for _, before, after in ranks)

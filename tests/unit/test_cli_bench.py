@@ -114,6 +114,9 @@ QUANTIZED = dataclasses.replace(SMALL, quantization=FP8_BLOCK128)
 HYBRID_EP = dataclasses.replace(SMALL, num_experts=6, api="hybrid_ep")
 
 
+CHECKED = dataclasses.replace(SMALL, check_messages=True)
+
+
 LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
 
 
@@ -130,6 +133,7 @@ LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
         (SMALL, {"num_local_ranks": 2}, "must divide ranks, got 2 and 3"),
         (SMALL, {"num_local_ranks": 1, "backend": "collective"}, "got local ranks 1 and backend"),
         (SMALL, {"rail": "gloo"}, "got rail gloo and no local ranks"),
+        (CHECKED, {}, "messages between nodes are checked, got no local ranks"),
         (SMALL, {"peers": ("collective",), "backend": "collective"}, "compared with itself"),
     ],
 )
@@ -144,6 +148,9 @@ def test_baselines_differ_in_one_thing() -> None:
     assert SMALL.baseline is None
     assert QUANTIZED.baseline == ("unquantized", SMALL)
     assert LOW_LATENCY.baseline == ("expert_major", SMALL)
+    assert CHECKED.baseline == ("unchecked", SMALL)
+    quantized = dataclasses.replace(QUANTIZED, check_messages=True)
+    assert quantized.baseline == ("unchecked", QUANTIZED)
     assert HYBRID_EP.baseline is not None
     name, native = HYBRID_EP.baseline
     assert (name, native.api, native.sends_weights) == ("native", "native", True)

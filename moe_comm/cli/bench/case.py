@@ -58,6 +58,7 @@ class BenchCase:
         reduced_local_ranks: Ranks of a node where combine adds rows on their node first
             (`EpConfig.node_reduction`); None where it does not.
         rank_reduction: Combine adds rows on their rank first (`EpConfig.rank_reduction`).
+        check_messages: Messages between nodes carry checksums (`Communicator`).
         seed: Of data and routing.
     """
 
@@ -77,6 +78,7 @@ class BenchCase:
     with_huge_page_x: bool = False
     reduced_local_ranks: int | None = None
     rank_reduction: bool = False
+    check_messages: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class BenchCase:
     @property
     def baseline(self) -> tuple[str, BenchCase] | None:
         """Name and case of what this one is compared with in the same processes; None for nothing."""
+        if self.check_messages:
+            return "unchecked", dataclasses.replace(self, check_messages=False)
         if self.api == "hybrid_ep":
             return "native", dataclasses.replace(self, api="native", with_weights=True)
         if self.quantization is not None:

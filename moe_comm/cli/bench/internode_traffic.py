@@ -10,6 +10,7 @@ from moe_comm.ep.config import Layout, default_expert_rank
 __all__ = ["internode_bytes"]
 
 WEIGHT_BYTES = 4
+CHECKSUM_BYTES = 4
 
 
 def internode_bytes(case: BenchCase, num_local_ranks: int) -> dict[str, int]:
@@ -29,6 +30,7 @@ def internode_bytes(case: BenchCase, num_local_ranks: int) -> dict[str, int]:
     num_nodes = case.num_ranks // num_local_ranks
     num_rows = [_num_rows_by_node(case, rank, num_local_ranks) for rank in range(case.num_ranks)]
     messages = _host.layout.row_stride(case.num_ranks, case.num_experts)
+    messages += CHECKSUM_BYTES if case.check_messages else 0
     quantization = case.quantization
     scale_bytes = 0
     if quantization is not None:
@@ -56,21 +58,32 @@ def internode_bytes(case: BenchCase, num_local_ranks: int) -> dict[str, int]:
                 or (quantization is not None and quantization.is_column_major),
                 num_rows=num_tokens[node_idx],
                 num_nodes=num_nodes,
+                checks_messages=case.check_messages,
             )
             total["combine"] += messages
-            if case.reduced_local_ranks is not None:
+            are_sums = case.reduced_local_ranks is not None
+            num_supplied_sums = _num_tokens_by_node(case, rail_rank, num_local_ranks)[own_node]
+            num_supplied_rows = num_rows[rail_rank][own_node]
+            if case.check_messages:
+                total["combine"] += _host.internode.pull_checksum_bytes(
+                    num_wanted_rows=num_rows[rank_idx][node_idx],
+                    num_supplied=num_supplied_sums if are_sums else num_supplied_rows,
+                    are_sums=are_sums,
+                    row_bytes=case.row_bytes,
+                    num_slots=case.num_topk,
+                    num_nodes=num_nodes,
+                )
+            if are_sums:
                 total["combine"] += _host.internode.reduction_bytes(
                     num_wanted_rows=num_rows[rank_idx][node_idx],
                     applied_bytes=0 if is_rank_major else max(case.torch_dtype.itemsize, 4),
-                    num_supplied_sums=_num_tokens_by_node(case, rail_rank, num_local_ranks)[
-                        own_node
-                    ],
+                    num_supplied_sums=num_supplied_sums,
                     row_bytes=case.row_bytes,
                 )
                 continue
             total["combine"] += _host.internode.combine_bytes(
                 num_wanted_rows=num_rows[rank_idx][node_idx],
-                num_supplied_rows=num_rows[rail_rank][own_node],
+                num_supplied_rows=num_supplied_rows,
                 row_bytes=case.row_bytes,
                 weight_bytes=0,
                 num_weights=0,

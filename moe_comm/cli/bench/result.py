@@ -85,6 +85,7 @@ class BenchRow:
             "huge_page_x": case.with_huge_page_x,
             "node_reduction": case.reduced_local_ranks is not None,
             "rank_reduction": case.rank_reduction,
+            "check_messages": case.check_messages,
             "seed": case.seed,
             **values,
             **self.extra,

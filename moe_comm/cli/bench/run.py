@@ -117,7 +117,8 @@ def default_operations(case: BenchCase) -> tuple[str, ...]:
         operations = ("dispatch",)
     else:
         operations = ("dispatch", "combine")
-    return operations if case.api == "hybrid_ep" else (*operations, "memory")
+    is_same_memory = case.api == "hybrid_ep" or case.check_messages
+    return operations if is_same_memory else (*operations, "memory")
 
 
 def check_options(case: BenchCase, options: BenchOptions) -> None:
@@ -182,6 +183,8 @@ def _check_nodes(case: BenchCase, options: BenchOptions) -> None:
     if num_local_ranks is None:
         if options.rail != "auto":
             raise ValueError(f"a rail joins nodes, got rail {options.rail} and no local ranks")
+        if case.check_messages:
+            raise ValueError("messages between nodes are checked, got no local ranks")
         return
     if options.backend != "host":
         raise ValueError(

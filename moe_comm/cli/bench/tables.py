@@ -22,6 +22,7 @@ BASELINES = {
     "native": "the native call",
     "expert_major": "`EXPERT_MAJOR`",
     "unreduced": "rows that cross one by one",
+    "unchecked": "messages without checksums",
 }
 # Frameworks whose clients are timed in turns with its own exchange, which is the peer: and a column for
 # each of these phases.
@@ -340,13 +341,17 @@ def _asked_for(case: Case) -> str:
     if case["layout"] != "EXPERT_MAJOR":
         words.append(f"`{case['layout']}`")
     if case.get("node_reduction"):
-        nodes = case["ranks"] // case["local_ranks"]
-        words.append(
-            f"`node_reduction`, {nodes} nodes of {case['local_ranks']} ranks over {case['rail']}"
-        )
+        words.append(f"`node_reduction`, {_nodes(case)}")
     if case.get("rank_reduction"):
         words.append("`rank_reduction`")
+    if case.get("check_messages"):
+        words.append(f"`check_messages`, {_nodes(case)}")
     return "; ".join(words)
+
+
+def _nodes(case: Case) -> str:
+    num_nodes = case["ranks"] // case["local_ranks"]
+    return f"{num_nodes} nodes of {case['local_ranks']} ranks over {case['rail']}"
 
 
 def _weights(case: Case) -> str:

@@ -102,7 +102,17 @@ class Worker:
             with_huge_pages=launch.with_huge_pages,
             num_local_ranks=launch.num_local_ranks,
             rail=launch.rail,
+            check_messages=case.check_messages,
         )
+        self._unchecked: Communicator | None = None
+        if case.check_messages:
+            self._unchecked = Communicator(
+                group,
+                parent=self.communicator,
+                backend=launch.backend,
+                num_threads=launch.num_threads,
+                rail=launch.rail,
+            )
         # What these functions find for the group, so that both sides use one heap.
         groups = group_buffers(self.communicator) if case.api == "hybrid_ep" else None
         self.device = self.communicator.device
@@ -304,7 +314,11 @@ class Worker:
             assert self.groups is not None
             exchange = HybridEpExchange(self.groups, case, self.rank_idx, self.x)
         else:
-            exchange = NativeExchange(self.communicator, case, self.rank_idx, self.x)
+            communicator = self.communicator
+            if case.check_messages != communicator.check_messages:
+                assert self._unchecked is not None
+                communicator = self._unchecked
+            exchange = NativeExchange(communicator, case, self.rank_idx, self.x)
         return Side(case, self.rank_idx, exchange, self.x)
 
     def _timed(self, call: Callable[[], None]) -> Interval:
