@@ -88,6 +88,7 @@ def roster(
             global_expert_index=tensor.expert_idx,
             expert_dim=0 if tensor.is_fused else None,
             is_buffer=tensor.is_buffer,
+            pipeline_stage=groups.pp.rank() if len(pp) > 1 else None,
         )
         for tensor in shape.tensors(parallelism, rank)
     ]

@@ -75,6 +75,9 @@ class ParameterMetadata:
         local_view: Shape that the local tensor is viewed as before it is cut; None for its own.
         mesh: Of a DTensor; the fields about groups then mean nothing.
         is_buffer: A persistent buffer, whose dtype follows the source.
+        pipeline_stage: This rank's place among the members of `pipeline_parallel_group_ranks`; None
+            where the model has one stage, or says nothing of stages.
+        is_shared_by_stages: Stages that hold this name hold the same.
     """
 
     name: str
@@ -98,6 +101,8 @@ class ParameterMetadata:
     local_view: tuple[int, ...] | None = None
     mesh: MeshLayout | None = None
     is_buffer: bool = False
+    pipeline_stage: int | None = None
+    is_shared_by_stages: bool = False
 
 
 @dataclasses.dataclass

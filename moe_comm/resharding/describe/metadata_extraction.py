@@ -330,8 +330,9 @@ def extract_param_metadata(
     """What one rank holds of one parameter or persistent buffer. Local.
 
     Reads the attributes `tensor_model_parallel`, `partition_dim`, `partition_stride`,
-    `partition_sizes`, `allreduce` (False: belongs to experts), `expert_dim` and `expert_view` of the
-    parameter; of a DTensor its mesh and placements.
+    `partition_sizes`, `allreduce` (False: belongs to experts), `expert_dim`, `expert_view` and
+    `shared_embedding` (True: pipeline stages that hold it hold the same) of the parameter; of a
+    DTensor its mesh and placements.
 
     Args:
         param: The tensor.
@@ -382,6 +383,7 @@ def _extract(
         owner_rank=owner_rank,
         is_buffer=not isinstance(param, torch.nn.Parameter),
     )
+    _read_stage(meta, param, pg_collection, ranks)
     if isinstance(param, DTensor):
         meta.mesh = _mesh_layout(param, name, ranks)
     elif pg_collection is None and not is_beside_dtensors:
@@ -468,8 +470,18 @@ def _read_groups(
         # Of a replicated parameter too: the other side may be sharded.
         meta.tensor_parallel_group_ranks = members("tp")
         meta.data_parallel_group_ranks = members("dp")
-    stages = members("pp")
+
+
+def _read_stage(
+    meta: ParameterMetadata, param: torch.Tensor, pg_collection: Any, ranks: _PlanRanks
+) -> None:
+    if pg_collection is None:
+        return
+    stages = ranks.of(getattr(pg_collection, "pp", None))
     meta.pipeline_parallel_group_ranks = ranks.of_world() if stages is None else stages
+    if stages is not None and len(stages) > 1:
+        meta.pipeline_stage = _get_rank_in_group(meta.owner_rank, stages)
+    meta.is_shared_by_stages = bool(getattr(param, "shared_embedding", False))
 
 
 def _mesh_layout(param: DTensor, name: str, ranks: _PlanRanks) -> MeshLayout:

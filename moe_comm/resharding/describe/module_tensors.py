@@ -34,6 +34,7 @@ _CUT_ATTRIBUTES = (
     "allreduce",
     "expert_dim",
     "expert_view",
+    "shared_embedding",
 )
 
 

@@ -33,6 +33,7 @@ from moe_comm.resharding.plan.rank_metadata import (
     holders_of_metadata,
     holders_of_ranks,
     resolved_name,
+    told_apart,
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, pack_task_id
@@ -219,13 +220,20 @@ def index_metadata_rosters(
         Destination parameters by rank and resolved name, source parameters by resolved name.
 
     Raises:
-        PlanError: A rank has two parameters of one name on one side.
+        PlanError: A rank has two parameters of one name on one side, or stages of a pipeline use a name
+            for different parameters, and nothing says which.
     """
     dst_by_rank: DestinationRosters = {}
     src_by_name: SourceRosters = {}
     for rank, (sources, destinations) in enumerate(gathered_pairs):
         _check_names(rank, sources, "source")
         _check_names(rank, destinations, "destination")
+    held = [
+        tuple(decode_rank_metadata(encode_rank_metadata(metas)) for metas in pair)
+        for pair in gathered_pairs
+    ]
+    for rank, sides in enumerate(told_apart([(src, dst) for src, dst in held])):
+        sources, destinations = (side.metadata() for side in sides)
         dst_by_rank[rank] = {resolved_name(meta): meta for meta in destinations}
         for meta in sources:
             src_by_name.setdefault(resolved_name(meta), []).append(meta)
@@ -374,6 +382,7 @@ def build_plan_from_rank_metadata(
     Raises:
         PlanError: No plan can be made; names the parameter.
     """
+    by_rank = told_apart(by_rank)
     holders = holders_of_ranks(by_rank, rank, strict=strict)
     source, destination = by_rank[rank]
     plan = _plan_rank(holders, rank, source.metadata(), destination.metadata())

@@ -18,6 +18,7 @@ from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.tensor_layout import Holder
 from moe_comm.resharding.plan.assignment import Assignment
+from moe_comm.resharding.plan.pipeline_stages import EMBEDDINGS, names_told_apart
 
 __all__ = [
     "Destination",
@@ -28,6 +29,7 @@ __all__ = [
     "holders_of_metadata",
     "holders_of_ranks",
     "source_name_of",
+    "told_apart",
 ]
 
 # Fields of each parameter's own; the others make up its kind.
@@ -37,9 +39,7 @@ _KIND_FIELDS = tuple(
 )
 # Separates names, which are Python identifiers joined by dots.
 _SEPARATOR = "\n"
-# Names of the embedding that an output layer may share its weight with.
 _OUTPUT = "output_layer.weight"
-_EMBEDDINGS = ("embedding.word_embeddings.weight", "word_embeddings.weight")
 # Other names of weights that many models tie to their embedding.
 _OUTPUT_LIKE = re.compile(r"(^|[._])(output|output_layer|head)[.]weight$")
 
@@ -81,6 +81,17 @@ class RankMetadata:
     def __len__(self) -> int:
         return len(self.kind_idx)
 
+    def kind_of(self, name: str) -> ParameterMetadata:
+        """The kind of one parameter, by its name in the whole model."""
+        return self.kinds[self.kind_idx[self.resolved_names.index(name)]]
+
+    def renamed(self, names: Mapping[str, str]) -> RankMetadata:
+        """The same with other names in the whole model."""
+        if not names:
+            return self
+        resolved = [names.get(name, name) for name in self.resolved_names]
+        return RankMetadata(self.kinds, self.kind_idx, resolved, self._own)
+
     def metadata(self) -> list[ParameterMetadata]:
         """Every parameter's metadata, as it was encoded."""
         names, has_resolved, owners, experts = _unpacked(self._own)
@@ -88,7 +99,7 @@ class RankMetadata:
             dataclasses.replace(
                 self.kinds[kind],
                 name=name,
-                resolved_name=resolved if is_resolved else None,
+                resolved_name=resolved if is_resolved or resolved != name else None,
                 owner_rank=owner,
                 global_expert_index=None if expert < 0 else expert,
             )
@@ -224,7 +235,7 @@ def source_name_of(dst_name: str, source_names: Mapping[str, Any] | set[str]) ->
         return dst_name
     if dst_name.endswith(_OUTPUT):
         prefix = dst_name.removesuffix(_OUTPUT)
-        for name in (*(prefix + name for name in _EMBEDDINGS), *_EMBEDDINGS):
+        for name in (*(prefix + name for name in EMBEDDINGS), *EMBEDDINGS):
             if name in source_names:
                 return name
     return None
@@ -235,7 +246,7 @@ def _missing(dst_name: str, rank: int) -> PlanError:
     if _OUTPUT_LIKE.search(dst_name):
         text += (
             f" Where the source ties it to its embedding: only a parameter named {_OUTPUT} is read "
-            f"from there, and only from {' or '.join(_EMBEDDINGS)}."
+            f"from there, and only from {' or '.join(EMBEDDINGS)}."
         )
     return PlanError(text)
 
@@ -257,6 +268,24 @@ def _repeated_embeddings(
         ):
             repeated.add(name)
     return repeated
+
+
+def told_apart(
+    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
+) -> list[tuple[RankMetadata, RankMetadata]]:
+    """What ranks hold, by names that each stand for one parameter of the whole model.
+
+    Args:
+        by_rank: `(source, destination)` of each rank.
+
+    Raises:
+        PlanError: Stages of a pipeline use a name for different parameters, and nothing says which.
+    """
+    names = names_told_apart([source for source, _ in by_rank], [dst for _, dst in by_rank])
+    return [
+        (source.renamed(src_names), destination.renamed(dst_names))
+        for (source, destination), src_names, dst_names in zip(by_rank, *names, strict=True)
+    ]
 
 
 def holders_of_ranks(
