@@ -470,7 +470,7 @@ def test_dead_rank_is_named(when: str) -> None:
         if when == "before a call":
             ranks.call("prepare_roof")
         else:
-            ranks._collect()
+            ranks._collect("check")
     ranks.close()
     assert not ranks.folder.exists()
 
