@@ -224,6 +224,7 @@ def from_parts(
         layout=Layout.RANK_MAJOR,
         expert_alignment=1,
         num_recv_tokens=num_filled,
+        asked=torch.tensor([num_filled, num_filled]),
     )
     handle = RankMajorHandle.of(
         parts, buffer=buffer, native=buffer.import_handle(plan), has_topk=True
