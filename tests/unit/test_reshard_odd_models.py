@@ -227,13 +227,37 @@ def test_parameters_over_one_memory() -> None:
             swap(context, src, dst, verify="checksum")
             assert torch.equal(shared, memory)
         # What differs cannot be held.
+        before = shared.clone()
         src.two = nn.Parameter(memory + 1)
-        text = error_of(lambda: swap(context, src, dst, verify="checksum"))
-        assert stale.is_stale(dst)
+        text = error_of(lambda: swap(context, src, dst))
+        assert torch.equal(shared, before)
+        assert not stale.is_stale(dst)
         return text
 
     for text in _threads(run):
-        assert text.startswith("RefitError: rank 0: one")
+        assert text.startswith("PlanError: one and two are one tensor on destination rank 0")
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter], ids=["buffers", "parameters"])
+@pytest.mark.parametrize("ranks", [[0, 0], [0, 1]], ids=["one_rank", "two_ranks"])
+def test_what_is_one_in_the_target_alone_is_refused(kind: Any, ranks: list[int]) -> None:
+    def run(context: RankContext) -> str:
+        values = {"one": torch.arange(3.0), "two": torch.arange(10.0, 13.0)}
+        here = {
+            name: kind(value)
+            for (name, value), rank in zip(values.items(), ranks, strict=True)
+            if rank == context.rank_idx
+        }
+        shared = kind(torch.zeros(3))
+        dst = _module(context, one=shared, two=shared)
+        text = error_of(lambda: swap(context, _module(context, **here), dst))
+        assert torch.equal(shared, torch.zeros(3))
+        return text
+
+    expected = f"apart in the source: one on rank {ranks[0]} and two on rank {ranks[1]}"
+    for text in _threads(run):
+        assert text.startswith("PlanError: one and two are one tensor on destination rank 0")
+        assert expected in text
 
 
 # ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
-from moe_comm.resharding.describe.module_tensors import local_tensor, named_refit_tensors
+from moe_comm.resharding.describe.module_tensors import (
+    local_tensor,
+    named_refit_tensors,
+    tied_names,
+)
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT, RankGroup, group_ranks
 
 __all__ = [
@@ -22,6 +26,7 @@ __all__ = [
     "assign_resolved_name_inplace",
     "extract_module_metadata",
     "extract_param_metadata",
+    "resolved_ties",
 ]
 
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
@@ -313,6 +318,33 @@ def extract_module_metadata(
         )
         for name, tensor in tensors
     ]
+
+
+def resolved_ties(
+    module: torch.nn.Module, metas: Sequence[ParameterMetadata]
+) -> list[tuple[str, ...]]:
+    """Names in the whole model of the tensors of a module that have several, see `tied_names`.
+
+    Args:
+        module: This rank's part.
+        metas: What was extracted of it.
+    """
+    layers = _build_layer_module_prefix_map(module)
+    by_name = {meta.name: meta for meta in metas}
+    ties = []
+    for names in tied_names(module):
+        meta = next((by_name[name] for name in names if name in by_name), None)
+        if meta is None:
+            continue
+        resolved = []
+        for name in names:
+            alias = by_name.get(name)
+            if alias is None:
+                alias = dataclasses.replace(meta, name=name)
+                assign_resolved_name_inplace(alias, layer_module_prefix_map=layers)
+            resolved.append(alias.resolved_name or name)
+        ties.append(tuple(resolved))
+    return ties
 
 
 def extract_param_metadata(

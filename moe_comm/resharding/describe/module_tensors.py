@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -18,10 +18,12 @@ __all__ = [
     "get_refit_tensor_dict",
     "invalidate_refit_tensor_cache",
     "local_tensor",
+    "memory_of",
     "module_state",
     "modules_with",
     "named_persistent_buffers",
     "named_refit_tensors",
+    "tied_names",
 ]
 
 _CONTENTS = operator.attrgetter("_parameters", "_buffers", "_modules")
@@ -43,6 +45,39 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor.detach()
     return tensor.detach()
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """What two tensors have in common that are one in memory: the elements that a rank holds."""
+    local = local_tensor(tensor)
+    # Other kinds of tensors need not have a memory of their own.
+    has_memory = (
+        type(local) is torch.Tensor
+        and local.layout is torch.strided
+        and local.device.type != "meta"
+        and local.numel() > 0
+        and local.data_ptr() != 0
+    )
+    if not has_memory:
+        return id(tensor)
+    return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def _groups_of_one(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[str, ...], ...]:
+    names: dict[Hashable, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(memory_of(tensor), []).append(name)
+    return tuple(tuple(each) for each in names.values() if len(each) > 1)
+
+
+def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
+    """All names of each parameter or persistent buffer that has several, or shares its memory."""
+    return _groups_of_one(
+        (f"{path}.{name}" if path else name, tensor)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None and name not in owner._non_persistent_buffers_set
+    )
 
 
 def named_persistent_buffers(
@@ -150,6 +185,7 @@ class ModuleState:
         self._dtypes = list(map(_DTYPE, tensors.values()))
         # How a tensor is cut is not in its shape.
         self._cuts = list(map(_cut_of, tensors.values()))
+        self._ties = _groups_of_one(tensors.items())
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -177,7 +213,7 @@ class ModuleState:
         """
         if self is other:
             return True
-        if self.groups != other.groups:
+        if self.groups != other.groups or self._ties != other._ties:
             return False
         mine = self._names, self._dims, self._sizes, self._dtypes, self._cuts
         theirs = other._names, other._dims, other._sizes, other._dtypes, other._cuts

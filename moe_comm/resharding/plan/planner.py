@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,15 @@ from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.describe.metadata import ParameterMetadata
-from moe_comm.resharding.describe.metadata_extraction import extract_module_metadata
-from moe_comm.resharding.describe.module_tensors import get_refit_tensor_dict, local_tensor
+from moe_comm.resharding.describe.metadata_extraction import (
+    extract_module_metadata,
+    resolved_ties,
+)
+from moe_comm.resharding.describe.module_tensors import (
+    get_refit_tensor_dict,
+    local_tensor,
+    memory_of,
+)
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
 from moe_comm.resharding.plan.plan_check import verify_plan
@@ -339,7 +345,7 @@ def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -
     """Whether destination tensors lie apart in memory; a tensor under two names is one tensor."""
     tensors = get_refit_tensor_dict(module)
     extents: list[tuple[torch.device, int, int, str]] = []
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[Hashable] = set()
     for meta in metas:
         if meta.name not in tensors:
             continue
@@ -347,7 +353,7 @@ def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -
         # Other kinds of tensors need not have a memory of their own.
         if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
             continue
-        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        identity = memory_of(tensors[meta.name])
         if not tensor.numel() or not tensor.is_contiguous() or identity in seen:
             continue
         seen.add(identity)
@@ -413,7 +419,7 @@ def _encoded_module(
     _check_ranks(metas, num_ranks)
     if side == "destination":
         _check_memory(module, metas)
-    return encode_rank_metadata(metas)
+    return encode_rank_metadata(metas, resolved_ties(module, metas))
 
 
 def build_local_reshard_plan(

@@ -64,6 +64,7 @@ class RankMetadata:
         kind_idx: Of each parameter.
         resolved_names: Of each parameter, in the whole model.
         own: Compressed: the names in the rank's module, owners, and indices of experts.
+        ties: Names in the whole model of each tensor that has several.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class RankMetadata:
         kind_idx: Sequence[int],
         resolved_names: list[str],
         own: bytes,
+        ties: Sequence[tuple[str, ...]] = (),
     ) -> None:
         self.kinds = kinds
         self.kind_idx = kind_idx
         self.resolved_names = resolved_names
         self._own = own
+        self.ties = ties
 
     def __len__(self) -> int:
         return len(self.kind_idx)
@@ -90,7 +93,8 @@ class RankMetadata:
         if not names:
             return self
         resolved = [names.get(name, name) for name in self.resolved_names]
-        return RankMetadata(self.kinds, self.kind_idx, resolved, self._own)
+        ties = [tuple(names.get(name, name) for name in tie) for tie in self.ties]
+        return RankMetadata(self.kinds, self.kind_idx, resolved, self._own, ties)
 
     def metadata(self) -> list[ParameterMetadata]:
         """Every parameter's metadata, as it was encoded."""
@@ -123,8 +127,15 @@ def _split(names: str) -> list[str]:
     return names.split(_SEPARATOR) if names else []
 
 
-def encode_rank_metadata(metas: Sequence[ParameterMetadata]) -> bytes:
-    """One side of what a rank holds, as bytes."""
+def encode_rank_metadata(
+    metas: Sequence[ParameterMetadata], ties: Sequence[tuple[str, ...]] = ()
+) -> bytes:
+    """One side of what a rank holds, as bytes.
+
+    Args:
+        metas: Of each parameter.
+        ties: Names in the whole model of each tensor that has several.
+    """
     number_of: dict[tuple[Any, ...], int] = {}
     kinds: list[tuple[Any, ...]] = []
     kind_idx = array("I")
@@ -140,21 +151,21 @@ def encode_rank_metadata(metas: Sequence[ParameterMetadata]) -> bytes:
         [meta.owner_rank for meta in metas],
         [-1 if (x := meta.global_expert_index) is None else x for meta in metas],
     )
-    public = (kinds, kind_idx.tobytes(), _SEPARATOR.join(map(resolved_name, metas)))
+    public = (kinds, kind_idx.tobytes(), _SEPARATOR.join(map(resolved_name, metas)), list(ties))
     return encode_plain([zlib.compress(encode_plain(part), 1) for part in (public, own)])
 
 
 def decode_rank_metadata(data: bytes) -> RankMetadata:
     """What `encode_rank_metadata` made bytes of."""
     public, own = decode_plain(data, "the metadata of a rank")
-    rows, kind_idx, names = _unpacked(public)
+    rows, kind_idx, names, ties = _unpacked(public)
     kinds = []
     for *values, is_no_expert in rows:
         fields = dict(zip(_KIND_FIELDS, values, strict=True))
         kinds.append(
             ParameterMetadata(name="", global_expert_index=None if is_no_expert else 0, **fields)
         )
-    return RankMetadata(kinds, array("I", kind_idx), _split(names), own)
+    return RankMetadata(kinds, array("I", kind_idx), _split(names), own, ties)
 
 
 class Destination(NamedTuple):
@@ -251,6 +262,48 @@ def _missing(dst_name: str, rank: int) -> PlanError:
     return PlanError(text)
 
 
+def _check_ties(
+    by_rank: Sequence[tuple[RankMetadata, RankMetadata]], all_sources: set[str]
+) -> None:
+    """Whether what is one tensor in a destination is one in the source, too.
+
+    Raises:
+        PlanError: It is read from several tensors, whose values may differ.
+    """
+    for rank, (_, destination) in enumerate(by_rank):
+        for names in destination.ties:
+            read = {
+                source
+                for name in names
+                if (source := source_name_of(name, all_sources)) is not None
+            }
+            held = {
+                number: read.intersection(source.resolved_names)
+                for number, (source, _) in enumerate(by_rank)
+            }
+            apart = [
+                number
+                for number, some in held.items()
+                if len(some) > 1 and not any(some <= set(tie) for tie in by_rank[number][0].ties)
+            ]
+            # An output layer repeats its embedding on another pipeline stage.
+            if not apart and (read in held.values() or len(set(map(_embedding_of, read))) < 2):
+                continue
+            holders = {name: number for number in held for name in held[number]}
+            holders.update(dict.fromkeys(held[apart[0]], apart[0]) if apart else {})
+            places = " and ".join(f"{name} on rank {holders[name]}" for name in sorted(holders))
+            raise PlanError(
+                f"{' and '.join(names)} are one tensor on destination rank {rank}, but apart in the "
+                f"source: {places}. Give each name a tensor of its own in the destination, or tie "
+                "them in the source"
+            )
+
+
+def _embedding_of(name: str) -> str:
+    """The embedding that an output layer may repeat; other names themselves."""
+    return EMBEDDINGS[-1] if name.endswith((_OUTPUT, *EMBEDDINGS)) else name
+
+
 def _repeated_embeddings(
     extra: set[str],
     all_destinations: set[str],
@@ -300,8 +353,8 @@ def holders_of_ranks(
             members of their groups have, or have with different dtypes.
 
     Raises:
-        PlanError: Some destination parameter has no source; on every rank alike. With `strict`,
-            also the opposite.
+        PlanError: Some destination parameter has no source, or one destination tensor is read from
+            several; on every rank alike. With `strict`, also a source without a destination.
     """
     holders = HoldersByName(len(by_rank), strict=strict)
     all_sources: set[str] = set()
@@ -318,6 +371,7 @@ def holders_of_ranks(
             )
             raise _missing(dst_name, holder)
         tied[dst_name] = src_name
+    _check_ties(by_rank, all_sources)
     extra = all_sources - all_destinations - set(tied.values())
     if strict:
         extra -= _repeated_embeddings(extra, all_destinations, by_rank)
