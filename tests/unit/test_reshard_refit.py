@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import moe_comm
 from moe_comm.resharding import refit
@@ -344,6 +345,48 @@ def test_wrapped_and_listed_models() -> None:
     threads(rank, 2)
 
 
+def test_what_torch_wraps_is_seen() -> None:
+    """A source in wrappers and of wrapped layers, into a target of others."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    def net(context: RankContext, value: float) -> torch.nn.Sequential:
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        layers.pg_collection = Parallelism(2).groups(context.rank_idx)
+        for tensor in layers.state_dict().values():
+            tensor.fill_(value)
+        return layers
+
+    def rank(context: RankContext) -> None:
+        trained, served = net(context, 2.0), net(context, 0.0)
+        trained[0], trained[1] = checkpoint_wrapper(trained[0]), torch.compile(trained[1])
+        served[0] = torch.compile(checkpoint_wrapper(served[0]))
+        source = torch.compile(Wrapper(torch.optim.swa_utils.AveragedModel(trained)))
+        swap(context, source, torch.compile(served), verify="checksum")
+        assert all((tensor == 2.0).all() for tensor in served.state_dict().values())
+
+    threads(rank, 2)
+
+
+@pytest.mark.parametrize("is_source", [False, True])
+def test_a_parametrization_of_one_side_is_named(is_source: bool) -> None:
+    def rank(context: RankContext) -> str:
+        pair = [torch.nn.Sequential(torch.nn.Linear(3, 3)) for _ in range(2)]
+        torch.nn.utils.parametrizations.weight_norm(pair[0 if is_source else 1][0])
+        for model in pair:
+            model.pg_collection = Parallelism(2).groups(context.rank_idx)
+        return error_of(lambda: swap(context, *pair))
+
+    for text in threads(rank, 2):
+        assert text.startswith("PlanError: Destination parameter '0.")
+        has = "0.parametrizations.weight.original0" if is_source else "0.weight"
+        assert f"The source has '{has}'" in text
+        assert "remove_parametrizations(module, 'weight')" in text
+
+
 def test_what_is_no_model() -> None:
     net = ShardedNet(Parallelism(1), 0)
     with pytest.raises(ValueError, match="got a list of 2"):
@@ -352,9 +395,14 @@ def test_what_is_no_model() -> None:
         unwrap_models(None, "net")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Source model missing pg_collection required"):
         unwrap_models(torch.nn.Linear(2, 2), None)
-    text = r'Target model missing pg_collection required.*: weight is no DTensor.*"single", n\)'
-    with pytest.raises(RuntimeError, match=text):
-        unwrap_models(None, torch.nn.Linear(2, 2))
+    text = (
+        r"^target model: weight is a plain tensor, .* nothing says how it is divided over ranks.*"
+        r"write model\.pg_collection = Parallelism\(n\)\.groups\(rank\).*Target model missing "
+    )
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    for plain in (torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)), averaged):
+        with pytest.raises(RuntimeError, match=text):
+            unwrap_models(None, plain)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from moe_comm.resharding.describe.module_tensors import (
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT, RankGroup, group_ranks
 
 __all__ = [
+    "WRAPPER_PARTS",
     "assign_ep_resolved_name_inplace",
     "assign_resolved_name_inplace",
     "extract_module_metadata",
@@ -30,6 +31,10 @@ __all__ = [
 ]
 
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
+
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts of names under which `torch.compile`, `FullyShardedDataParallel` and checkpoint wrappers hold
+what they wrap."""
 
 _EXPERT_PARAM = re.compile(r"(weight|bias)(\d+)")
 
@@ -103,14 +108,15 @@ def assign_resolved_name_inplace(
 ) -> None:
     """Set `resolved_name`: global layer numbers first, then global expert numbers.
 
+    Parts that wrappers of torch add to a name, those of `WRAPPER_PARTS`, are left out.
+
     Args:
         meta: Changed.
         layer_module_prefix_map: Paths of layers here, and with the numbers of the whole model.
         base_name: The name so far; None for `meta.name`.
     """
     name = meta.name if base_name is None else base_name
-    if layer_module_prefix_map:
-        name = _resolve_global_layer_number_in_name(name, layer_module_prefix_map)
+    name = _resolve_global_layer_number_in_name(name, layer_module_prefix_map or {})
     assign_ep_resolved_name_inplace(meta, base_name=name)
 
 
@@ -148,13 +154,12 @@ def _build_layer_module_prefix_map(module: torch.nn.Module) -> dict[str, str]:
 def _resolve_global_layer_number_in_name(
     name: str, layer_module_prefix_map: Mapping[str, str]
 ) -> str:
-    """`name` with the longest path that the map knows replaced."""
+    """`name` with the longest path that the map knows replaced, and without wrappers of torch."""
     prefix = name
-    while prefix:
-        if prefix in layer_module_prefix_map:
-            return layer_module_prefix_map[prefix] + name[len(prefix) :]
+    while prefix and prefix not in layer_module_prefix_map:
         prefix = prefix.rpartition(".")[0]
-    return name
+    resolved = layer_module_prefix_map.get(prefix, prefix) + name[len(prefix) :]
+    return ".".join(part for part in resolved.split(".") if part not in WRAPPER_PARTS)
 
 
 class _PlanRanks:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.metadata_extraction import (
+    WRAPPER_PARTS,
     _build_layer_module_prefix_map,
     _resolve_global_layer_number_in_name,
 )
@@ -40,22 +41,47 @@ def _unwrapped(model: Model, side: str) -> tuple[torch.nn.Module | None, torch.n
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"the {side} model must be a torch.nn.Module, got {type(model).__name__}")
     core = model
-    while list(core._modules) == ["module"] and not core._parameters and not core._buffers:
-        inner = core._modules["module"]
-        assert inner is not None
+    while (inner := _inside(core)) is not None:
         if getattr(core, "pg_collection", None) and not getattr(inner, "pg_collection", None):
             break
         core = inner
     if getattr(core, "pg_collection", None) is None:
         tensors = get_refit_tensor_dict(core)
         if tensors and not any(hasattr(tensor, "device_mesh") for tensor in tensors.values()):
-            raise RuntimeError(
-                f"{side.capitalize()} model missing pg_collection required for reshard: "
-                f"{next(iter(tensors))} is no DTensor, and nothing else says which ranks hold it. "
-                "Where each of n ranks holds the whole model, set model.pg_collection = "
-                'Parallelism.parse("single", n).groups(rank)'
-            )
+            raise RuntimeError(_missing_groups(model, next(iter(tensors)), side))
     return model, core
+
+
+def _inside(wrapper: torch.nn.Module) -> torch.nn.Module | None:
+    """The module in a wrapper that holds nothing else; an `AveragedModel` counts its averages."""
+    if len(wrapper._modules) != 1 or wrapper._parameters:
+        return None
+    (name,) = wrapper._modules
+    if name not in ("module", *WRAPPER_PARTS):
+        return None
+    if wrapper._buffers and not isinstance(wrapper, torch.optim.swa_utils.AveragedModel):
+        return None
+    return wrapper._modules[name]
+
+
+def _missing_groups(model: torch.nn.Module, name: str, side: str) -> str:
+    if any("_fsdp_wrapped_module" in module._modules for module in model.modules()):
+        reason = (
+            f"{name} is sharded by FullyShardedDataParallel, whose flat shards do not say which "
+            "elements they hold. Refit within `with FullyShardedDataParallel.summon_full_params("
+            "model):`, where every rank holds the whole model, or shard with fully_shard, whose "
+            "parameters are DTensors. "
+        )
+    else:
+        reason = (
+            f"{name} is a plain tensor, no DTensor, and nothing says how it is divided over ranks. "
+        )
+    return (
+        f"{side} model: {reason}Where each of n ranks holds the whole model (one rank, data parallel "
+        "replicas, DistributedDataParallel), write model.pg_collection = "
+        "Parallelism(n).groups(rank), on the module inside its wrappers; other layouts state tp, pp "
+        f"and ep there. ({side.capitalize()} model missing pg_collection required for reshard)"
+    )
 
 
 def _num_experts_of(model: torch.nn.Module | None) -> int | None:

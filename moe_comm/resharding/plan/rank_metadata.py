@@ -40,6 +40,8 @@ _KIND_FIELDS = tuple(
 # Separates names, which are Python identifiers joined by dots.
 _SEPARATOR = "\n"
 _OUTPUT = "output_layer.weight"
+# A parametrization's name of what it computes from.
+_PARAMETRIZED = re.compile(r"(?<![^.])parametrizations[.]([^.]+)[.]original[0-9]*$")
 # Other names of weights that many models tie to their embedding.
 _OUTPUT_LIKE = re.compile(r"(^|[._])(output|output_layer|head)[.]weight$")
 
@@ -252,8 +254,19 @@ def source_name_of(dst_name: str, source_names: Mapping[str, Any] | set[str]) ->
     return None
 
 
-def _missing(dst_name: str, rank: int) -> PlanError:
+def _missing(dst_name: str, rank: int, all_sources: set[str]) -> PlanError:
     text = f"Destination parameter '{dst_name}' on rank {rank} not found in source model."
+    computed = _PARAMETRIZED.sub(r"\1", dst_name)
+    original = min(
+        (name for name in all_sources if _PARAMETRIZED.sub(r"\1", name) == computed), default=None
+    )
+    if original is not None:
+        text += (
+            f" The source has '{original}': one side computes the weight by a parametrization that "
+            "the other does not have. Register it on both, or refit between copies without it: "
+            "torch.nn.utils.parametrize.remove_parametrizations(module, "
+            f"'{computed.rpartition('.')[2]}')."
+        )
     if _OUTPUT_LIKE.search(dst_name):
         text += (
             f" Where the source ties it to its embedding: only a parameter named {_OUTPUT} is read "
@@ -369,7 +382,7 @@ def holders_of_ranks(
             holder = next(
                 number for number, (_, dst) in enumerate(by_rank) if dst_name in dst.resolved_names
             )
-            raise _missing(dst_name, holder)
+            raise _missing(dst_name, holder, all_sources)
         tied[dst_name] = src_name
     _check_ties(by_rank, all_sources)
     extra = all_sources - all_destinations - set(tied.values())
@@ -436,7 +449,7 @@ def holders_of_metadata(
         for idx, (dst_name, meta) in enumerate(dst_by_rank[dst_rank].items()):
             src_name = source_name_of(dst_name, all_sources)
             if src_name is None:
-                raise _missing(dst_name, dst_rank)
+                raise _missing(dst_name, dst_rank, all_sources)
             if own is not None and dst_name not in own and src_name not in own:
                 continue
             holders.link(dst_name, src_name)
