@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from moe_comm import CommunicationError, Communicator, PeerFailedError
@@ -137,6 +137,33 @@ def _fully_sharded(context: RankContext) -> None:
 
 def test_sharded_modules_with_plain_tensors() -> None:
     run_ranks(_fully_sharded, 3)
+
+
+def _flat_shards(context: RankContext) -> str:
+    """A model of `FullyShardedDataParallel`: refused as shards, moved where it is whole."""
+    made = [torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)) for _ in range(2)]
+    for value, net in enumerate(made):
+        net.pg_collection = Parallelism(context.num_ranks).groups(context.rank_idx)
+        for param in net.parameters():
+            torch.nn.init.constant_(param, float(value))
+    target, inner = made
+    inner[1] = FullyShardedDataParallel(
+        inner[1], device_id=torch.device("cpu"), use_orig_params=True
+    )
+    source = FullyShardedDataParallel(inner, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(RuntimeError, match="FullyShardedDataParallel") as info:
+        refit.swap_model_weights(source, target, "gloo")
+    assert all(param.eq(0).all() for param in target.parameters())
+    with FullyShardedDataParallel.summon_full_params(source):
+        refit.swap_model_weights(source, target, "gloo", verify="checksum")
+    assert all(param.eq(1).all() for param in target.parameters())
+    refit.clear_all_caches()
+    return str(info.value)
+
+
+def test_flat_shards_are_refused_and_whole_parameters_moved() -> None:
+    for text in run_ranks(_flat_shards, 2):
+        assert "the source model is sharded by FullyShardedDataParallel" in text
 
 
 def _groups(context: RankContext) -> list[str]:

@@ -19,6 +19,7 @@ from moe_comm.resharding.describe.module_tensors import (
     get_refit_tensor_dict,
     invalidate_refit_tensor_cache,
     local_tensor,
+    modules_with,
     named_persistent_buffers,
 )
 from moe_comm.resharding.formats.mxfp8_weights import mxfp8_transform_for, needs_mxfp8_conversion
@@ -40,6 +41,14 @@ def _unwrapped(model: Model, side: str) -> tuple[torch.nn.Module | None, torch.n
         return None, None
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"the {side} model must be a torch.nn.Module, got {type(model).__name__}")
+    if _holds_flat_shards(model):
+        raise RuntimeError(
+            f"the {side} model is sharded by FullyShardedDataParallel, whose flat shards do not say "
+            "which elements they hold. Refit within `with FullyShardedDataParallel."
+            "summon_full_params(model):`, where each of n ranks holds the whole model "
+            "(pg_collection = Parallelism(n).groups(rank) on the module inside), or shard with "
+            "fully_shard, whose parameters are DTensors"
+        )
     core = model
     while (inner := _inside(core)) is not None:
         if getattr(core, "pg_collection", None) and not getattr(inner, "pg_collection", None):
@@ -48,7 +57,14 @@ def _unwrapped(model: Model, side: str) -> tuple[torch.nn.Module | None, torch.n
     if getattr(core, "pg_collection", None) is None:
         tensors = get_refit_tensor_dict(core)
         if tensors and not any(hasattr(tensor, "device_mesh") for tensor in tensors.values()):
-            raise RuntimeError(_missing_groups(model, next(iter(tensors)), side))
+            raise RuntimeError(
+                f"{side} model: {next(iter(tensors))} is a plain tensor, no DTensor, and nothing "
+                "says how it is divided over ranks. Where each of n ranks holds the whole model (one "
+                "rank, data parallel replicas, DistributedDataParallel), write model.pg_collection = "
+                "Parallelism(n).groups(rank), on the module inside its wrappers; other layouts state "
+                f"tp, pp and ep there. ({side.capitalize()} model missing pg_collection required for "
+                "reshard)"
+            )
     return model, core
 
 
@@ -64,23 +80,13 @@ def _inside(wrapper: torch.nn.Module) -> torch.nn.Module | None:
     return wrapper._modules[name]
 
 
-def _missing_groups(model: torch.nn.Module, name: str, side: str) -> str:
-    if any("_fsdp_wrapped_module" in module._modules for module in model.modules()):
-        reason = (
-            f"{name} is sharded by FullyShardedDataParallel, whose flat shards do not say which "
-            "elements they hold. Refit within `with FullyShardedDataParallel.summon_full_params("
-            "model):`, where every rank holds the whole model, or shard with fully_shard, whose "
-            "parameters are DTensors. "
-        )
-    else:
-        reason = (
-            f"{name} is a plain tensor, no DTensor, and nothing says how it is divided over ranks. "
-        )
-    return (
-        f"{side} model: {reason}Where each of n ranks holds the whole model (one rank, data parallel "
-        "replicas, DistributedDataParallel), write model.pg_collection = "
-        "Parallelism(n).groups(rank), on the module inside its wrappers; other layouts state tp, pp "
-        f"and ep there. ({side.capitalize()} model missing pg_collection required for reshard)"
+def _holds_flat_shards(model: torch.nn.Module) -> bool:
+    """Whether `FullyShardedDataParallel` has replaced parameters by a part of them all in one row."""
+    return any(
+        "_fsdp_wrapped_module" in module._modules
+        and (handle := getattr(module, "_handle", None)) is not None
+        and handle.is_sharded(handle.flat_param)
+        for module in modules_with(model, "_handle", look_again=False)
     )
 
 
@@ -104,7 +110,8 @@ def unwrap_models(src_model: Model, target_model: Model) -> Models:
     Raises:
         TypeError: A model is no module.
         ValueError: It is a list of several.
-        RuntimeError: It has no `pg_collection` and no DTensor.
+        RuntimeError: It has no `pg_collection` and no DTensor, or holds flat shards of
+            `FullyShardedDataParallel`.
     """
     outer_source, source = _unwrapped(src_model, "source")
     outer_target, target = _unwrapped(target_model, "target")
