@@ -110,7 +110,9 @@ def test_errors_come_as_kinds_that_every_rank_knows(
     assert "a" in str(found)
 
 
-@pytest.mark.parametrize("value", [object(), _Marker(), print, torch.zeros(1)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), _Marker(), print, torch.zeros(1)], ids=lambda value: type(value).__name__
+)
 def test_nothing_else_is_told(value: object) -> None:
     with pytest.raises(TypeError, match="is nothing that ranks tell each other"):
         encode_plain([value])
