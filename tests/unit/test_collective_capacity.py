@@ -53,11 +53,12 @@ def decide(
 
 
 def dropped(decisions: tuple[CapacityDecision, CapacityDecision]) -> list[int]:
-    return [number for each in decisions for number in each.num_dropped_per_expert.tolist()]
+    wanted = torch.cat([each.asked[1:] for each in decisions])
+    return (wanted - decisions[0].counts[:, :3].sum(0)).tolist()
 
 
 def required(decisions: tuple[CapacityDecision, CapacityDecision]) -> list[int]:
-    return [each.num_required_rows for each in decisions]
+    return [int(each.asked[0]) for each in decisions]
 
 
 def test_ask_appends_the_limit_and_the_width() -> None:

@@ -51,6 +51,7 @@ def test_slots_and_windows_are_those_of_the_definition(
         CollectivePlan.of(
             counts,
             topk_idx,
+            dispatch.asked_rows(rank_idx),
             layout,
             alignment,
             rank_idx=rank_idx,
@@ -166,6 +167,7 @@ def test_a_plan_is_of_one_dispatch(
         return CollectivePlan.of(
             torch.tensor(counts, dtype=torch.int32),
             torch.tensor([[0, 1]]),
+            torch.tensor([1, 1]),
             layout,
             1,
             rank_idx=0,
