@@ -47,7 +47,9 @@ ResultT = TypeVar("ResultT")
 
 
 # Arguments of `Communicator` that a process which comes takes from the living.
-_OPTIONS = frozenset({"num_local_ranks", "backend", "stall_timeout_s", "arrival_timeout_s"})
+_OPTIONS = frozenset(
+    {"num_local_ranks", "backend", "check_messages", "stall_timeout_s", "arrival_timeout_s"}
+)
 
 
 @travels
