@@ -216,6 +216,7 @@ def from_parts(
     experts = torch.tensor([int(first[0]) if len(first) else 0 for first in first_experts])
     sent_choices = torch.zeros(num_ranks, buffer.config.num_experts, dtype=torch.int32)
     sent_choices.index_add_(1, experts, sent)
+    received = sent_choices[:, buffer.expert_rank == rank_idx].sum(0)
     ends = torch.tensor([-1, num_ranks], dtype=torch.int32).expand(num_ranks, 2)
     plan = PlanTensors(
         counts=torch.cat([sent_choices, sent, ends], dim=1),
@@ -224,7 +225,7 @@ def from_parts(
         layout=Layout.RANK_MAJOR,
         expert_alignment=1,
         num_recv_tokens=num_filled,
-        asked=torch.tensor([num_filled, num_filled]),
+        asked=torch.cat([received.sum()[None], received]),
     )
     handle = RankMajorHandle.of(
         parts, buffer=buffer, native=buffer.import_handle(plan), has_topk=True
