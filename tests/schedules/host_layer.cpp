@@ -126,6 +126,9 @@ void HostLayer::check_rows(const ops::DispatchOutcome& outcome,
     all.push_back(tokens_of(rank_idx, step, values));
   const DispatchSpec spec = spec_of(step);
   const std::vector<Origin>& rows = spec.rows(rank_.rank_idx());
+  if (std::ssize(rows) != outcome.plan->num_rows())
+    return rank_.fail(
+        concat("dispatch gives ", outcome.plan->num_rows(), " rows instead of ", rows.size()));
   for (int64_t row_idx = 0; row_idx < std::ssize(rows); ++row_idx) {
     const Origin& origin = rows[static_cast<size_t>(row_idx)];
     if (origin.is_nothing()) {
@@ -144,9 +147,6 @@ void HostLayer::check_rows(const ops::DispatchOutcome& outcome,
     check_scales(outcome, row_idx, tokens.scales.data() + origin.token_idx * scale_row_bytes());
     check_row(outcome, row_idx, tokens.x.data() + origin.token_idx * shape_.hidden, "dispatch");
   }
-  if (std::ssize(rows) != outcome.plan->num_rows())
-    rank_.fail(
-        concat("dispatch gives ", outcome.plan->num_rows(), " rows instead of ", rows.size()));
 }
 
 void HostLayer::combine(const ops::DispatchOutcome& outcome, int64_t step, const Tokens& tokens) {
