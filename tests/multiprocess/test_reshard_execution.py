@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from moe_comm import Communicator
 from moe_comm.cli.reshard import model_shapes
@@ -382,6 +384,61 @@ def _dtensors(context: RankContext) -> None:
 
 def test_dtensors_and_pending_sums() -> None:
     run(_dtensors, mode="processes")
+
+
+# Even along every mesh dimension.
+UNORDERED: list[tuple[Any, list[Placement], list[Placement]]] = [
+    ([3, 1, 2, 0], [Shard(0)], [Shard(1)]),
+    ([[3, 1], [2, 0]], [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
+    ([[3, 1], [2, 0]], [Shard(1), Shard(1)], [Shard(0), Replicate()]),
+    ([[3, 1], [2, 0]], [_StridedShard(0, split_factor=2), Shard(0)], [Shard(0), Shard(0)]),
+    ([[1, 0], [2, 3]], [Replicate(), Shard(0)], [Shard(1), Shard(0)]),
+]
+
+
+def _unordered_meshes(context: RankContext) -> None:
+    ascending = DeviceMesh("cpu", torch.arange(4)), DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    service = GlooCopyService()
+    for ranks, *placements in UNORDERED:
+        unordered = DeviceMesh("cpu", ranks)
+        meshes = unordered, ascending[unordered.ndim - 1]
+        for src_mesh, dst_mesh in (meshes, meshes[::-1], (unordered, unordered)):
+            source, target = nn.Module(), nn.Module()
+            made = []
+            for mesh, chosen in zip((src_mesh, dst_mesh), placements, strict=True):
+                # Replicas hold the same.
+                shards = [k for k, each in enumerate(chosen) if not isinstance(each, Replicate)]
+                shape = [16, 8]
+                for k in shards:
+                    shape[chosen[k].dim] //= mesh.size(k)
+                own = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+                groups = [dist.get_process_group_ranks(mesh.get_group(k)) for k in shards]
+                place = sum(10 ** (3 + k) * g.index(context.rank_idx) for k, g in enumerate(groups))
+                made.append(DTensor.from_local(own + place, mesh, chosen, run_check=False))
+            source.register_parameter("w", nn.Parameter(made[0]))
+            target.register_parameter("w", nn.Parameter(torch.zeros_like(made[1])))
+            plan = build_local_reshard_plan(source, target)
+            execute_reshard_plan(plan, source, target, service, strict=True)
+            verify_refit(plan, source, target)
+            want = source.w.full_tensor()
+            assert torch.equal(target.w.full_tensor(), want), f"{ranks} {placements}"
+            assert len(want.unique()) == want.numel()
+    mesh = DeviceMesh("cpu", [[3, 1], [2, 0]])
+    whole = torch.arange(60, dtype=torch.float32).view(10, 6)
+    source, target = nn.Module(), nn.Module()
+    source.w = nn.Parameter(_distribute(whole, ascending[1], [Replicate(), Replicate()]))
+    target.w = nn.Parameter(_distribute(whole, mesh, [Replicate(), Shard(0)]))
+    build_local_reshard_plan(source, target)  # two equal parts
+    target.w = nn.Parameter(_distribute(whole[:9], mesh, [Replicate(), Shard(0)]))
+    source.w = nn.Parameter(_distribute(whole[:9], ascending[1], [Replicate(), Replicate()]))
+    error = error_of(lambda: build_local_reshard_plan(source, target))
+    assert "w: the ranks of mesh [[3, 1], [2, 0]] do not ascend" in str(error)
+    assert "(9, 6)" in str(error)
+    service.close()
+
+
+def test_meshes_whose_ranks_do_not_ascend_are_read_as_torch_reads_them() -> None:
+    run(_unordered_meshes, mode="processes")
 
 
 # ---------------------------------------------------------------------------------------------

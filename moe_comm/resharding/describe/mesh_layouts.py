@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.disagreement import PlanError
@@ -10,27 +14,86 @@ from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.metadata import MeshLayout
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout
 
-__all__ = ["check_pending_sums", "mesh_intervals", "mesh_layout"]
+__all__ = ["check_pending_sums", "coordinate_intervals", "mesh_intervals", "mesh_layout"]
 
 
-def mesh_intervals(mesh: MeshLayout, rank: int) -> tuple[Intervals, ...] | None:
+def mesh_intervals(
+    mesh: MeshLayout, rank: int, what: str = "a DTensor"
+) -> tuple[Intervals, ...] | None:
     """Per tensor dimension, what a rank of a device mesh holds; None for a rank outside it.
 
-    Placements cut from the first mesh dimension to the last, as `torch.distributed.tensor` does.
+    Placements cut from the first mesh dimension to the last, as `torch.distributed.tensor` does. Along a
+    dimension, parts lie in the order of its process group, which torch sorts by rank, whatever the
+    order in the mesh: so `full_tensor()` puts them together.
+
+    Raises:
+        PlanError: Ranks of a dimension do not ascend and parts are of unequal size: torch sizes them by
+            the mesh and puts them together by the group, so that they do not fit each other.
     """
     if rank not in mesh.mesh_ranks:
         return None
+    if _is_out_of_order(mesh):
+        raise PlanError(
+            f"{what}: the ranks of mesh {_nested(mesh)} do not ascend and the parts of shape "
+            f"{mesh.global_shape} are unequal: torch sizes parts by their place in the mesh and puts "
+            "them together by rank, so that they overlap. Use a mesh with ascending ranks"
+        )
+    return _cut(mesh, _positions(mesh, mesh.mesh_ranks.index(rank)))
+
+
+def coordinate_intervals(mesh: MeshLayout, rank: int) -> tuple[Intervals, ...]:
+    """As `mesh_intervals`, with parts in the order of the mesh. Of a rank of the mesh."""
+    return _cut(mesh, _coordinates(mesh, mesh.mesh_ranks.index(rank)))
+
+
+def _cut(mesh: MeshLayout, positions: Sequence[int]) -> tuple[Intervals, ...]:
+    """What lies at a position of every mesh dimension."""
     dims = [intervals.whole(size) for size in mesh.global_shape]
-    number = mesh.mesh_ranks.index(rank)
-    steps = [intervals.num_elements(mesh.mesh_shape[dim + 1 :]) for dim in range(_ndim(mesh))]
-    for placement, size, step in zip(mesh.placements, mesh.mesh_shape, steps, strict=True):
-        coordinate = number // step % size
+    for placement, size, position in zip(mesh.placements, mesh.mesh_shape, positions, strict=True):
         dim = placement.dim
         if placement.kind == "shard":
-            dims[dim] = intervals.chunk(dims[dim], size, coordinate)
+            dims[dim] = intervals.chunk(dims[dim], size, position)
         elif placement.kind == "strided_shard":
-            dims[dim] = intervals.strided_chunk(dims[dim], placement.split_factor, size, coordinate)
+            dims[dim] = intervals.strided_chunk(dims[dim], placement.split_factor, size, position)
     return tuple(dims)
+
+
+def _coordinates(mesh: MeshLayout, number: int) -> list[int]:
+    """Place of the mesh's rank of a number, row-major."""
+    steps = [intervals.num_elements(mesh.mesh_shape[dim + 1 :]) for dim in range(_ndim(mesh))]
+    return [number // step % size for size, step in zip(mesh.mesh_shape, steps, strict=True)]
+
+
+def _positions(mesh: MeshLayout, number: int) -> list[int]:
+    """Place of the mesh's rank of a number in the process group of every dimension."""
+    positions = []
+    for dim, coordinate in enumerate(_coordinates(mesh, number)):
+        step = intervals.num_elements(mesh.mesh_shape[dim + 1 :])
+        first = number - coordinate * step
+        group = mesh.mesh_ranks[first : first + mesh.mesh_shape[dim] * step : step]
+        positions.append(sorted(group).index(mesh.mesh_ranks[number]))
+    return positions
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_out_of_order(mesh: MeshLayout) -> bool:
+    """Whether parts that torch has sized by the mesh do not fit where it puts them."""
+    for number in range(len(mesh.mesh_ranks)):
+        coordinates, positions = _coordinates(mesh, number), _positions(mesh, number)
+        if coordinates != positions and _shape(_cut(mesh, coordinates)) != _shape(
+            _cut(mesh, positions)
+        ):
+            return True
+    return False
+
+
+def _shape(dims: Sequence[Intervals]) -> tuple[int, ...]:
+    return tuple(intervals.total_length(held) for held in dims)
+
+
+def _nested(mesh: MeshLayout) -> list[Any]:
+    nested: list[Any] = torch.tensor(mesh.mesh_ranks).reshape(mesh.mesh_shape).tolist()
+    return nested
 
 
 def _ndim(mesh: MeshLayout) -> int:
@@ -39,10 +102,10 @@ def _ndim(mesh: MeshLayout) -> int:
 
 def mesh_layout(name: str, holder: Holder, mesh: MeshLayout) -> Layout | None:
     """The same as a layout, checked against what the rank holds; None for a rank outside the mesh."""
-    dims = mesh_intervals(mesh, holder.rank)
+    dims = mesh_intervals(mesh, holder.rank, name)
     if dims is None:
         return None
-    shape = tuple(intervals.total_length(held) for held in dims)
+    shape = _shape(dims)
     if shape != holder.meta.shape:
         raise PlanError(
             f"{name}: rank {holder.rank} holds shape {holder.meta.shape}, but its part of the "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from moe_comm.resharding.describe.intervals import Intervals
-from moe_comm.resharding.describe.mesh_layouts import mesh_intervals
+from moe_comm.resharding.describe.mesh_layouts import coordinate_intervals
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import REDUCE_OPS, TransferType
@@ -206,7 +206,7 @@ def get_m2m_map(
         even_shape = _even_shape(sides)
         sides = [dataclasses.replace(side, global_shape=even_shape) for side in sides]
     source, target = (
-        _Holding(side, [mesh_intervals(side, rank) or () for rank in side.mesh_ranks])
+        _Holding(side, [coordinate_intervals(side, rank) for rank in side.mesh_ranks])
         for side in sides
     )
     cuts = _cuts(source, target, is_even=shape is None)
