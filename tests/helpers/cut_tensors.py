@@ -146,13 +146,11 @@ def cut_by_mesh(
         dim = -1 if kind == "replicate" else data.draw(st.integers(0, whole.dim() - 1))
         split = data.draw(st.integers(1, 3)) if kind == "strided_shard" else 1
         placements.append(MeshPlacement(kind, dim, split))  # type: ignore[arg-type]
-    layout = MeshLayout(tuple(mesh_shape), tuple(mesh_ranks), tuple(placements), tuple(whole.shape))
-    held = {}
-    for rank, coordinate in zip(
-        mesh_ranks, itertools.product(*map(range, mesh_shape)), strict=True
-    ):
+    coordinates = [*itertools.product(*map(range, mesh_shape))]
+
+    def cut_at(numbers: Sequence[int]) -> torch.Tensor:
         tensor = whole
-        for place, size, number in zip(placements, mesh_shape, coordinate, strict=True):
+        for place, size, number in zip(placements, mesh_shape, numbers, strict=True):
             if place.kind == "replicate":
                 continue
             splits = tensor.chunk(place.split_factor, place.dim)
@@ -161,8 +159,36 @@ def cut_by_mesh(
             tensor = torch.cat(
                 [nothing, *(some[number] for some in chunks if number < len(some))], place.dim
             )
-        held[rank] = part(tensor, name, rank, mesh=layout)
-    return held
+        return tensor
+
+    def by_rank(coordinate: tuple[int, ...]) -> list[int]:
+        """Place in the process group of every dimension, which torch sorts."""
+        grid = torch.tensor(mesh_ranks).view(mesh_shape)
+        lines = [
+            grid[(*coordinate[:dim], slice(None), *coordinate[dim + 1 :])]
+            for dim in range(grid.dim())
+        ]
+        return [
+            line.tolist().index(grid[coordinate]) for line in (each.sort()[0] for each in lines)
+        ]
+
+    is_cut = [place.kind != "replicate" for place in placements]
+    lines: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    for each in coordinates:
+        for dim, number in enumerate(by_rank(each)):
+            # Parts of later dimensions are put together first.
+            line = tuple(-1 if k > dim and is_cut[k] else at for k, at in enumerate(each))
+            lines.setdefault((dim, line), set()).add(number)
+    is_one_order = all(len(found) == 1 for (dim, _), found in lines.items() if is_cut[dim])
+    if not is_one_order or any(
+        cut_at(each).shape != cut_at(by_rank(each)).shape for each in coordinates
+    ):
+        mesh_ranks = sorted(ranks)  # what torch itself cannot put together is refused
+    layout = MeshLayout(tuple(mesh_shape), tuple(mesh_ranks), tuple(placements), tuple(whole.shape))
+    return {
+        rank: part(cut_at(by_rank(coordinate)), name, rank, mesh=layout)
+        for rank, coordinate in zip(mesh_ranks, coordinates, strict=True)
+    }
 
 
 def cut(

@@ -429,6 +429,10 @@ def _unordered_meshes(context: RankContext) -> None:
     source.w = nn.Parameter(_distribute(whole, ascending[1], [Replicate(), Replicate()]))
     target.w = nn.Parameter(_distribute(whole, mesh, [Replicate(), Shard(0)]))
     build_local_reshard_plan(source, target)  # two equal parts
+    crossed = DeviceMesh("cpu", [[0, 2], [3, 1]])
+    target.w = nn.Parameter(_distribute(whole, crossed, [Shard(0), Shard(1)]))
+    error = error_of(lambda: build_local_reshard_plan(source, target))
+    assert "w: the ranks of mesh [[0, 2], [3, 1]] do not ascend" in str(error)
     target.w = nn.Parameter(_distribute(whole[:9], mesh, [Replicate(), Shard(0)]))
     source.w = nn.Parameter(_distribute(whole[:9], ascending[1], [Replicate(), Replicate()]))
     error = error_of(lambda: build_local_reshard_plan(source, target))

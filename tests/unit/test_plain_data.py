@@ -76,6 +76,7 @@ VALUES = [
         options={
             "num_local_ranks": None,
             "backend": "host",
+            "check_messages": True,
             "stall_timeout_s": 1.0,
             "arrival_timeout_s": float("inf"),
         },

@@ -27,16 +27,17 @@ def mesh_intervals(
     order in the mesh: so `full_tensor()` puts them together.
 
     Raises:
-        PlanError: Ranks of a dimension do not ascend and parts are of unequal size: torch sizes them by
-            the mesh and puts them together by the group, so that they do not fit each other.
+        PlanError: Ranks of a dimension do not ascend, and parts are of unequal size or the dimension's
+            groups are not all in one order: torch sizes parts by the mesh and puts them together by
+            the group, so that they do not fit each other.
     """
     if rank not in mesh.mesh_ranks:
         return None
     if _is_out_of_order(mesh):
         raise PlanError(
-            f"{what}: the ranks of mesh {_nested(mesh)} do not ascend and the parts of shape "
-            f"{mesh.global_shape} are unequal: torch sizes parts by their place in the mesh and puts "
-            "them together by rank, so that they overlap. Use a mesh with ascending ranks"
+            f"{what}: the ranks of mesh {_nested(mesh)} do not ascend, and the parts of shape "
+            f"{mesh.global_shape}, which torch sizes by their place in the mesh, do not fit each other "
+            "where it puts them together by rank. Use a mesh with ascending ranks"
         )
     return _cut(mesh, _positions(mesh, mesh.mesh_ranks.index(rank)))
 
@@ -78,8 +79,15 @@ def _positions(mesh: MeshLayout, number: int) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def _is_out_of_order(mesh: MeshLayout) -> bool:
     """Whether parts that torch has sized by the mesh do not fit where it puts them."""
+    is_cut = [placement.kind in ("shard", "strided_shard") for placement in mesh.placements]
+    position_at: dict[tuple[int, ...], int] = {}
     for number in range(len(mesh.mesh_ranks)):
         coordinates, positions = _coordinates(mesh, number), _positions(mesh, number)
+        for dim, position in enumerate(positions):
+            # Later dimensions are put together first: all that hold their parts then need one order.
+            line = [-1 if k > dim and is_cut[k] else at for k, at in enumerate(coordinates)]
+            if is_cut[dim] and position_at.setdefault((dim, *line), position) != position:
+                return True
         if coordinates != positions and _shape(_cut(mesh, coordinates)) != _shape(
             _cut(mesh, positions)
         ):
