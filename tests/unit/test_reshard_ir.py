@@ -380,10 +380,23 @@ def test_tensors_that_do_not_fit_the_map_are_named() -> None:
     with pytest.raises(ValueError, match="source_partial_groups must be given, got None"):
         ir.m2m_to_chunks(partial, 0, torch.zeros(3))
     groups: Any = [(Group((0, 1)), "avg")]
-    with pytest.raises(ValueError, match=r"average.*torch.int64"):
+    with pytest.raises(
+        ValueError, match=r'source_tensor of rank 0: a pending "avg" of torch.int64'
+    ):
         ir.m2m_to_chunks(
             partial, 0, torch.zeros(3, dtype=torch.int64), source_partial_groups=groups
         )
+
+
+def test_values_that_need_scale_factors_are_not_converted() -> None:
+    m2m = ir.get_m2m_map(mesh_of([0]), [Replicate()], mesh_of([0]), [Replicate()], None)
+    e4m3, e8m0 = (torch.zeros(3, dtype=d) for d in (torch.float8_e4m3fn, torch.float8_e8m0fnu))
+    assert len(ir.m2m_to_chunks(m2m, 0, e4m3, e4m3.clone())) == 1
+    for side, tensors in (("target", (e4m3, torch.zeros(3))), ("source", (torch.zeros(3), e8m0))):
+        with pytest.raises(ValueError, match=rf"{side}_tensor of rank 0 is .* scale factors"):
+            ir.m2m_to_chunks(m2m, 0, *tensors)
+    with pytest.raises(ValueError, match=r"source_tensor of rank 0 is torch.float32.*float8_e4m3"):
+        ir.m2m_to_chunks(m2m, 0, torch.zeros(3), e4m3, transfer_dtype=torch.float8_e4m3fn)
 
 
 def test_the_smaller_dtype_travels() -> None:

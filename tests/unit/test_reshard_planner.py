@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -254,7 +255,6 @@ def test_plans_are_equal_however_they_travelled() -> None:
         (torch.float32, torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float16, torch.bfloat16),
-        (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fn),
     ],
 )
 def test_the_smaller_dtype_travels(
@@ -287,10 +287,63 @@ def test_dtypes_that_do_not_become_each_other() -> None:
         plans_of(2, sources, by_rank(replicas(torch.zeros(4), "w", [1])))
 
 
-def partial_meta(rank: int, *ops: str) -> ParameterMetadata:
+SCALED = [
+    torch.float8_e8m0fnu,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float4_e2m1fn_x2,
+]
+
+
+def plans_of_dtypes(
+    sources: Sequence[torch.dtype], target: torch.dtype, **fields: Any
+) -> dict[int, ReshardPlan]:
+    """Plans from replicas of these dtypes to one rank more; `fields` are what all of them say."""
+    dtypes = [*sources, target]
+    metas = [
+        dataclasses.replace(
+            part(torch.zeros(4), "w", rank).meta,
+            dtype=dtype,
+            element_size=dtype.itemsize,
+            **fields,
+        )
+        for rank, dtype in enumerate(dtypes)
+    ]
+    pairs: list[Any] = [([meta], []) for meta in metas[:-1]]
+    return plans_of_metas([*pairs, ([], metas[-1:])])
+
+
+@pytest.mark.parametrize("is_buffer", [False, True], ids=["parameter", "buffer"])
+@pytest.mark.parametrize("scaled", SCALED, ids=str)
+def test_values_that_need_scale_factors_are_not_converted(
+    scaled: torch.dtype, is_buffer: bool
+) -> None:
+    others = {torch.float32, torch.bfloat16, torch.uint8, *SCALED} - {scaled}
+    for other in others:
+        for source, target in ((scaled, other), (other, scaled)):
+            text = rf"w: rank 0 holds {source}.*{target} of rank 1: .*scale factors"
+            with pytest.raises(PlanError, match=text):
+                plans_of_dtypes([source], target, is_buffer=is_buffer)
+            plans = plans_of_dtypes([source], target, is_buffer=is_buffer, is_transformed=True)
+            plan_check.verify_plans(plans)
+    plans = plans_of_dtypes([scaled], scaled, is_buffer=is_buffer)
+    assert [op.wire_dtype for op in plans[1].recv_ops] == [scaled]
+
+
+def test_a_buffer_takes_over_one_dtype_of_all_its_sources() -> None:
+    plans = plans_of_dtypes([torch.int64] * 2, torch.float32, is_buffer=True)
+    assert plans[2].buffer_dtypes == {"module.w": torch.int64}
+    text = r"w: source rank 1 holds torch.int64.*torch.float32 of source rank 0"
+    with pytest.raises(PlanError, match=text):
+        plans_of_dtypes([torch.float32, torch.int64], torch.float32, is_buffer=True)
+
+
+def partial_meta(rank: int, *ops: str, dtype: torch.dtype = torch.float32) -> ParameterMetadata:
     placements = tuple(MeshPlacement("partial", op=op) for op in ops)
     mesh = MeshLayout((2,) * len(ops), tuple(range(2 ** len(ops))), placements, (4,))
-    return dataclasses.replace(part(torch.zeros(4), "w", rank).meta, mesh=mesh)
+    return dataclasses.replace(part(torch.zeros(4), "w", rank).meta, mesh=mesh, dtype=dtype)
 
 
 def plans_of_metas(pairs: list[Any]) -> dict[int, ReshardPlan]:
@@ -315,6 +368,34 @@ def test_pending_sums_are_reduced_before_they_are_read() -> None:
         plans_of_metas(
             [([partial_meta(r, "sum", "max")], []) for r in range(4)] + [([], [destination])]
         )
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "is_able"),
+    [
+        ("avg", torch.int64, False),
+        ("avg", torch.bool, False),
+        ("sum", torch.float8_e4m3fn, False),
+        ("sum", torch.float8_e8m0fnu, False),
+        ("sum", torch.int16, False),
+        ("max", torch.complex64, False),
+        ("sum", torch.int64, True),
+        ("avg", torch.complex64, True),
+        ("min", torch.bfloat16, True),
+    ],
+)
+def test_a_plan_reduces_only_what_backends_reduce(
+    op: str, dtype: torch.dtype, is_able: bool
+) -> None:
+    destination = dataclasses.replace(part(torch.zeros(4), "w", 2).meta, dtype=dtype)
+    sources: list[Any] = [([partial_meta(rank, op, dtype=dtype)], []) for rank in range(2)]
+    pairs = [*sources, ([], [destination])]
+    if is_able:
+        plan = plans_of_metas(pairs)[0]
+        assert plan.reductions == [PartialReduction("module.w", (0,), op)]
+        return
+    with pytest.raises(PlanError, match=rf'w: rank 0: a pending "{op}" of {dtype} cannot'):
+        plans_of_metas(pairs)
 
 
 def test_nobody_reduces_what_nobody_reads() -> None:

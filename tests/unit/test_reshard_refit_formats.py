@@ -200,6 +200,33 @@ def test_an_engine_that_never_held_ordinary_weights() -> None:
     threads(rank, 3)
 
 
+def test_data_without_a_transform_is_refused_before_and_after_one() -> None:
+    """The plan that was made with a transform is none for a refit without it."""
+    shapes = {"up": WIDE["up"]}
+
+    def rank(context: RankContext) -> list[str]:
+        source = ShardedNet(Parallelism(2, tp=2), context.rank_idx, shapes)
+        engine = ShardedNet(Parallelism(2), context.rank_idx, shapes)
+        held = FP8BlockTensor.empty(tuple(engine.up.shape))
+        engine.up = torch.nn.Parameter(held.data, requires_grad=False)
+        transform = FP8BlockReshardTransform({"up"}, {"up": held})
+        held.data.zero_()
+        texts = [error_of(lambda: swap(context, source.fill(0), engine))]
+        assert not held.data.float().any()
+        for seed in (1, 2):
+            swap(context, source.fill(seed), engine, transform=transform)
+            want = quantize_fp8_block(engine.expected("up", seed))
+            assert same_bits(held.data, want[0])
+            assert same_bits(held.scale, want[1])
+        texts.append(error_of(lambda: swap(context, source.fill(3), engine)))
+        assert same_bits(held.data, want[0])
+        return texts
+
+    for text in itertools.chain(*threads(rank, 2)):
+        assert text.startswith("PlanError: up: rank 0 holds torch.bfloat16"), text
+        assert "torch.float8_e4m3fn of rank 0: values of torch.float8_e4m3fn are no" in text
+
+
 class _Quantized(torch.Tensor):
     """As Transformer Engine's parameters: MXFP8 by the name of the class."""
 

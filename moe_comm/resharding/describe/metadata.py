@@ -78,6 +78,7 @@ class ParameterMetadata:
         pipeline_stage: This rank's place among the members of `pipeline_parallel_group_ranks`; None
             where the model has one stage, or says nothing of stages.
         is_shared_by_stages: Stages that hold this name hold the same.
+        is_transformed: A transform makes or writes what travels, whatever the dtypes are.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ParameterMetadata:
     is_buffer: bool = False
     pipeline_stage: int | None = None
     is_shared_by_stages: bool = False
+    is_transformed: bool = False
 
 
 @dataclasses.dataclass

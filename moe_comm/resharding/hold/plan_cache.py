@@ -94,6 +94,8 @@ class CachedPlan:
         destinations: By name, how the target was planned; a parameter that a transform has taken
             out of the model is planned again from this.
         is_strict: It was planned so (see `swap_model_weights`).
+        transformed: Names, in both modules, that a transform handled when it was made: the dtypes of
+            these need not become each other by themselves.
     """
 
     plan: ReshardPlan
@@ -101,6 +103,17 @@ class CachedPlan:
     states: tuple[ModuleState, ModuleState]
     destinations: dict[str, ParameterMetadata]
     is_strict: bool
+    transformed: frozenset[str] = frozenset()
+
+    def serves(
+        self, states: tuple[ModuleState, ModuleState], transform: ReshardTransform | None
+    ) -> bool:
+        """Whether it is a plan for models in these states, and for a transform."""
+        handles = getattr(transform or self.plan.transform, "should_transform", None)
+        if self.transformed and (handles is None or not all(map(handles, self.transformed))):
+            return False
+        source, target = states
+        return self.states[0].is_alike(source) and self.states[1].is_alike(target, handles)
 
 
 class CachedPlans:
@@ -125,15 +138,10 @@ class CachedPlans:
         is_strict: bool,
     ) -> list[int]:
         """Ids of the plans that serve models in these states."""
-        source, target = states
         return [
             cached.plan_id
             for cached in self._plans
-            if cached.is_strict >= is_strict
-            and cached.states[0].is_alike(source)
-            and cached.states[1].is_alike(
-                target, getattr(transform or cached.plan.transform, "should_transform", None)
-            )
+            if cached.is_strict >= is_strict and cached.serves(states, transform)
         ]
 
     def find(self, plan_id: int) -> CachedPlan | None:

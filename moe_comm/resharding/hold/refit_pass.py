@@ -243,13 +243,20 @@ class RefitPass:
             strict=self.options.strict,
             verify=self.options.verify is not None,
             adjust_destination=adjust,
+            is_transformed=None if transform is None else transform.should_transform,
         )
         if old is not None:
             plan.transform = old.plan.transform
         _harmonize_buffer_dtypes(plan, source, target, group.handle)
         # Buffers may have another dtype by now.
         states = module_state(source), module_state(target)
-        cached = CachedPlan(plan, agreement.new_plan_id, states, planned, self.options.strict)
+        transformed: frozenset[str] = frozenset()
+        if transform is not None:
+            names = (*states[0].tensors, *planned)
+            transformed = frozenset(filter(transform.should_transform, names))
+        cached = CachedPlan(
+            plan, agreement.new_plan_id, states, planned, self.options.strict, transformed
+        )
         sides.plans.put(cached)
         plan_cache.put(sides.key, sides.plans, (source, target, group.key))
         return cached

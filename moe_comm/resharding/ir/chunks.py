@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from moe_comm.resharding.describe.conversions import cannot_become, cannot_reduce
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.routes import Endpoint, M2MMap, Route, Side
 from moe_comm.resharding.ir.transfer import TransferType
@@ -48,8 +49,9 @@ def m2m_to_chunks(
         Empty on ranks of neither mesh.
 
     Raises:
-        ValueError: A tensor is missing, or has another shape than the map says; or the groups of a
-            `Partial` source do not fit or are not known.
+        ValueError: A tensor is missing, or has another shape than the map says; its dtype does not
+            become what travels; or a `Partial` source cannot be reduced in its dtype, or its groups do
+            not fit or are not known.
     """
     # First of all, since a rank that raises must not keep others from making them.
     groups.create_subgroups(m2m.group, m2m.broadcast_ranks)
@@ -57,6 +59,7 @@ def m2m_to_chunks(
     target = _local_part(m2m, m2m.target, "target_tensor", target_tensor, rank)
     if transfer_dtype is None and source is not None and target is not None:
         transfer_dtype = choose_transfer_dtype(source.dtype, target.dtype)
+    _check_conversions(rank, source, target, transfer_dtype)
     partial_groups = None
     if source is not None and m2m.source_partial_reductions:
         partial_groups = _partial_groups(m2m, rank, source, source_partial_groups)
@@ -204,9 +207,29 @@ def _partial_groups(
             f"source_partial_groups must have the operations {ops} of the map, "
             f"got {[op for _, op in groups]}"
         )
-    if "avg" in ops and not (source.is_floating_point() or source.is_complex()):
-        raise ValueError(f"source_tensor is an average to be, and its dtype is {source.dtype}")
+    for op in ops:
+        reason = cannot_reduce(op, source.dtype)
+        if reason:
+            raise ValueError(f"source_tensor of rank {rank}: {reason}")
     return groups
+
+
+def _check_conversions(
+    rank: int,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    transfer_dtype: torch.dtype | None,
+) -> None:
+    """Values travel as what they are."""
+    for name, tensor in (("source_tensor", source), ("target_tensor", target)):
+        if tensor is None or transfer_dtype is None:
+            continue
+        reason = cannot_become(tensor.dtype, transfer_dtype)
+        if reason:
+            raise ValueError(
+                f"{name} of rank {rank} is {tensor.dtype}, and what travels is {transfer_dtype}: "
+                f"{reason}"
+            )
 
 
 def _slices(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.conversions import cannot_become
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box, Intervals, Piece, Run
 from moe_comm.resharding.describe.layouts import resolve_layouts
@@ -228,18 +229,36 @@ class Assignment:
 
 
 def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
-    src_dtypes = {meta.dtype: rank for rank, meta in reversed(sources)}
-    dst_dtypes = {(meta.dtype, meta.is_buffer): rank for rank, meta in reversed(destinations)}
-    for src_dtype, src_rank in src_dtypes.items():
-        for (dst_dtype, is_buffer), dst_rank in dst_dtypes.items():
-            # A buffer takes over the dtype of its source.
-            if src_dtype == dst_dtype or is_buffer:
+    """Values arrive as what they are, with the dtype of the destination."""
+    if not sources:
+        return
+    taken = sources[0].meta
+    for src in _kinds_of_values(sources):
+        for dst in _kinds_of_values(destinations):
+            if src.meta.is_transformed or dst.meta.is_transformed:
                 continue
-            if not (src_dtype.is_floating_point and dst_dtype.is_floating_point):
+            takes_over = dst.meta.is_buffer
+            reason = cannot_become(src.meta.dtype, dst.meta.dtype, takes_over=takes_over)
+            if reason:
                 raise PlanError(
-                    f"{name}: rank {src_rank} holds {src_dtype}, which does not become the "
-                    f"{dst_dtype} of rank {dst_rank}"
+                    f"{name}: rank {src.rank} holds {src.meta.dtype}, which does not become the "
+                    f"{dst.meta.dtype} of rank {dst.rank}: {reason}"
                 )
+            # All of a buffer takes over one dtype.
+            reason = cannot_become(src.meta.dtype, taken.dtype) if takes_over else ""
+            if reason:
+                raise PlanError(
+                    f"{name}: source rank {src.rank} holds {src.meta.dtype}, which does not become "
+                    f"the {taken.dtype} of source rank {sources[0].rank}: {reason}"
+                )
+
+
+def _kinds_of_values(holders: Sequence[Holder]) -> Iterable[Holder]:
+    """The first holder of each kind that `_check_dtypes` tells apart."""
+    return {
+        (meta.dtype, meta.is_buffer, meta.is_transformed): Holder(rank, meta)
+        for rank, meta in reversed(holders)
+    }.values()
 
 
 class _Absent(NamedTuple):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moe_comm.peers.agree import FirstError, name_ranks
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.resharding.describe.conversions import cannot_reduce
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.describe.metadata import ParameterMetadata
@@ -187,6 +188,10 @@ def _reductions(meta: ParameterMetadata) -> list[PartialReduction]:
     for dim, placement in enumerate(meta.mesh.placements):
         if placement.kind == "partial":
             dims.setdefault(placement.op, []).append(dim)
+    for op in dims:
+        reason = cannot_reduce(op, meta.dtype)
+        if reason:
+            raise PlanError(f"{resolved_name(meta)}: rank {meta.owner_rank}: {reason}")
     if len(dims) > 1 and not dims.keys() <= _COMMUTING:
         raise PlanError(
             f"{resolved_name(meta)}: pending reductions {sorted(dims)} of one DTensor give another "
@@ -406,6 +411,7 @@ def _encoded_module(
     group: dist.ProcessGroup | Bootstrap | None,
     side: str,
     adjust: Adjust | None = None,
+    is_transformed: Callable[[str], bool] | None = None,
 ) -> bytes:
     """One side of what this rank holds; raises where that is bad in itself."""
     if module is None:
@@ -415,6 +421,8 @@ def _encoded_module(
     )
     if adjust is not None:
         metas = adjust(metas)
+    for meta in metas:
+        meta.is_transformed = is_transformed is not None and is_transformed(meta.name)
     _check_names(rank, metas, side)
     _check_ranks(metas, num_ranks)
     if side == "destination":
@@ -433,6 +441,7 @@ def build_local_reshard_plan(
     strict: bool = False,
     verify: bool = True,
     adjust_destination: Adjust | None = None,
+    is_transformed: Callable[[str], bool] | None = None,
 ) -> ReshardPlan:
     """This rank's plan.
 
@@ -451,6 +460,8 @@ def build_local_reshard_plan(
         verify: Check each rank's plan by `plan_check.verify_plan`.
         adjust_destination: Called with what the destination module holds; returns what is to be
             planned, where a transform writes parameters that the module does not list.
+        is_transformed: Whether a transform makes or writes what travels of a parameter of this rank's
+            modules: dtypes of these need not become each other. None: of none.
 
     Raises:
         PlanError: On every rank; the message says on which rank what is wrong.
@@ -462,7 +473,14 @@ def build_local_reshard_plan(
     with problem:
         encoded = (
             _encoded_module(
-                src_module, rank, num_ranks, num_experts, src_rank_offset, group, "source"
+                src_module,
+                rank,
+                num_ranks,
+                num_experts,
+                src_rank_offset,
+                group,
+                "source",
+                is_transformed=is_transformed,
             ),
             _encoded_module(
                 dst_module,
@@ -473,6 +491,7 @@ def build_local_reshard_plan(
                 group,
                 "destination",
                 adjust_destination,
+                is_transformed,
             ),
         )
     gathered = bootstrap.all_gather((encoded, _text(problem.error)))

@@ -1,0 +1,55 @@
+"""Which values become values of another dtype by themselves, and which can be reduced."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["NUMBERS", "cannot_become", "cannot_reduce"]
+
+NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes whose values are the weights themselves, and that round into each other."""
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+
+
+def _is_scaled(dtype: torch.dtype) -> bool:
+    """Whether values mean something only together with scale factors, or are such factors."""
+    return dtype.is_floating_point and dtype not in NUMBERS
+
+
+def cannot_become(source: torch.dtype, target: torch.dtype, *, takes_over: bool = False) -> str:
+    """Why values of one dtype do not become values of another one; empty where they do.
+
+    Args:
+        source: Of the values.
+        target: Of the tensor that is to hold them.
+        takes_over: The tensor takes over the dtype of its source: nothing is converted.
+    """
+    if source == target or {source, target} <= NUMBERS:
+        return ""
+    scaled = next(filter(_is_scaled, (source, target)), None)
+    if scaled is not None:
+        return (
+            f"values of {scaled} are no weights without their scale factors: both sides must have the "
+            "same dtype, or a transform must convert them"
+        )
+    return "" if takes_over else "only floating-point dtypes become each other"
+
+
+def cannot_reduce(op: str, dtype: torch.dtype) -> str:
+    """Why a pending reduction of a dtype cannot be run by every backend; empty where it can.
+
+    Args:
+        op: "sum", "avg", "min", "max" or "product".
+        dtype: In which it is run.
+    """
+    able = NUMBERS
+    if op in ("sum", "avg"):
+        able = able | _COMPLEX
+    if op != "avg":
+        able = able | _INTEGERS | {torch.bool}
+    if dtype in able:
+        return ""
+    names = ", ".join(sorted(str(each).removeprefix("torch.") for each in able))
+    return f'a pending "{op}" of {dtype} cannot be reduced, only one of {names}'
