@@ -101,7 +101,10 @@ def test_other_ways_to_switch(switch: str, tmp_path: Path) -> None:
         command = ["g++", *flags, str(probe), "-o", str(tmp_path / "probe"), *libraries]
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             pytest.skip("Boost.Context is not installed")
-    names = ("simt/direct_memory", "simt/fiber", "simt/grid", "simt/scheduler", "core/sync")
+    names = (
+        *("simt/direct_memory", "simt/fiber", "simt/grid", "simt/scheduler"),
+        *("core/process", "core/sync"),
+    )
     sources = [
         ROOT / "tests/cpp/emulator_kernels.cpp",
         *(ROOT / f"csrc/{name}.cpp" for name in names),
