@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import moe_comm
+from moe_comm.peers.bootstrap import ThreadRank
 from moe_comm.testing import RankContext, RankError, run_ranks
+from tests.helpers.failing_ranks import HANG_S
 
 T = TypeVar("T")
 
@@ -25,6 +27,8 @@ def on_ranks(num_ranks: int, body: Callable[[moe_comm.Communicator], T], **optio
         with moe_comm.Communicator(context.group, **{"backend": "host", **options}) as comm:
             try:
                 result = body(comm)
+                assert isinstance(comm.bootstrap, ThreadRank)
+                comm.bootstrap.arrival_timeout_s = HANG_S  # others may be waiting out their own
                 comm.bootstrap.all_gather(None)  # nobody leaves while others compare
             except BaseException as error:
                 failures.append(error)
