@@ -1,5 +1,3 @@
-#include <dlfcn.h>
-#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -10,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/count_writes.h"
 #include "bindings/shared/exchange_api.h"
+#include "bindings/shared/tensor_behind.h"
 #include "bindings/shared/tensor_view.h"
 
 // Whether the tensors of a model are still where they were, asked before every repeated refit: in
@@ -63,22 +62,6 @@ const char* word_at(const void* place) {
   const char* word;
   std::memcpy(&word, place, sizeof word);
   return word;
-}
-
-/// Torch's tensor behind a Python object; null on a torch that does not keep it in the first word
-/// behind the header.
-const char* tensor_behind(PyObject* object) {
-  // As in exchange_api.cpp: what runs Python may let go of the GIL.
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<bool> is_first_word;
-  is_first_word.call_once_and_store_result([] {
-    const py::object tensor = py::module_::import("torch").attr("Tensor")();
-    return tensor.attr("_cdata").cast<uintptr_t>() ==
-           reinterpret_cast<uintptr_t>(word_at(tensor.ptr() + 1));
-  });
-  constexpr auto kLeastBytes = static_cast<Py_ssize_t>(sizeof(PyObject) + sizeof(void*));
-  if (!is_first_word.get_stored() || Py_TYPE(object)->tp_basicsize < kLeastBytes)
-    return nullptr;
-  return word_at(object + 1);
 }
 
 /// Places, shapes, strides and dtypes of a list of tensors as they were when this was made.
@@ -181,7 +164,7 @@ class TensorTable {
 /// Tensors that are written together, again and again, where torch does not see it.
 class WrittenTensors {
  public:
-  explicit WrittenTensors(const py::iterable& tensors) : bump_(find_bump()) {
+  explicit WrittenTensors(const py::iterable& tensors) : bump_(find_bump_version()) {
     for (const py::handle tensor : tensors) {
       // Those of inference mode have no count.
       if (tensor.attr("is_inference")().cast<bool>())
@@ -214,28 +197,13 @@ class WrittenTensors {
   }
 
  private:
-  /// `torch::autograd::impl::bump_version` of a `const at::Tensor&`, which is torch's tensor in a
-  /// word. Ten thousand calls of it take a third of what one of `_increment_version` for as many
-  /// takes.
-  using Bump = void (*)(const void* tensor);
-
-  static Bump find_bump() {
-    void* const library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    if (library == nullptr)
-      return nullptr;
-    constexpr const char* kName = "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE";
-    const auto found = reinterpret_cast<Bump>(dlsym(library, kName));
-    dlclose(library);  // torch keeps it
-    return found;
-  }
-
   PyObject* object_at(size_t i) const { return PyList_GET_ITEM(tensors_.ptr(), i); }
 
   /// Where a tensor keeps the address of its counter, behind five other words; a hint what to
   /// fetch.
   static constexpr size_t kCounterPlace = 5 * sizeof(void*);
 
-  Bump bump_;
+  BumpVersion bump_;
   py::list tensors_;
 };
 

@@ -10,10 +10,13 @@ namespace {
 
 struct Torch {
   PyTypeObject* tensor_type = nullptr;
+  PyTypeObject* parameter_type = nullptr;
   const ExchangeApi* api = nullptr;
 
   Torch() {
-    py::object type = py::module_::import("torch").attr("Tensor");
+    const py::module_ module = py::module_::import("torch");
+    py::object type = module.attr("Tensor");
+    py::object parameter = module.attr("nn").attr("Parameter");
     const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
     constexpr const char* kName = "dlpack_exchange_api";
     if (PyCapsule_IsValid(capsule.ptr(), kName))
@@ -24,6 +27,12 @@ struct Torch {
       api = nullptr;
     // Kept for ever, as torch keeps it.
     tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+    parameter_type = reinterpret_cast<PyTypeObject*>(parameter.release().ptr());
+  }
+
+  bool is_plain(py::handle object) const {
+    const PyTypeObject* const type = Py_TYPE(object.ptr());
+    return type == tensor_type || type == parameter_type;
   }
 };
 
@@ -39,9 +48,13 @@ const ExchangeApi* exchange_api() {
   return torch().api;
 }
 
+bool is_plain_tensor(py::handle object) {
+  return torch().is_plain(object);
+}
+
 bool describe_tensor(py::handle object, DlpackTensor* out) {
   const Torch& known = torch();
-  if (known.api == nullptr || Py_TYPE(object.ptr()) != known.tensor_type)
+  if (known.api == nullptr || !known.is_plain(object))
     return false;
   if (known.api->describe(object.ptr(), out) == 0)
     return true;

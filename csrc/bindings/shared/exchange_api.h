@@ -58,8 +58,12 @@ struct ExchangeApi {
 /// Null where the torch of this process has none of this version.
 const ExchangeApi* exchange_api();
 
-/// Describes a tensor. @return false where @p object is not a torch.Tensor or of a subclass, which
-/// may be something else than memory, and where DLPack cannot say what it is.
+/// Whether @p object is a torch.Tensor or a Parameter and of no other subclass, which may be
+/// something else than memory.
+bool is_plain_tensor(pybind11::handle object);
+
+/// Describes a tensor. @return false where @p object is no plain tensor and where DLPack cannot
+/// say what it is.
 bool describe_tensor(pybind11::handle object, DlpackTensor* out);
 
 }  // namespace moe::bindings

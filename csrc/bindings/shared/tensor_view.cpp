@@ -2,6 +2,8 @@
 
 #include <vector>
 
+#include "bindings/shared/tensor_behind.h"
+
 namespace moe::bindings {
 
 namespace py = pybind11;
@@ -96,6 +98,14 @@ TensorView checked_view(py::handle object,
   return view;
 }
 
+StorageView storage_of(py::handle tensor) {
+  if (const auto behind = storage_behind(tensor))
+    return *behind;
+  const ViewNames& names = view_names();
+  return {int64_of(ask(ask(tensor, names.storage), names.nbytes)),
+          int64_of(ask(tensor, names.storage_offset))};
+}
+
 /// The problem with a tensor of which torch has said that it has no address: a fake, a sparse or a
 /// wrapped one.
 std::string without_address(py::error_already_set& error) {
@@ -127,10 +137,9 @@ std::optional<std::string> problem_with_memory(py::handle tensor,
                                                int64_t element_bytes) {
   if (reach_bytes == 0)
     return std::nullopt;
-  const ViewNames& names = view_names();
   try {
-    const int64_t storage_bytes = int64_of(ask(ask(tensor, names.storage), names.nbytes));
-    const int64_t begin = int64_of(ask(tensor, names.storage_offset)) * element_bytes;
+    const auto [storage_bytes, offset] = storage_of(tensor);
+    const int64_t begin = offset * element_bytes;
     if (begin + reach_bytes > storage_bytes)
       return concat("has elements in bytes [",
                     begin,
@@ -166,6 +175,8 @@ std::optional<std::string> problem_with_memory(py::handle tensor) {
 }
 
 bool is_negated(py::handle tensor) {
+  if (const auto behind = is_negated_behind(tensor))
+    return *behind;
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   return ask(tensor, name).ptr() != Py_False;
 }
