@@ -504,9 +504,8 @@ class EpBuffer(Destroyable):
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
-            is_sum_alone = row_weights is None and out is None and gradients == 0
-            if is_sum_alone and copy is None and async_op is False:
-                summed = self._backend.combine_plain(expert_out, handle.plan, topk_weights, 0)
+            if row_weights is None and gradients == 0 and copy is None and async_op is False:
+                summed = self._backend.combine_plain(expert_out, handle.plan, topk_weights, out, 0)
                 if summed is not None:
                     return summed[0]
             self._check_combine(handle, expert_out, topk_weights, row_weights, out)
@@ -535,7 +534,9 @@ class EpBuffer(Destroyable):
                 validation.check_handle(handle, self.buffer_id, self.generation)
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)
-            return self._backend.combine_plain(expert_out, handle.plan, topk_weights, gradients)
+            return self._backend.combine_plain(
+                expert_out, handle.plan, topk_weights, None, gradients
+            )
 
     def _check_combine(
         self,

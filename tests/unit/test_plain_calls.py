@@ -101,6 +101,32 @@ def _weights() -> list[object]:
     ]
 
 
+def _outs(expert_out: object, weights: object) -> list[object]:
+    """None, two to write to, and others."""
+    good = torch.zeros(3, 16, dtype=torch.bfloat16)
+    freed = torch.zeros(3, 16, dtype=torch.bfloat16)
+    freed.untyped_storage().resize_(0)
+    outs = [
+        None,
+        good,
+        torch.nn.Parameter(good, requires_grad=False),
+        good[:2],
+        good.float(),
+        torch.zeros(3, 32, dtype=torch.bfloat16)[:, ::2],
+        torch.zeros(3, 16, dtype=torch.bfloat16, device="meta"),
+        torch._neg_view(good),
+        freed,
+        1.0,
+    ]
+    for read in (expert_out, weights):
+        # Torch's numbers of other types in the same bytes.
+        if isinstance(read, torch.Tensor) and read.device.type == "cpu" and read.numel() > 0:
+            shared = torch.empty(0, dtype=torch.bfloat16)
+            shared.set_(read.untyped_storage(), 0, (1, 1)).resize_(3, 16)
+            outs.append(shared)
+    return outs
+
+
 def test_a_plain_dispatch_passes_every_check(buffer: EpBuffer, plain: list[bool]) -> None:
     num_plain = 0
     for x, topk_idx, weights, layout, alignment in itertools.product(
@@ -119,8 +145,9 @@ def test_a_plain_dispatch_passes_every_check(buffer: EpBuffer, plain: list[bool]
         validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx, topk_weights=weights)
         options = DispatchOptions(layout, alignment)
         validation.check_dispatch(CONFIG, x, topk_idx, weights, options, is_quantized=False)
-    # Rows of every layout, with and without weights, and none; two of the layouts aligned, too.
-    assert num_plain == (3 + 2) * 2 + (3 + 2) * 1
+    # Rows of every layout, with and without weights, also as a parameter, and none; two of the layouts
+    # aligned, too.
+    assert num_plain == (3 + 2) * 2 * 2 + (3 + 2) * 1
 
 
 QUANTIZATIONS = [
@@ -272,18 +299,22 @@ def test_a_plain_combine_passes_every_check(
     handle = buffer.dispatch(x, topk_idx, layout=layout).handle
     num_plain = 0
     for expert_out, weights in itertools.product(_rows(handle.num_recv_tokens), _weights()):
-        plain.clear()
-        try:
-            buffer.combine(expert_out, handle, topk_weights=weights)
-        except (ValueError, TypeError):
-            assert plain == [False]
-            continue
-        if plain == [False]:
-            continue
-        num_plain += 1
-        validation.check_devices(torch.device("cpu"), expert_out=expert_out, topk_weights=weights)
-        validation.check_combine(handle, expert_out, weights, None, None)
-    assert num_plain == (1 if layout is Layout.RANK_MAJOR else 2)
+        for out in _outs(expert_out, weights):
+            plain.clear()
+            try:
+                buffer.combine(expert_out, handle, topk_weights=weights, out=out)
+            except (ValueError, TypeError):
+                assert plain == [False]
+                continue
+            if plain == [False]:
+                continue
+            num_plain += 1
+            validation.check_devices(
+                torch.device("cpu"), expert_out=expert_out, topk_weights=weights, out=out
+            )
+            validation.check_combine(handle, expert_out, weights, None, out)
+    # Rows, also as a parameter, into new memory and into both that can be written.
+    assert num_plain == (1 if layout is Layout.RANK_MAJOR else 2) * 2 * 3
 
 
 OPEN = EpConfig(num_experts=8, num_topk=None, hidden=None, num_max_tokens_per_rank=None)

@@ -38,7 +38,11 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
   }
 
   /// (sums, what all ranks say of gradients)
-  py::tuple summed() { return py::make_tuple(sums(), wait().gradients); }
+  /// @param out  What the caller gave for the sums, or None
+  py::tuple summed(py::handle out) {
+    return py::make_tuple(out.is_none() ? sums() : py::reinterpret_borrow<py::object>(out),
+                          wait().gradients);
+  }
 
   bool was_copied_in() { return wait().was_copied_in; }
 
@@ -131,9 +135,11 @@ void bind_combine(py::module_& module,
                         py::handle x,
                         std::shared_ptr<PlanT> plan,
                         py::handle topk_weights,
+                        py::handle out,
                         int32_t gradients) -> py::object {
                        endpoint->group().check_process("combine");
-                       const auto plain = view_plain_combine(*endpoint, *plan, x, topk_weights);
+                       const auto plain =
+                           view_plain_combine(*endpoint, *plan, x, topk_weights, out);
                        if (!plain)
                          return py::none();
                        ops::CombineParams params;
@@ -143,10 +149,13 @@ void bind_combine(py::module_& module,
                        params.hidden = plain->rows.row_elements;
                        params.weights = plain->weights.data;
                        params.weight_bytes = static_cast<int32_t>(plain->weights.element_bytes);
+                       params.out = plain->out.data;
                        params.plan = std::move(plan);
                        params.gradients = gradients;
-                       const auto tensors = [&] { return py::make_tuple(x, topk_weights); };
-                       return submit_combine(std::move(endpoint), params, tensors)->summed();
+                       return counting_write(out, [&] {
+                         const auto tensors = [&] { return py::make_tuple(x, topk_weights, out); };
+                         return submit_combine(std::move(endpoint), params, tensors)->summed(out);
+                       });
                      });
 }
 

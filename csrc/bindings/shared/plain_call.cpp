@@ -39,9 +39,9 @@ std::optional<TensorView> view_per_token(const ops::EndpointBase& endpoint,
                                          py::handle tensor,
                                          int32_t type,
                                          int64_t num_tokens,
-                                         int64_t num_topk) {
+                                         int64_t num_columns) {
   DlpackTensor found;
-  const auto view = view_matrix(endpoint, tensor, num_topk, &found);
+  const auto view = view_matrix(endpoint, tensor, num_columns, &found);
   if (!view || found.type() != type || view->num_rows != num_tokens)
     return std::nullopt;
   return view;
@@ -80,6 +80,10 @@ bool view_listed(const ops::EndpointBase& endpoint,
         listed->weights.data(), num_tokens, plain->choices.row_elements, dense->element_bytes};
   plain->listed = std::move(listed);
   return true;
+}
+
+bool share_bytes(const TensorView& one, const TensorView& other) {
+  return one.data < other.data + other.bytes() && other.data < one.data + one.bytes();
 }
 
 std::optional<DType> summable(int32_t type) {
@@ -168,7 +172,8 @@ std::optional<PlainDispatch> view_plain_dispatch(const ops::EndpointBase& endpoi
 std::optional<PlainCombine> view_plain_combine(const ops::EndpointBase& endpoint,
                                                const ops::PlanHeader& plan,
                                                py::handle expert_out,
-                                               py::handle topk_weights) {
+                                               py::handle topk_weights,
+                                               py::handle out) {
   int32_t type = 0;
   const auto rows = view_rows(endpoint, expert_out, &type);
   if (!rows || rows->num_rows != plan.num_rows())
@@ -177,7 +182,14 @@ std::optional<PlainCombine> view_plain_combine(const ops::EndpointBase& endpoint
   const auto weights = view_weights(endpoint, topk_weights, plan.num_tokens, plan.num_topk);
   if (!dtype || !weights || (plan.arrangement.is_by_rank() && !topk_weights.is_none()))
     return std::nullopt;
-  return PlainCombine{*dtype, *rows, *weights};
+  PlainCombine plain{*dtype, *rows, *weights, {}};
+  if (!out.is_none()) {
+    const auto sums = view_per_token(endpoint, out, type, plan.num_tokens, rows->row_elements);
+    if (!sums || share_bytes(*sums, plain.rows) || share_bytes(*sums, plain.weights))
+      return std::nullopt;
+    plain.out = *sums;
+  }
+  return plain;
 }
 
 }  // namespace moe::bindings

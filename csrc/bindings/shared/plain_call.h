@@ -58,11 +58,13 @@ struct PlainCombine {
   DType dtype;
   TensorView rows;
   TensorView weights;
+  TensorView out;  ///< empty for none
 };
 
 std::optional<PlainCombine> view_plain_combine(const ops::EndpointBase& endpoint,
                                                const ops::PlanHeader& plan,
                                                py::handle expert_out,
-                                               py::handle topk_weights);
+                                               py::handle topk_weights,
+                                               py::handle out);
 
 }  // namespace moe::bindings

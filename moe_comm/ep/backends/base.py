@@ -364,9 +364,9 @@ class Backend(abc.ABC):
         """
 
     def combine_plain(
-        self, x: object, plan: Plan, topk_weights: object, gradients: int
+        self, x: object, plan: Plan, topk_weights: object, out: object, gradients: int
     ) -> tuple[torch.Tensor, int] | None:
-        """`combine` as `dispatch_plain` is to `dispatch`: no weights are pulled, sums are new memory.
+        """`combine` as `dispatch_plain` is to `dispatch`: no weights are pulled.
 
         Returns:
             The sums and what all ranks say of gradients, once they are there, with no more around them:

@@ -225,11 +225,11 @@ class NativeBackend(Backend):
         return NativeCombineOutput(native, out, is_early=not options.async_op)  # type: ignore[return-value]
 
     def combine_plain(
-        self, x: object, plan: Plan, topk_weights: object, gradients: int
+        self, x: object, plan: Plan, topk_weights: object, out: object, gradients: int
     ) -> tuple[torch.Tensor, int] | None:
         if not self._has_plain_calls:
             return None
-        return self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, gradients)
+        return self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, out, gradients)
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

@@ -184,7 +184,7 @@ class NativeEndpoint(Protocol):
         ...
 
     def combine_plain(
-        self, x: object, plan: EndpointPlan, topk_weights: object, gradients: int
+        self, x: object, plan: EndpointPlan, topk_weights: object, out: object, gradients: int
     ) -> tuple[torch.Tensor, int] | None:
         """Sums, and what all ranks say of gradients; None where a glance at the arguments does not suffice."""
         ...
