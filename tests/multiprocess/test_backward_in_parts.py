@@ -260,3 +260,25 @@ def cut_and_copy(context: RankContext) -> torch.Tensor:
 def test_a_cut_with_other_rows_than_arrived_is_seen() -> None:
     for gradient_of_x in run_ranks(cut_and_copy, 2, timeout_s=60.0):
         assert gradient_of_x.tolist() == [2.0, 2.0, 3.0, 3.0]
+
+
+def weigh_by_rows(context: RankContext) -> list[float]:
+    """The rows of no rank come from its dispatch, the weights of rank 0 do."""
+    x = torch.ones(4, HIDDEN, requires_grad=True)
+    topk_idx = torch.tensor([[0], [1], [2], [2]])
+    buffer = group_buffers(context.group).get(NUM_EXPERTS)
+    result = moe_comm.dispatch(x, topk_idx, buffer=buffer)
+    weights = torch.ones(4, 1)
+    if context.rank_idx == 0:
+        weights = weights + result.x.sum()
+    rows = torch.ones_like(result.x, requires_grad=True)
+    y = moe_comm.combine(rows, result.handle, buffer=buffer, topk_weights=weights)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad[:, 0].tolist()
+
+
+def test_weights_may_be_all_that_comes_from_the_dispatch() -> None:
+    # Each of four weights is multiplied by a row of ones.
+    expected = [4.0 * HIDDEN, 4.0 * HIDDEN, 0.0, 0.0]
+    assert run_ranks(weigh_by_rows, 2, timeout_s=60.0) == [expected, expected]

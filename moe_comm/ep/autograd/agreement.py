@@ -67,12 +67,17 @@ def combine_word(
         return 0
     if is_traced:
         return ENABLED | NEEDS_ROWS | REACHES_DISPATCH
+    word = ENABLED | (NEEDS_ROWS if link.requires_grad else 0)
     if isinstance(rows, torch.Tensor) and rows.requires_grad:
-        leads_there = link.requires_grad and _leads_to(rows.grad_fn, link.grad_fn)
-        return ENABLED | NEEDS_ROWS | (REACHES_DISPATCH if leads_there else LEAVES_DISPATCH)
-    if link.requires_grad or (isinstance(weights, torch.Tensor) and weights.requires_grad):
-        return ENABLED | NEEDS_ROWS
-    return ENABLED
+        if link.requires_grad and _leads_to(rows.grad_fn, link.grad_fn):
+            return word | REACHES_DISPATCH
+        word |= NEEDS_ROWS | LEAVES_DISPATCH
+    if isinstance(weights, torch.Tensor) and weights.requires_grad:
+        # Seldom from the dispatch: theirs may be the graph of all layers before.
+        if link.requires_grad and _leads_to(weights.grad_fn, link.grad_fn):
+            return ENABLED | NEEDS_ROWS | REACHES_DISPATCH
+        word |= NEEDS_ROWS
+    return word
 
 
 def _leads_to(origin: Node | None, destination: Node | None) -> bool:
