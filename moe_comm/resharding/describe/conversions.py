@@ -24,7 +24,8 @@ def cannot_become(source: torch.dtype, target: torch.dtype, *, takes_over: bool 
     Args:
         source: Of the values.
         target: Of the tensor that is to hold them.
-        takes_over: The tensor takes over the dtype of its source: nothing is converted.
+        takes_over: The tensor takes over the dtype of its source: integers become each other, too.
+            Values with scale factors do not, whose reader counts on the dtype that it has.
     """
     if source == target or {source, target} <= NUMBERS:
         return ""
