@@ -114,6 +114,7 @@ std::shared_ptr<runtime::Event> CudaStream::record() {
 }
 
 void CudaStream::wait(const runtime::Event& event) {
+  const auto current_device = current();
   const auto& own = dynamic_cast<const CudaEvent&>(event);
   // Not as an event of outside (cudaEventWaitExternal): replays would look at it when it is gone.
   const cudaError_t code = cudaStreamWaitEvent(stream_, own.handle(), cudaEventWaitDefault);
@@ -125,6 +126,7 @@ void CudaStream::wait(const runtime::Event& event) {
 void CudaStream::copy(void* target, const void* source, int64_t bytes) {
   if (bytes == 0)
     return;
+  const auto current_device = current();
   const cudaError_t code =
       cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_);
   if (code != cudaSuccess)
@@ -134,6 +136,7 @@ void CudaStream::copy(void* target, const void* source, int64_t bytes) {
 void CudaStream::fill(void* target, int value, int64_t bytes) {
   if (bytes == 0)
     return;
+  const auto current_device = current();
   const cudaError_t code = cudaMemsetAsync(target, value, static_cast<size_t>(bytes), stream_);
   if (code != cudaSuccess)
     device::throw_cuda_error(code, concat("filling ", bytes, " bytes"));

@@ -309,11 +309,9 @@ bool has_kernel() {
   return false;
 }
 
-bool has_default_stream() {
+bool has_default_stream(int device_idx) {
   const std::lock_guard lock(state().mutex);
-  return std::any_of(state().contexts.begin(), state().contexts.end(), [](const Context& context) {
-    return context.legacy != nullptr;
-  });
+  return state().contexts[static_cast<size_t>(device_idx)].legacy != nullptr;
 }
 
 int num_launches() {

@@ -58,8 +58,8 @@ bool has_kernel();
 /// Launches of this package's kernels by all threads, outside captures.
 int num_launches();
 
-/// Whether anybody has used the default stream of any device.
-bool has_default_stream();
+/// Whether anybody has used the default stream of a device.
+bool has_default_stream(int device_idx);
 
 /// Forgets which kernels were loaded on the current device.
 void unload_kernels();

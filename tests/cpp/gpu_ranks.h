@@ -39,23 +39,25 @@ constexpr int64_t kNumTokens = 4;
 constexpr int64_t kHidden = 32;  // float32
 constexpr int kConnections = 32;
 
-/// A stream of the caller's, as torch makes them.
+/// A stream of the caller's, as torch makes them, or the default stream of a device.
 class CallerStream {
  public:
   CallerStream() {
     device::check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, 0),
                        "making a caller's stream");
   }
-  CallerStream(const CallerStream&) = delete;
-  CallerStream& operator=(const CallerStream&) = delete;
+  explicit CallerStream(int default_of) : device_idx_(default_of) {}
   // Outlives the communicator, as docs/gpu.md asks.
 
   cudaStream_t get() const { return stream_; }
   void synchronize() const {
+    const auto current =
+        stream_ == nullptr ? std::make_optional<cuda::CurrentDevice>(device_idx_) : std::nullopt;
     device::check_cuda(cudaStreamSynchronize(stream_), "waiting for a caller's stream");
   }
 
  private:
+  int device_idx_ = -1;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -81,8 +83,9 @@ struct Caller {
   Caller(int rank_idx,
          const std::shared_ptr<group::Group>& group,
          const RankGpu& gpu,
-         int64_t num_max_tokens = kNumTokens)
-      : rank_idx(rank_idx), num_ranks(group->num_ranks()) {
+         int64_t num_max_tokens = kNumTokens,
+         const CallerStream& stream = {})
+      : rank_idx(rank_idx), num_ranks(group->num_ranks()), stream(stream) {
     runtime::DeviceEndpointConfig config;
     config.common.num_experts = kNumExperts;
     config.common.expert_rank = {0, 0, 1, 1};

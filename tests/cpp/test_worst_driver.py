@@ -18,6 +18,8 @@ CASES = (
     "captured",
     "captured_for_all_threads",
     "captured_low_latency",
+    "default_stream_of_another_device",
+    "default_streams",
     "driver_of_an_earlier_version",
     "event_of_outside_a_capture",
     "first_operation_beside_create",

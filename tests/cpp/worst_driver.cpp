@@ -70,7 +70,55 @@ void driver_of_an_earlier_version() {
 /// Events of outside, or of the default stream, which would order all blocking streams.
 void streams_of_callers_alone() {
   operations_of_threads(1);
-  expect(!stand_in::has_default_stream(), "the default stream was used");
+  expect(!stand_in::has_default_stream(0), "the default stream was used");
+}
+
+/// Callers who use the default streams of their devices, whichever device is current meanwhile.
+void default_streams() {
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu, kNumTokens, CallerStream(rank_idx));
+    const auto use_other = [&] { cudaSetDevice(1 - rank_idx); };
+    for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency}) {
+      use_other();
+      caller.run_all(layout);
+      ops::DispatchParams params = caller.dispatch_params(layout);
+      params.is_async = true;
+      const ops::DispatchOutcome outcome = runtime::dispatch(*caller.endpoint, params, {});
+      use_other();
+      outcome.end->join({});
+      caller.check_rows(outcome);
+      caller.check_sums(caller.combine(outcome));
+    }
+    gpu.device->activate();
+    caller.endpoint->destroy({});
+  });
+}
+
+/// What is put into the default stream of a device goes there where another one is current.
+void default_stream_of_another_device() {
+  const auto device = cuda::CudaDevice::create(1, 0);
+  device->activate();
+  const auto caller = device->caller_stream(0);
+  const auto from = device->allocate_unset(8);
+  const auto to = device->allocate_unset(8);
+  const auto event = device->create_stream()->record();
+  cudaSetDevice(0);
+  const std::map<std::string, std::function<void()>> uses = {
+      {"wait", [&] { caller->wait(*event); }},
+      {"copy", [&] { caller->copy(to.get(), from.get(), 8); }},
+      {"fill", [&] { caller->fill(to.get(), 0, 8); }},
+      {"record", [&] { caller->record(); }},
+      {"is_idle", [&] { caller->is_idle(); }},
+      {"is_capturing", [&] { caller->is_capturing(); }},
+      {"join", [&] { runtime::DeviceEndpoint::join_caller(caller, event)->join({}); }},
+  };
+  for (const auto& [name, use] : uses) {
+    use();
+    expect(!stand_in::has_default_stream(0),
+           concat(name, " uses the default stream of the current device"));
+  }
+  CallerStream(1).synchronize();
+  expect_no_violations();
 }
 
 void event_of_outside_a_capture() {
@@ -496,6 +544,8 @@ int main(int argc, char** argv) {
           {"deadlock_by_an_allocation", deadlock_by_an_allocation},
           {"deadlock_by_kernels_that_are_not_loaded", deadlock_by_kernels_that_are_not_loaded},
           {"deadlock_by_pageable_memory", deadlock_by_pageable_memory},
+          {"default_stream_of_another_device", default_stream_of_another_device},
+          {"default_streams", default_streams},
           {"driver_of_an_earlier_version", driver_of_an_earlier_version},
           {"event_of_outside_a_capture", event_of_outside_a_capture},
           {"first_operation_beside_create", first_operation_beside_create},
