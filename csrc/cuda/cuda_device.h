@@ -61,6 +61,9 @@ class CudaDevice final : public runtime::Device {
                             const std::shared_ptr<const void>& owner) override;
   /// @throws InvalidArgument  this process would use more streams of the device than connections.
   std::shared_ptr<runtime::Stream> create_stream() override;
+  std::shared_ptr<runtime::Baton> create_baton() override {
+    return std::make_shared<CudaBaton>(device_idx_);
+  }
   std::shared_ptr<void> keep(std::shared_ptr<void> inputs) override { return inputs; }
   std::shared_ptr<runtime::Stream> side_stream() override { return pool_->side_stream(); }
   /// @param handle  torch.cuda.Stream.cuda_stream. The stream outlives this device.

@@ -20,6 +20,13 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+cudaEvent_t make_event(int device_idx) {
+  const CurrentDevice current(device_idx);
+  cudaEvent_t event = nullptr;
+  device::check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+  return event;
+}
+
 /// Events that nobody looks at any more. Streams may still wait for what was recorded in them:
 /// recording anew changes nothing there.
 class SpareEvents {
@@ -40,10 +47,7 @@ class SpareEvents {
         return event;
       }
     }
-    const CurrentDevice current(device_idx);
-    cudaEvent_t event = nullptr;
-    device::check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
-    return event;
+    return make_event(device_idx);
   }
   void give_back(int device_idx, cudaEvent_t event) noexcept {
     try {
@@ -90,6 +94,12 @@ bool CudaEvent::is_complete() const {
   return true;
 }
 
+CudaBaton::CudaBaton(int device_idx) : event_(make_event(device_idx)) {}
+
+CudaBaton::~CudaBaton() {
+  cudaEventDestroy(event_);  // who waits for it still does
+}
+
 CudaStream::CudaStream(int device_idx) : device_idx_(device_idx), is_own_(true) {
   const CurrentDevice current(device_idx);
   int lowest = 0;
@@ -121,6 +131,22 @@ void CudaStream::wait(const runtime::Event& event) {
   MOE_CHECK(code != cudaErrorStreamCaptureIsolation,
             "an event of outside a graph cannot be waited for while capturing");
   device::check_cuda(code, "making a stream wait for an event");
+}
+
+void CudaStream::take(runtime::Baton& baton) {
+  const auto current_device = current();
+  const unsigned flags = is_captured(stream_) ? cudaEventWaitExternal : cudaEventWaitDefault;
+  device::check_cuda(
+      cudaStreamWaitEvent(stream_, dynamic_cast<const CudaBaton&>(baton).event(), flags),
+      "making a stream take its turn");
+}
+
+void CudaStream::give(runtime::Baton& baton) {
+  const auto current_device = current();
+  const unsigned flags = is_captured(stream_) ? cudaEventRecordExternal : cudaEventRecordDefault;
+  device::check_cuda(
+      cudaEventRecordWithFlags(dynamic_cast<const CudaBaton&>(baton).event(), stream_, flags),
+      "making a stream hand on its turn");
 }
 
 void CudaStream::copy(void* target, const void* source, int64_t bytes) {

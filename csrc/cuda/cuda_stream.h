@@ -34,6 +34,21 @@ class CudaEvent final : public runtime::Event {
   bool is_captured_ = false;
 };
 
+/// An event of its own, which graphs record and wait for as one of outside.
+class CudaBaton final : public runtime::Baton {
+ public:
+  /// @throws CudaError
+  explicit CudaBaton(int device_idx);
+  ~CudaBaton() override;
+  CudaBaton(const CudaBaton&) = delete;
+  CudaBaton& operator=(const CudaBaton&) = delete;
+
+  cudaEvent_t event() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 class CudaStream final : public runtime::Stream {
  public:
   /// A stream of its own, which does not wait for the default stream and goes before others, or the
@@ -47,6 +62,8 @@ class CudaStream final : public runtime::Stream {
   void* handle() const override { return stream_; }
   std::shared_ptr<runtime::Event> record() override;
   void wait(const runtime::Event& event) override;
+  void take(runtime::Baton& baton) override;
+  void give(runtime::Baton& baton) override;
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill(void* target, int value, int64_t bytes) override;
   bool is_capturing() const override;

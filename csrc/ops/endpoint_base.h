@@ -93,6 +93,9 @@ class EndpointBase : public BufferBase {
   virtual std::shared_ptr<const void> mark_caller() { return nullptr; }
   /// Whether operations are recorded into a graph instead of run.
   virtual bool is_capturing() const { return false; }
+  /// Whether operations were recorded into graphs: others are then run by the calling thread, those
+  /// that are asynchronous too, so that they and runs of graphs keep the order of the calls.
+  virtual bool has_graphs() const { return false; }
 
   /// Lives as long as this, for whoever calls it; operations do not look at it. Null for nothing.
   const std::shared_ptr<void>& beside() const { return beside_; }

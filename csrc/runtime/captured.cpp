@@ -36,7 +36,7 @@ class Capture {
     endpoint.settle_receive({});
     if (const std::exception_ptr error = endpoint.settle_verdict({}))
       std::rethrow_exception(error);
-    endpoint.wait_for_caller();
+    endpoint.enter_capture();
     const auto memory = endpoint.device().allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
     status_ = keep(std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get())));
   }
@@ -150,7 +150,7 @@ void capture_receive(Capture& capture,
     endpoint.leave_to_receive(phase);
     outcome->end = ReceivePhase::end_of(std::move(phase));
   } else {
-    endpoint.make_caller_wait();
+    endpoint.leave_capture(endpoint.caller_stream());
   }
 }
 
@@ -243,7 +243,7 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
   kernels::Tables tables = row.tables;
   tables.status = capture.status().get();
   launch_sums(endpoint, params, tables, requests, outcome.sums, pulled);
-  endpoint.make_caller_wait();
+  endpoint.leave_capture(endpoint.caller_stream());
   outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
   return outcome;
 }

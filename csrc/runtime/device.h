@@ -19,6 +19,13 @@ class Event {
   virtual bool is_complete() const = 0;
 };
 
+/// What work hands on to work of any stream, so that it runs in the order in which the host issued
+/// it, graphs included. Outlives the runs of graphs that hand it on.
+class Baton {
+ public:
+  virtual ~Baton() = default;
+};
+
 /// Work in order. Streams run beside each other.
 class Stream {
  public:
@@ -30,6 +37,12 @@ class Stream {
   /// Work put in from now on runs after @p event. Does not block the host, except on a stream that
   /// stands for the host itself.
   virtual void wait(const Event& event) = 0;
+  /// The same behind what gave @p baton last, by now; of a graph that is captured, by the time each
+  /// of its runs is put into a stream.
+  virtual void take(Baton& baton) = 0;
+  /// Who takes @p baton from now on waits for what the stream holds; of a graph that is captured,
+  /// from when each of its runs is put into a stream.
+  virtual void give(Baton& baton) = 0;
   /// @p source and @p target are device, heap or page-locked memory. In order, asynchronous.
   virtual void copy(void* target, const void* source, int64_t bytes) = 0;
   virtual void fill(void* target, int value, int64_t bytes) = 0;
@@ -84,6 +97,7 @@ class Device {
   virtual std::shared_ptr<void> keep(std::shared_ptr<void> inputs) = 0;
 
   virtual std::shared_ptr<Stream> create_stream() = 0;
+  virtual std::shared_ptr<Baton> create_baton() = 0;
   /// For copies of a few bytes that wait for nothing. One for all ranks of a process, where streams
   /// are few; in the emulator the host's.
   virtual std::shared_ptr<Stream> side_stream() = 0;

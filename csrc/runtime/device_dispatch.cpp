@@ -139,7 +139,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     is_copied_out_ = !is_low_latency() &&
                      ops::is_copied_out(endpoint_, needed(endpoint_.rank_idx()), params_.copy_out);
     // What is copied out has to be whole.
-    receives_later_ = params_.is_async && !is_copied_out_;
+    receives_later_ = params_.is_async && !is_copied_out_ && !endpoint_.has_graphs();
     if (!receives_later_)
       endpoint_.launch_receive(launches_.receive_params());
     is_moving_ = true;

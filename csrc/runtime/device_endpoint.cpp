@@ -104,6 +104,7 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<group::Group> group,
       is_elsewhere_(areas_.size()) {
   device_->activate();
   stream_ = device_->create_stream();
+  baton_ = device_->create_baton();
   watch_ = std::make_unique<DeviceWatch>(*this);
 }
 
@@ -382,11 +383,32 @@ void DeviceEndpoint::wait_for_caller(const void* mark) {
     stream_->wait(*static_cast<const Event*>(mark));
   else
     stream_->wait(*caller_stream().record());
+  if (has_graphs())
+    stream_->take(*baton_);
 }
 
-void DeviceEndpoint::make_caller_wait() {
-  if (!is_host_caller())
-    make_caller_wait(*stream_->record());
+/// Where the caller is the host, graphs run in the stream.
+void DeviceEndpoint::enter_capture() {
+  if (is_host_caller())
+    return;
+  const bool is_first = !stream_->is_capturing();
+  if (is_first && !has_graphs())
+    stream_->give(*baton_);
+  stream_->wait(*caller_stream().record());
+  if (is_first)
+    stream_->take(*baton_);
+}
+
+void DeviceEndpoint::leave_capture(Stream& caller) {
+  if (is_host_caller() || !stream_->is_capturing())
+    return;
+  stream_->give(*baton_);
+  caller.wait(*stream_->record());
+}
+
+void DeviceEndpoint::go_before_graphs() {
+  if (has_graphs() && !is_host_caller())
+    stream_->give(*baton_);
 }
 
 void DeviceEndpoint::make_caller_wait(const Event& end) {
@@ -400,6 +422,7 @@ std::shared_ptr<ops::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Str
 
 std::shared_ptr<Event> DeviceEndpoint::leave_running() {
   auto end = stream_->record();
+  go_before_graphs();
   watch_->follow(end);
   return end;
 }

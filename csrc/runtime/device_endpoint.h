@@ -86,9 +86,14 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<const void> mark_caller() override;
   /// Kernels launched from now on run after what the caller's stream holds, or held at @p mark.
   void wait_for_caller(const void* mark = nullptr);
-  /// What the caller's stream is given from now on runs after the kernels launched so far.
-  void make_caller_wait();
-  /// The same behind @p end, which was recorded in the stream.
+  /// The same of kernels that are captured. In every run the first of them go behind what the
+  /// buffer was given before, by the order of the host's calls.
+  void enter_capture();
+  /// What @p caller is given from now on runs after the kernels captured so far, and so do, behind
+  /// a run of the graph, further operations of the buffer, in whichever streams.
+  void leave_capture(Stream& caller);
+  /// What the caller's stream is given from now on runs after @p end, which was recorded in the
+  /// stream.
   void make_caller_wait(const Event& end);
   /// Puts off until somebody joins that @p caller waits for @p end.
   static std::shared_ptr<ops::CallerJoin> join_caller(std::shared_ptr<Stream> caller,
@@ -177,8 +182,12 @@ class DeviceEndpoint : public ops::EndpointBase {
   size_t num_kept() const { return kept_.size(); }
   /// Work put into the stream so far runs on with nobody waiting for it. @return its end.
   std::shared_ptr<Event> leave_running();
-  /// Whether graphs may have advanced the epoch on the device beyond what the host knows.
-  bool has_graphs() const { return !kept_.empty(); }
+  /// Runs of graphs that are put into any stream from now on go behind what the stream holds.
+  void go_before_graphs();
+  /// Whether there are graphs, which may have advanced the epoch on the device beyond what the host
+  /// knows. An operation then is in the stream, whole, when its call returns: else a run of a graph
+  /// could come between its kernels, and nobody here hears of that.
+  bool has_graphs() const override { return !kept_.empty(); }
 
   /// Device memory for counting choices, at least so many bytes, unset; kept between operations.
   std::byte* scratch(int64_t bytes);
@@ -236,6 +245,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> stream_;
+  std::shared_ptr<Baton> baton_;                   ///< of operations beside graphs
   mutable std::shared_ptr<Stream> side_stream_;    ///< made when it is first needed
   mutable std::shared_ptr<Stream> caller_stream_;  ///< null until it is first needed
   int num_sms_;

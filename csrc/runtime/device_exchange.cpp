@@ -280,6 +280,11 @@ std::vector<int64_t> DeviceExchange::receive(const kernels::ReceiveParams& param
 }
 
 void DeviceExchange::fail(const std::string& reason) {
+  try {
+    endpoint_.go_before_graphs();
+  } catch (...) {
+    // The device has failed: nothing runs on it any more.
+  }
   if (!is_open())
     return;
   knows_epoch();

@@ -147,8 +147,7 @@ class CapturedReceive final : public ReceivePhase {
               "capture");
     launch();
     has_joined_ = true;
-    if (!endpoint_.is_host_caller() && endpoint_.stream().is_capturing())
-      caller_->wait(*endpoint_.stream().record());
+    endpoint_.leave_capture(*caller_);
   }
 
  private:

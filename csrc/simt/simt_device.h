@@ -55,6 +55,9 @@ class SimtDevice final : public runtime::Device {
   std::shared_ptr<void> keep(std::shared_ptr<void> inputs) override;
 
   std::shared_ptr<runtime::Stream> create_stream() override;
+  std::shared_ptr<runtime::Baton> create_baton() override {
+    return std::make_shared<StreamBaton>();
+  }
   std::shared_ptr<runtime::Stream> side_stream() override { return host_stream_; }
   /// Of callers that are streams: the handle of a WorkerStream, which lives at least until the call
   /// returns, or 0 for one of the device's own.

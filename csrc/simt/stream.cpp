@@ -133,11 +133,11 @@ class Capture {
     return is_open_;
   }
 
-  bool add(const DeviceStream* stream, Work work) {
+  bool add(const DeviceStream* stream, Step step) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!is_open_)
       return false;
-    nodes_.push_back(std::move(work));
+    steps_.push_back(std::move(step));
     known_[stream][stream] = ++num_of_stream_[stream];
     return true;
   }
@@ -155,7 +155,7 @@ class Capture {
       known[other] = std::max(known[other], number);
   }
 
-  std::vector<Work> end(const DeviceStream* stream) {
+  std::vector<Step> end(const DeviceStream* stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     MOE_CHECK(stream == origin_, "capture did not begin on the stream that it is to end on");
     is_open_ = false;
@@ -167,14 +167,14 @@ class Capture {
                 " operations into the graph, and the stream that began it waits for ",
                 known[other],
                 " of them");
-    return std::move(nodes_);
+    return std::move(steps_);
   }
 
  private:
   mutable std::mutex mutex_;
   const DeviceStream* origin_;
   bool is_open_ = true;
-  std::vector<Work> nodes_;
+  std::vector<Step> steps_;
   Counts num_of_stream_;
   std::map<const DeviceStream*, Counts> known_;  ///< by stream: what it comes after
 };
@@ -215,10 +215,28 @@ bool DeviceStream::is_capturing() const {
   return capture() != nullptr;
 }
 
+bool DeviceStream::put_into_graph(Step step) {
+  const auto open = capture();
+  return open && open->add(this, std::move(step));
+}
+
 void DeviceStream::put(Work work) {
-  if (const auto open = capture(); open && open->add(this, work))
+  if (!put_into_graph({work, nullptr, nullptr}))
+    run(std::move(work));
+}
+
+void DeviceStream::take(runtime::Baton& baton) {
+  auto& own = dynamic_cast<StreamBaton&>(baton);
+  if (put_into_graph({nullptr, own.shared_from_this(), nullptr}))
     return;
-  run(std::move(work));
+  if (const auto last = own.last())
+    wait_for(*last);
+}
+
+void DeviceStream::give(runtime::Baton& baton) {
+  auto& own = dynamic_cast<StreamBaton&>(baton);
+  if (!put_into_graph({nullptr, nullptr, own.shared_from_this()}))
+    own.give(record_progress());
 }
 
 void DeviceStream::launch(Kernel kernel) {
@@ -312,13 +330,17 @@ void WorkerStream::run(Work work) {
             ", which forked this one, ",
             getpid());
   progress_->check();
-  progress_->add(std::move(work));
+  {
+    const auto held = hold();
+    progress_->add(std::move(work));
+  }
   const std::lock_guard<std::mutex> lock(start_mutex_);
   if (!thread_.joinable())
     thread_ = start_quiet_thread("runs a stream", [progress = progress_] { progress->run(); });
 }
 
 std::shared_ptr<StreamEvent> WorkerStream::record_progress() {
+  const auto held = hold();
   return std::make_shared<StreamEvent>(progress_, progress_->num_added());
 }
 
@@ -342,7 +364,8 @@ void HostStream::wait_for(const StreamEvent& event) {
   event.await();
 }
 
-// --- StreamEvent, Graph -------------------------------------------------------------------------
+// --- StreamEvent, StreamBaton, Graph
+// -------------------------------------------------------------------------
 
 bool StreamEvent::is_complete() const {
   MOE_CHECK(capture_ == nullptr, "an event of a graph has no state");
@@ -359,11 +382,56 @@ void StreamEvent::await() const {
     progress_->await(number_);
 }
 
+void StreamBaton::give(std::shared_ptr<StreamEvent> end) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  last_ = std::move(end);
+}
+
+std::shared_ptr<StreamEvent> StreamBaton::last() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return last_;
+}
+
+Graph::Graph(const std::vector<Step>& steps) {
+  std::shared_ptr<std::vector<Work>> nodes;
+  for (const Step& step : steps) {
+    if (!step.work) {
+      steps_.push_back(step);
+      nodes = nullptr;
+      continue;
+    }
+    if (nodes == nullptr) {
+      nodes = std::make_shared<std::vector<Work>>();
+      steps_.push_back({[nodes](Scheduler& scheduler) {
+                          for (const Work& node : *nodes)
+                            node(scheduler);
+                        },
+                        nullptr,
+                        nullptr});
+    }
+    nodes->push_back(step.work);
+    ++num_nodes_;
+  }
+}
+
+std::vector<std::shared_ptr<StreamBaton>> Graph::batons() const {
+  std::vector<std::shared_ptr<StreamBaton>> batons;
+  for (const Step& step : steps_)
+    if (!step.work)
+      batons.push_back(step.taken ? step.taken : step.given);
+  return batons;
+}
+
 void Graph::replay(DeviceStream& stream) const {
-  stream.put([nodes = nodes_](Scheduler& scheduler) {
-    for (const Work& node : *nodes)
-      node(scheduler);
-  });
+  const auto held = stream.hold();
+  for (const Step& step : steps_) {
+    if (step.taken)
+      stream.take(*step.taken);
+    else if (step.given)
+      stream.give(*step.given);
+    else
+      stream.put(step.work);
+  }
 }
 
 }  // namespace moe::simt

@@ -20,10 +20,18 @@ namespace moe::simt {
 
 class Capture;
 class Graph;
+class StreamBaton;
 class StreamEvent;
 
 /// One piece of a stream's work; grids run on the scheduler it is given.
 using Work = std::function<void(Scheduler& scheduler)>;
+
+/// A step of a graph: work, or a baton that is taken or given.
+struct Step {
+  Work work;
+  std::shared_ptr<StreamBaton> taken;
+  std::shared_ptr<StreamBaton> given;
+};
 
 /// How far a stream is. Shared with its events, which outlive it.
 class Progress {
@@ -89,6 +97,8 @@ class DeviceStream : public runtime::Stream,
   void* handle() const override;
   std::shared_ptr<runtime::Event> record() override;
   void wait(const runtime::Event& event) override;
+  void take(runtime::Baton& baton) override;
+  void give(runtime::Baton& baton) override;
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill(void* target, int value, int64_t bytes) override;
   bool is_capturing() const override;
@@ -118,11 +128,14 @@ class DeviceStream : public runtime::Stream,
   virtual std::shared_ptr<StreamEvent> record_progress() = 0;
   virtual void wait_for(const StreamEvent& event) = 0;
   virtual bool has_run_all() const = 0;
+  /// While it lives no other thread puts anything in.
+  virtual std::unique_lock<std::recursive_mutex> hold() { return {}; }
 
  private:
   friend class Graph;
 
   void put(Work work);
+  bool put_into_graph(Step step);
   std::shared_ptr<Capture> capture() const;
 
   const int rank_idx_;
@@ -147,7 +160,11 @@ class WorkerStream final : public DeviceStream {
   std::shared_ptr<StreamEvent> record_progress() override;
   void wait_for(const StreamEvent& event) override;
   bool has_run_all() const override { return progress_->is_complete(progress_->num_added()); }
+  std::unique_lock<std::recursive_mutex> hold() override {
+    return std::unique_lock<std::recursive_mutex>(order_mutex_);
+  }
 
+  std::recursive_mutex order_mutex_;
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   const pid_t process_;
   std::mutex start_mutex_;
@@ -195,18 +212,32 @@ class StreamEvent final : public runtime::Event {
   std::map<const DeviceStream*, size_t> before_;
 };
 
+/// Which work gave it last.
+class StreamBaton final : public runtime::Baton, public std::enable_shared_from_this<StreamBaton> {
+ public:
+  void give(std::shared_ptr<StreamEvent> end);
+  /// Null before anybody has.
+  std::shared_ptr<StreamEvent> last() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<StreamEvent> last_;
+};
+
 /// Work that was captured, in an order that its streams allow.
 class Graph {
  public:
-  explicit Graph(std::vector<Work> nodes)
-      : nodes_(std::make_shared<const std::vector<Work>>(std::move(nodes))) {}
+  explicit Graph(const std::vector<Step>& steps);
 
-  size_t num_nodes() const { return nodes_->size(); }
+  size_t num_nodes() const { return num_nodes_; }
+  /// Batons that its runs take or give.
+  std::vector<std::shared_ptr<StreamBaton>> batons() const;
   /// Puts all of it into @p stream. Any number of times; the graph may be gone before it has run.
   void replay(DeviceStream& stream) const;
 
  private:
-  std::shared_ptr<const std::vector<Work>> nodes_;
+  std::vector<Step> steps_;  ///< work between batons is one
+  size_t num_nodes_ = 0;
 };
 
 }  // namespace moe::simt

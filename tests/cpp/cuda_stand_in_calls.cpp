@@ -174,24 +174,32 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 
 /// PG, CUDA Graphs, Cross-stream Dependencies and Events: a captured stream waits for events of its
-/// own capture only; a stream that waits for a captured event joins the capture. Events that a
-/// graph looks at while it runs (cudaEventWaitExternal) have to outlive it: nobody here keeps one.
+/// own capture only; a stream that waits for a captured event joins the capture. RT, Data types,
+/// cudaEventWaitExternal: in a capture it makes a node that waits for the event of outside, in each
+/// run for the record before that.
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
   begin("cudaStreamWaitEvent");
   const auto stream = stream_for_work(handle, "cudaStreamWaitEvent");
   if (stream == nullptr)
     return this_thread.last_error;
-  std::shared_ptr<moe::runtime::Event> point;
+  std::shared_ptr<moe::runtime::Event> captured;
+  std::shared_ptr<moe::simt::StreamBaton> records;
   {
     const std::lock_guard lock(event->mutex);
-    point = event->point;
+    captured = event->captured;
+    records = event->records;
   }
-  if (flags != cudaEventWaitDefault)
-    return fail(cudaErrorInvalidValue, "cudaStreamWaitEvent", "an event that the graph outlives");
-  if (point == nullptr)  // never recorded
-    return cudaSuccess;
+  const bool is_external = flags == cudaEventWaitExternal;
+  if (is_external && (captured != nullptr || !stream->worker->is_capturing()))
+    return fail(cudaErrorInvalidValue, "cudaStreamWaitEvent", "no event of outside a capture");
+  const auto last = records->last();
   try {
-    stream->worker->wait(*point);
+    if (captured != nullptr)
+      stream->worker->wait(*captured);
+    else if (is_external)
+      stream->worker->take(*records);
+    else if (last != nullptr)
+      stream->worker->wait(*last);
   } catch (const std::exception& error) {
     return fail(cudaErrorStreamCaptureIsolation, "cudaStreamWaitEvent", error.what());
   }
@@ -240,11 +248,20 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsig
   return cudaSuccess;
 }
 
+/// RT, Graph Management, cudaGraphAddEventWaitNode: it says nothing of an event that has ended,
+/// which is hence wrong.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t handle) {
   begin("cudaGraphLaunch");
   const auto stream = stream_for_work(handle, "cudaGraphLaunch");
   if (stream == nullptr)
     return this_thread.last_error;
+  const auto batons = graph->graph->batons();
+  const auto has_ended = [](const auto& baton) {
+    const std::lock_guard lock(state().mutex);
+    return state().ended_events.contains(baton.get());
+  };
+  if (std::any_of(batons.begin(), batons.end(), has_ended))
+    return fail(cudaErrorInvalidResourceHandle, "cudaGraphLaunch", "an event of it has ended");
   graph->graph->replay(*stream->worker);
   const std::lock_guard lock(stream->names_mutex);
   stream->names[stream->worker->progress()->num_added()] = "a graph";
@@ -262,6 +279,11 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned) {
 /// RT, Event Management, cudaEventDestroy: legal before the event completes.
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   begin("cudaEventDestroy");
+  {
+    const std::lock_guard lock(state().mutex);
+    if (event->records.use_count() > 1)
+      state().ended_events.insert(event->records.get());
+  }
   delete event;
   return cudaSuccess;
 }
@@ -276,8 +298,27 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
     return fail(
         cudaErrorInvalidResourceHandle, "cudaEventRecord", "the stream is of another device");
   const std::lock_guard lock(event->mutex);
-  event->is_captured = stream->worker->is_capturing();
-  event->point = stream->worker->record();
+  event->captured = stream->worker->is_capturing() ? stream->worker->record() : nullptr;
+  if (event->captured == nullptr)
+    stream->worker->give(*event->records);
+  return cudaSuccess;
+}
+
+/// RT, Data types, cudaEventRecordExternal: in a capture it makes a node that records the event in
+/// each run; it is invalid elsewhere.
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, unsigned flags) {
+  if (flags == cudaEventRecordDefault)
+    return cudaEventRecord(event, handle);
+  begin("cudaEventRecordWithFlags");
+  const auto stream = stream_for_work(handle, "cudaEventRecordWithFlags");
+  if (stream == nullptr)
+    return this_thread.last_error;
+  if (stream->device_idx != event->device_idx || !stream->worker->is_capturing())
+    return fail(cudaErrorInvalidValue,
+                "cudaEventRecordWithFlags",
+                "no stream of the event's device that is captured");
+  const std::lock_guard lock(event->mutex);
+  stream->worker->give(*event->records);
   return cudaSuccess;
 }
 
@@ -288,9 +329,9 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   std::shared_ptr<moe::runtime::Event> point;
   {
     const std::lock_guard lock(event->mutex);
-    if (event->is_captured)
+    if (event->captured != nullptr)
       return fail(cudaErrorCapturedEvent, "cudaEventQuery", "the event belongs to a capture");
-    point = event->point;
+    point = event->records->last();
   }
   if (is_prohibited())
     return fail(cudaErrorStreamCaptureUnsupported, "cudaEventQuery", "while a stream is captured");

@@ -42,8 +42,9 @@ struct CUstream_st final : moe::simt::Stream {
 struct CUevent_st {
   int device_idx = 0;
   std::mutex mutex;
-  std::shared_ptr<moe::runtime::Event> point;  ///< null before it is recorded
-  bool is_captured = false;
+  std::shared_ptr<moe::runtime::Event> captured;  ///< where it was recorded in a capture, else null
+  /// Its last record elsewhere, and those that runs of graphs make.
+  std::shared_ptr<moe::simt::StreamBaton> records = std::make_shared<moe::simt::StreamBaton>();
 };
 
 struct CUgraph_st {
@@ -108,6 +109,7 @@ struct State {
   std::map<const void*, Foreign> foreign;
   std::vector<OpenCapture> captures;
   std::set<std::pair<int, int>> peers;
+  std::set<const runtime::Baton*> ended_events;  ///< what graphs have of them
   std::vector<std::string> violations;
   std::map<std::string, int> waits;
   std::atomic<int64_t> dawdle_ms{0};

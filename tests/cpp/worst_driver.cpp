@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gpu_ranks.h"
@@ -325,6 +326,187 @@ void operation_behind_a_graph() {
   });
 }
 
+const void* g_foreign = nullptr;
+
+void launch_foreign(cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.stream = stream;
+  device::check_cuda(cudaLaunchKernelExC(&config, g_foreign, nullptr), "launching");
+}
+
+/// Dispatch and combine of a buffer, or an asynchronous dispatch alone, issued in any stream.
+class Issued {
+ public:
+  enum class Way { kEager, kAsynchronous, kCaptured };
+  struct Kind {
+    Way way;
+    RowLayout layout;
+    std::string name() const {
+      return concat(way == Way::kEager          ? "eager"
+                    : way == Way::kAsynchronous ? "asynchronous"
+                                                : "captured",
+                    layout == RowLayout::kLowLatency ? " low latency" : "");
+    }
+  };
+
+  Issued(Caller& caller, const RankGpu& gpu, Kind kind) : caller_(caller), kind_(kind) {
+    caller.x = x_ = gpu.device->allocate_unset(kNumTokens * kHidden * 4);
+    caller.fill(0);
+    if (kind.way == Way::kCaptured)
+      recorded_.emplace(caller, kind.layout, cudaStreamCaptureModeThreadLocal);
+  }
+
+  void issue(const CallerStream& stream, int round) {
+    caller_.x = x_;
+    caller_.fill(round_ = round);
+    if (recorded_) {
+      device::check_cuda(cudaGraphLaunch(recorded_->executable, stream.get()), "launching a graph");
+      return;
+    }
+    caller_.endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
+    ops::DispatchParams params = caller_.dispatch_params(kind_.layout);
+    params.is_async = kind_.way == Way::kAsynchronous;
+    dispatched_ = runtime::dispatch(*caller_.endpoint, params, {});
+    if (!params.is_async)
+      combined_ = caller_.combine(dispatched_);
+  }
+  void join() const {
+    if (dispatched_.end)
+      dispatched_.end->join({});
+  }
+  void check() const {
+    caller_.round = round_;
+    caller_.check_rows(recorded_ ? recorded_->dispatched : dispatched_);
+    if (kind_.way != Way::kAsynchronous)
+      caller_.check_sums(recorded_ ? recorded_->combined : combined_);
+  }
+
+ private:
+  Caller& caller_;
+  Kind kind_;
+  std::shared_ptr<std::byte> x_;
+  int round_ = 0;
+  std::optional<Recorded> recorded_;
+  ops::DispatchOutcome dispatched_;
+  ops::CombineOutcome combined_;
+};
+
+/// One operation behind another, which is not waited for, in the order of the host's calls: in one
+/// stream or two, from one thread or two. Now and then a stream of one rank is slow.
+void pair_of(const Issued::Kind& former,
+             const Issued::Kind& later,
+             int rank_idx,
+             const std::shared_ptr<group::Group>& group,
+             const RankGpu& gpu) {
+  Caller caller(rank_idx, group, gpu);
+  Issued first(caller, gpu, former);
+  Issued second(caller, gpu, later);
+  const CallerStream other;
+  const CallerStream* const streams[] = {&caller.stream, &other};
+  int round = 0;
+  for (const CallerStream* const stream : streams)
+    for (const bool has_thread : {false, true})
+      for (int slow = 0; slow < 4; ++slow) {
+        const std::string what = concat(later.name(),
+                                        " behind ",
+                                        former.name(),
+                                        stream == &other ? ", other stream" : "",
+                                        has_thread ? ", other thread" : "",
+                                        ", slow: ",
+                                        slow);
+        try {
+          if (slow % 2 == rank_idx % 2)
+            launch_foreign((slow < 2 ? caller.stream : *stream).get());
+          first.issue(caller.stream, ++round);
+          const int second_round = ++round;
+          if (has_thread)
+            std::thread([&] { second.issue(*stream, second_round); }).join();
+          else
+            second.issue(*stream, second_round);
+          first.join();
+          second.join();
+          other.synchronize();
+          caller.stream.synchronize();
+          first.check();
+          second.check();
+        } catch (const std::exception& error) {
+          throw std::runtime_error(concat(what, ": ", error.what()));
+        }
+        // Inputs are written anew, and peers may still read what a combine pulls.
+        group->all_gather("", {});
+      }
+  caller.endpoint->destroy({});
+}
+
+using Pairs = std::vector<std::pair<Issued::Kind, Issued::Kind>>;
+
+void pairs_on(int num_devices, const Pairs& pairs) {
+  g_foreign = stand_in::make_foreign_kernel(
+      "slow", [] { std::this_thread::sleep_for(std::chrono::microseconds(50)); });  // of 32 threads
+  run_ranks(2, num_devices, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    const CallerStream stream;
+    launch_foreign(stream.get());  // loads it
+    stream.synchronize();
+    const auto group = borrow(*rank.group);
+    for (const auto& [former, later] : pairs)
+      pair_of(former, later, rank_idx, group, gpu);
+  });
+}
+
+Pairs all_pairs() {
+  std::vector<Issued::Kind> kinds;
+  for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency})
+    for (const auto way : {Issued::Way::kEager, Issued::Way::kAsynchronous, Issued::Way::kCaptured})
+      kinds.push_back({way, layout});
+  Pairs pairs;
+  for (const Issued::Kind& former : kinds)
+    for (const Issued::Kind& later : kinds)
+      pairs.emplace_back(former, later);
+  return pairs;
+}
+
+void pairs_of_operations() {
+  pairs_on(1, all_pairs());
+}
+
+void pairs_of_operations_on_two_devices() {
+  pairs_on(2, all_pairs());
+}
+
+void replay_beside_async() {
+  Pairs pairs;
+  for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency})
+    pairs.push_back({{Issued::Way::kAsynchronous, layout}, {Issued::Way::kCaptured, layout}});
+  pairs_on(2, pairs);
+}
+
+void eager_of_another_stream_behind_a_graph() {
+  constexpr auto kLayout = RowLayout::kExpertMajor;
+  pairs_on(2, {{{Issued::Way::kCaptured, kLayout}, {Issued::Way::kEager, kLayout}}});
+}
+
+/// The first graph of a buffer runs behind what that has been given before, in whichever stream.
+void graph_behind_former_operations() {
+  static std::atomic<int> num_ended;
+  g_foreign = stand_in::make_foreign_kernel("part of an operation", [] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ++num_ended;
+  });
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    launch_foreign(caller.stream.get());  // loads it
+    caller.stream.synchronize();
+    rank.group->all_gather("", {});
+    num_ended = 0;
+    rank.group->all_gather("", {});
+    launch_foreign(static_cast<cudaStream_t>(caller.endpoint->stream().handle()));
+    const Recorded recorded(caller, RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
+    recorded.replay(caller);
+    expect_equal(num_ended.load(), 2 * simt::kWarpSize, "threads of both ranks that have ended");
+    caller.endpoint->destroy({});
+  });
+}
+
 void captured() {
   captured_of(RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
 }
@@ -422,23 +604,15 @@ void beside_a_kernel(const std::function<void(Caller&)>& what) {
   });
 }
 
-const void* g_foreign = nullptr;
-
-void launch_foreign(const Caller& caller) {
-  cudaLaunchConfig_t config{};
-  config.stream = caller.stream.get();
-  device::check_cuda(cudaLaunchKernelExC(&config, g_foreign, nullptr), "launching");
-}
-
 void foreign_kernel_that_is_loaded() {
   g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
-    launch_foreign(caller);
+    launch_foreign(caller.stream.get());
     rank.group->all_gather("", {});
     if (rank_idx == 1) {
       await_kernel();
-      launch_foreign(caller);
+      launch_foreign(caller.stream.get());
     }
     caller.run_all(RowLayout::kExpertMajor);
     caller.endpoint->destroy({});
@@ -447,7 +621,7 @@ void foreign_kernel_that_is_loaded() {
 
 void deadlock_by_a_foreign_kernel() {
   g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
-  beside_a_kernel(launch_foreign);
+  beside_a_kernel([](Caller& caller) { launch_foreign(caller.stream.get()); });
 }
 
 void deadlock_by_kernels_that_are_not_loaded() {
@@ -520,6 +694,23 @@ void wrong_calls() {
   expect_violation("cudaStreamWaitEvent",
                    [&] { cudaStreamWaitEvent(second.get(), event, cudaEventWaitDefault); });
   cudaStreamEndCapture(second.get(), &graph);
+  cudaEvent_t outside = nullptr;
+  cudaEventCreateWithFlags(&outside, cudaEventDisableTiming);
+  expect_violation("cudaEventRecordWithFlags: no stream", [&] {
+    cudaEventRecordWithFlags(outside, stream.get(), cudaEventRecordExternal);
+  });
+  expect_violation("cudaStreamWaitEvent: no event of outside",
+                   [&] { cudaStreamWaitEvent(stream.get(), outside, cudaEventWaitExternal); });
+  cudaGraphExec_t executable = nullptr;
+  cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeRelaxed);
+  cudaStreamWaitEvent(stream.get(), outside, cudaEventWaitExternal);
+  cudaEventRecordWithFlags(outside, stream.get(), cudaEventRecordExternal);
+  cudaStreamEndCapture(stream.get(), &graph);
+  cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphLaunch(executable, stream.get());
+  cudaEventDestroy(outside);
+  expect_violation("cudaGraphLaunch: an event of it has ended",
+                   [&] { cudaGraphLaunch(executable, stream.get()); });
   cudaSetDevice(1);
   cudaEvent_t event_there = nullptr;
   cudaEventCreateWithFlags(&event_there, cudaEventDisableTiming);
@@ -547,11 +738,13 @@ int main(int argc, char** argv) {
           {"default_stream_of_another_device", default_stream_of_another_device},
           {"default_streams", default_streams},
           {"driver_of_an_earlier_version", driver_of_an_earlier_version},
+          {"eager_of_another_stream_behind_a_graph", eager_of_another_stream_behind_a_graph},
           {"event_of_outside_a_capture", event_of_outside_a_capture},
           {"first_operation_beside_create", first_operation_beside_create},
           {"first_operation_beside_create_on_two_devices",
            first_operation_beside_create_on_two_devices},
           {"foreign_kernel_that_is_loaded", foreign_kernel_that_is_loaded},
+          {"graph_behind_former_operations", graph_behind_former_operations},
           {"host_calls", host_calls},
           {"host_calls_on_two_devices", host_calls_on_two_devices},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
@@ -559,8 +752,11 @@ int main(int argc, char** argv) {
           {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
           {"operation_behind_a_graph", operation_behind_a_graph},
+          {"pairs_of_operations", pairs_of_operations},
+          {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
           {"processes", processes},
           {"processes_without_virtual_memory", processes_without_virtual_memory},
+          {"replay_beside_async", replay_beside_async},
           {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},
           {"streams_of_callers_alone", streams_of_callers_alone},
           {"threads_on_one_device", threads_on_one_device},

@@ -25,6 +25,13 @@ class Graph:
     def num_nodes(self) -> int:
         return int(self._native.num_nodes)
 
+    def put(self) -> None:
+        """A replay, in the current stream; the host does not wait for it."""
+        self._backend._in_stream(self._native.replay)
+
+    def wait(self) -> None:
+        self._native.synchronize()
+
     def replay(self) -> None:
         self._native.replay()
-        self._native.synchronize()
+        self.wait()

@@ -118,11 +118,14 @@ class Submitted {
     const py::gil_scoped_release no_gil;
     const bool is_captured = (is_async ? runs_in_captures : !endpoint_->progress().is_idle()) &&
                              endpoint_->is_capturing();
-    if (is_captured)  // what came before is no part of the graph
+    const bool runs_here =
+        is_captured || (is_async && endpoint_->has_graphs() && !endpoint_->is_capturing());
+    if (runs_here)  // behind what came before, which is no part of a graph
       endpoint_->progress().wait_idle(signal_check());
-    if ((!is_async || is_captured) && endpoint_->progress().is_idle()) {
+    if ((!is_async || runs_here) && endpoint_->progress().is_idle()) {
       pending_->run([&body] { return body(signal_check()); });
-      pending_->wait({});
+      if (!is_async || is_captured)
+        pending_->wait({});
       return;
     }
     const auto& entries = endpoint_->group().mail().entries();
