@@ -197,6 +197,14 @@ std::shared_ptr<runtime::Stream> CudaDevice::caller_stream(uintptr_t handle) {
   return stream;
 }
 
+std::vector<std::shared_ptr<runtime::Stream>> CudaDevice::caller_streams() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<runtime::Stream>> streams;
+  for (const auto& [handle, stream] : caller_streams_)
+    streams.push_back(stream);
+  return streams;
+}
+
 void CudaDevice::activate() {
   device::check_cuda(cudaSetDevice(device_idx_), "making a device current");
 }

@@ -68,6 +68,8 @@ class CudaDevice final : public runtime::Device {
   std::shared_ptr<runtime::Stream> side_stream() override { return pool_->side_stream(); }
   /// @param handle  torch.cuda.Stream.cuda_stream. The stream outlives this device.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
+  std::vector<std::shared_ptr<runtime::Stream>> caller_streams() override;
+
   void activate() override;
   std::shared_ptr<void> activate_for_now() override;
 

@@ -80,6 +80,13 @@ class CombineSteps {
         sums_window_(sums_window(params)) {}
   ~CombineSteps() = default;
 
+  /// For rows that peers pull; see EndpointBase::take_window().
+  std::shared_ptr<Window> allocate(uint64_t bytes) {
+    if (plan_.layout() == layout::RowLayout::kLowLatency)
+      if (auto window = endpoint_.take_window(bytes))
+        return window;
+    return exchange_.allocate(bytes);
+  }
   /// Where sums go, once the window is there.
   std::byte* sums() const { return params_.out != nullptr ? params_.out : window_->data(); }
 
@@ -97,7 +104,7 @@ class CombineSteps {
   Mover& mover() { return static_cast<Mover&>(*this); }
 
   Offer copy_to_window(const std::byte* source, int64_t bytes) {
-    auto window = exchange_.allocate(static_cast<uint64_t>(bytes));
+    auto window = allocate(static_cast<uint64_t>(bytes));
     // Until every peer has pulled its rows they belong to the operation.
     exchange_.offer(window);
     mover().copy_in(window->data(), source, bytes);

@@ -27,6 +27,7 @@ struct EndpointConfig {
   int32_t row_type = 0;        ///< of an element, see dlpack_type(); 0 for any
   std::vector<int32_t> expert_rank;
   int depth = 4;
+  int num_low_latency_windows = 2;  ///< of a device; see WindowRing
   /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
   bool node_reduction = false;
   /// The same on the rank they lie on; see docs/gpu.md. Of ranks of one node.
@@ -77,6 +78,9 @@ class EndpointBase : public BufferBase {
 
   /// Where rows lie that peers write or read.
   virtual SymmetricMemory& memory() const = 0;
+  /// A window for the rows of a low-latency dispatch, or of its combine, among those that the
+  /// buffer has; null where it has none that is free and large enough.
+  virtual std::shared_ptr<Window> take_window(uint64_t /*bytes*/) { return nullptr; }
   /// DLPack's type and number of the device whose memory that is.
   virtual int32_t dlpack_device_type() const = 0;
   virtual int32_t device_idx() const = 0;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "device/launch.h"
 
@@ -104,6 +105,9 @@ class Device {
   /// The caller's stream, by the number that Python knows it by. Where the caller is the host there
   /// is only 0, which stands for it: what waits there blocks, what was recorded there is complete.
   virtual std::shared_ptr<Stream> caller_stream(uintptr_t handle) = 0;
+
+  /// Those that were asked for by their numbers, of this rank.
+  virtual std::vector<std::shared_ptr<Stream>> caller_streams() = 0;
 
   /// Makes the device current on the calling thread.
   virtual void activate() = 0;

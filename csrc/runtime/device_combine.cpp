@@ -34,7 +34,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
   bool offers_sums(Offer* offer) {
     if (!ops::adds_by_rank(endpoint_.config(), params_))
       return false;
-    const auto window = exchange_.allocate(static_cast<uint64_t>(rank_sums_bytes(params_)));
+    const auto window = allocate(static_cast<uint64_t>(rank_sums_bytes(params_)));
     exchange_.offer(window);
     *offer = launch_requests(endpoint_, params_, *window);
     requests_ = window->data();
@@ -72,6 +72,8 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
     outcome_.waited_ns = endpoint_.take_waited_ns();
     outcome_.verdict = exchange_.judge_later();
     exchange_.withdraw_offers();
+    for (const auto& window : copied_in_)
+      WindowRing::end_use(*window);
     // Where the caller is a stream, kernels may still run: what they use is kept with the result.
     outcome_.owner =
         endpoint_.is_host_caller()

@@ -8,6 +8,8 @@
 #include "core/sync.h"
 #include "core/text.h"
 #include "layout/rank_sums.h"
+#include "layout/window.h"
+#include "ops/dispatch_rules.h"
 #include "runtime/device_plan.h"
 #include "runtime/dispatch_launches.h"
 #include "runtime/late_verdict.h"
@@ -33,7 +35,6 @@ constexpr int64_t kUsualTopk = 8;
 constexpr int64_t kPlansAtOnce = 2;  ///< for each operation in flight: handles live longer
 constexpr int64_t kHostBytesAtOnce = 64 << 10;
 constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
-constexpr int64_t kMostLowLatencyBytes = int64_t{256} << 20;
 
 /// See ops::CallerJoin.
 class StreamJoin : public ops::CallerJoin {
@@ -122,16 +123,22 @@ void DeviceEndpoint::connect_areas(const group::InterruptCheck& interrupt_check)
   // the driver for more may wait for every kernel on the device, and a kernel for this rank.
   make_tables();
   bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
+  Announcement own{{own_area->offer(), {}}, device_->identity(), 0, 0};
+  reserve_windows(&own);
   const auto reserved = reserve_memory();
+  // Segments are opened in their order.
+  own.offers[1] = reserved->offer();
+  if (const Offer last = windows_.last_offer(); last.segment_idx > own.offers[1].segment_idx)
+    own.offers[1] = last;
   // Peers write to the area as soon as they know of it.
   synchronize();
-  const Announcement own{{own_area->offer(), reserved->offer()}, device_->identity()};
   const auto said =
       connect(0, std::string(reinterpret_cast<const char*>(&own), sizeof(own)), interrupt_check);
   std::vector<Announcement> announced(said.size());
   for (size_t i = 0; i < said.size(); ++i)
     std::memcpy(&announced[i], said[i].data(), std::min(said[i].size(), sizeof(Announcement)));
   compare_devices(announced);
+  check_windows(announced);
   std::string problem;
   std::exception_ptr error;
   try {
@@ -198,12 +205,7 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
   // Where the caller is the host, so is the device, and growth of its heap waits for nobody.
   if (is_host_caller() || config().max_row_bytes == 0 || config().num_max_tokens == 0)
     return memory_->allocate(0);
-  const int64_t num_low_latency =
-      int64_t{buffer_.num_local_experts} * num_ranks() * config().num_max_tokens;
   int64_t bytes = (num_tokens * num_topk + num_tokens) * config().max_row_bytes;
-  if (const int64_t low_latency = num_low_latency * config().max_row_bytes;
-      low_latency <= kMostLowLatencyBytes)
-    bytes = std::max(bytes, low_latency);
   // A combine then has a row more for each that came.
   if (config().rank_reduction)
     bytes = 2 * bytes + layout::RankSumsMap::make(num_tokens, num_topk, sizeof(double)).sums_offset;
@@ -212,6 +214,74 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
   } catch (const CapacityError&) {  // where it is short, operations say so
     return memory_->allocate(0);
   }
+}
+
+/// Of the largest low-latency window, or sums of its combine, that the configuration allows; 0
+/// where it leaves a size open.
+uint64_t DeviceEndpoint::low_latency_bytes() const {
+  const int64_t num_rows = ops::num_low_latency_rows(*this);
+  const int64_t row_bytes = config().max_row_bytes;
+  if (num_rows == 0 || row_bytes == 0)
+    return 0;
+  int64_t bytes = layout::ReceiveWindow::make(
+                      layout::RowLayout::kLowLatency, num_rows, row_bytes, {}, 8, 0, false, true)
+                      .bytes;
+  if (config().rank_reduction && config().num_max_topk > 0)
+    bytes = std::max(
+        bytes,
+        layout::RankSumsMap::make(config().num_max_tokens, config().num_max_topk, sizeof(double))
+            .bytes(num_rows, row_bytes));
+  return static_cast<uint64_t>(bytes + kPageBytes);  // regions of scale factors are aligned
+}
+
+void DeviceEndpoint::reserve_windows(Announcement* own) {
+  try {
+    windows_ = WindowRing(*memory_, config().num_low_latency_windows, low_latency_bytes());
+  } catch (const CapacityError& error) {
+    own->needed_bytes = error.needed_bytes;
+    own->available_bytes = error.available_bytes;
+  }
+}
+
+/// Every rank finds the same.
+void DeviceEndpoint::check_windows(const std::vector<Announcement>& announced) const {
+  for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
+    const Announcement& said = announced[static_cast<size_t>(peer_rank)];
+    if (!group().is_active(peer_rank) || said.needed_bytes == 0)
+      continue;
+    CapacityError error(concat("rank ",
+                               peer_rank,
+                               " needs ",
+                               said.needed_bytes,
+                               " bytes for ",
+                               config().num_low_latency_windows,
+                               " low-latency windows of this buffer (num_low_latency_windows), ",
+                               said.available_bytes,
+                               " can be had"),
+                        said.needed_bytes,
+                        said.available_bytes);
+    error.ranks.push_back(peer_rank);
+    throw error;
+  }
+}
+
+/// Kernels are behind the caller's stream, and other streams may use what was dropped, too. Those
+/// that called this buffer are waited for as well; others may hold operations of other buffers, in
+/// which peers may wait for this one.
+std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes) {
+  std::vector<std::shared_ptr<Stream>> busy;
+  for (auto& stream : device_->caller_streams())
+    if (stream != caller_stream_ && !stream->is_idle())
+      busy.push_back(std::move(stream));
+  const bool can_wait =
+      busy.empty() || (!is_capturing() && std::ranges::all_of(busy, [this](const auto& stream) {
+        return !stream->is_capturing() && std::ranges::count(former_callers_, stream) > 0;
+      }));
+  auto window = can_wait ? windows_.take(bytes) : nullptr;
+  for (const auto& stream : busy)
+    if (window != nullptr)
+      stream_->wait(*stream->record());
+  return window;
 }
 
 /// Ranks have the same configuration, so that what is thrown here is thrown on all of them.
@@ -362,6 +432,8 @@ void DeviceEndpoint::set_caller_stream(uintptr_t handle,
   if (stream == caller_stream_)
     return;
   progress().wait_idle(interrupt_check);
+  if (std::ranges::count(former_callers_, stream) == 0)
+    former_callers_.push_back(stream);
   caller_stream_ = std::move(stream);
 }
 
@@ -654,6 +726,7 @@ void DeviceEndpoint::end_device_operations() {
     // A handler of a signal destroys the buffer: whom it has interrupted hears the end.
   }
   kept_.clear();
+  windows_.clear();
   bases_ = nullptr;
   internode_ = nullptr;
 }

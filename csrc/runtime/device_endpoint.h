@@ -20,6 +20,7 @@
 #include "runtime/device_watch.h"
 #include "runtime/internode.h"
 #include "runtime/segment_bases.h"
+#include "runtime/window_ring.h"
 
 namespace moe::runtime {
 
@@ -58,6 +59,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   ~DeviceEndpoint() override;
 
   SymmetricMemory& memory() const override { return *memory_; }
+  std::shared_ptr<Window> take_window(uint64_t bytes) override;
   int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
   int32_t device_idx() const override { return device_->device_idx(); }
   bool spans_devices() const override { return spans_devices_; }
@@ -217,6 +219,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   struct Announcement {
     Offer offers[2];  ///< its control area, and memory that operations may use
     Device::Identity device;
+    uint64_t needed_bytes;  ///< of low-latency windows, where they do not fit; else 0
+    uint64_t available_bytes;
   };
 
   DeviceEndpoint(std::shared_ptr<group::Group> group,
@@ -231,6 +235,9 @@ class DeviceEndpoint : public ops::EndpointBase {
   void connect_nodes(int64_t area_bytes, const group::InterruptCheck& interrupt_check);
   void make_tables();
   std::shared_ptr<Window> reserve_memory();
+  uint64_t low_latency_bytes() const;
+  void reserve_windows(Announcement* own);
+  void check_windows(const std::vector<Announcement>& announced) const;
   void upload_constants();
   Stream& side_stream() const;
   template <typename Word>
@@ -245,9 +252,10 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> stream_;
-  std::shared_ptr<Baton> baton_;                   ///< of operations beside graphs
-  mutable std::shared_ptr<Stream> side_stream_;    ///< made when it is first needed
-  mutable std::shared_ptr<Stream> caller_stream_;  ///< null until it is first needed
+  std::shared_ptr<Baton> baton_;                         ///< of operations beside graphs
+  mutable std::shared_ptr<Stream> side_stream_;          ///< made when it is first needed
+  mutable std::shared_ptr<Stream> caller_stream_;        ///< null until it is first needed
+  std::vector<std::shared_ptr<Stream>> former_callers_;  ///< each once
   int num_sms_;
   int num_threads_;  ///< 0 where nothing was asked for
   int tokens_per_chunk_;
@@ -280,6 +288,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   uint64_t last_ticket_ = 0;
   int64_t num_host_waits_ = 0;
   std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
+  WindowRing windows_;                    ///< of low-latency rows
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;

@@ -116,4 +116,12 @@ std::shared_ptr<runtime::Stream> SimtDevice::caller_stream(uintptr_t handle) {
   return stream;
 }
 
+std::vector<std::shared_ptr<runtime::Stream>> SimtDevice::caller_streams() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<runtime::Stream>> streams;
+  for (const auto& [handle, stream] : caller_streams_)
+    streams.push_back(stream);
+  return streams;
+}
+
 }  // namespace moe::simt

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "runtime/device.h"
 #include "simt/stream.h"
@@ -63,6 +64,7 @@ class SimtDevice final : public runtime::Device {
   /// returns, or 0 for one of the device's own.
   /// @throws InvalidArgument  another stream; where the caller is the host, a handle other than 0.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;
+  std::vector<std::shared_ptr<runtime::Stream>> caller_streams() override;
   /// The streams that were made or named here.
   const std::shared_ptr<StreamOrder>& order() const { return order_; }
 

@@ -29,6 +29,8 @@ __all__ = [
 ROW_BYTES_MULTIPLE = 16
 NUM_MAX_EXPERTS = 1 << 16
 """Of a buffer. Ranks compare placements and exchange a count for every expert in each dispatch."""
+NUM_MAX_DECODED_TOKENS = 1024
+"""Of a rank, where a buffer has low-latency windows without being asked for them."""
 OnOverflow = Literal["grow", "drop", "raise"]
 ON_OVERFLOW: tuple[OnOverflow, ...] = ("grow", "drop", "raise")
 """What a `Capacity` may do, in the order in which `layout::OnOverflow` of csrc/layout/row.h counts it."""
@@ -187,6 +189,10 @@ class EpConfig:
         expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
+        num_low_latency_windows: Windows for rows of LOW_LATENCY that a buffer of GPUs has from its making
+            on, as many as results are held at a time, and one more for rows that a combine has to copy
+            in; see docs/gpu.md. None for 2 where `num_max_tokens_per_rank` is at most 1024, else 0.
+            Further results get memory of their own. Nothing changes for ranks of CPUs.
         node_reduction: Whether rows are added on the node they lie on before they cross to their
             token's: one partial sum, rounded to the rows' dtype, crosses instead of every row, in
             combine and in the backward of dispatch. Sums have other bits, equal for equal layouts of
@@ -208,6 +214,7 @@ class EpConfig:
     dtype: torch.dtype | None = torch.bfloat16
     expert_rank: torch.Tensor | Sequence[int] | None = None
     num_max_in_flight: int = 4
+    num_low_latency_windows: int | None = None
     node_reduction: bool = False
     rank_reduction: bool = False
 
@@ -218,6 +225,7 @@ class EpConfig:
             ("hidden", 1, True),
             ("num_max_tokens_per_rank", 0, True),
             ("num_max_in_flight", 2, False),
+            ("num_low_latency_windows", 0, True),
         ):
             value = getattr(self, name)
             if value is not None or not is_optional:
@@ -269,6 +277,14 @@ class EpConfig:
             return 0
         assert self.hidden is not None
         return self.row_bytes + 4 * -(-self.hidden // 32)
+
+    @property
+    def num_windows_to_reserve(self) -> int:
+        """`num_low_latency_windows`, resolved: buffers of more tokens are rarely for LOW_LATENCY."""
+        if self.num_low_latency_windows is not None:
+            return self.num_low_latency_windows
+        num_tokens = self.num_max_tokens_per_rank
+        return 2 if num_tokens is not None and num_tokens <= NUM_MAX_DECODED_TOKENS else 0
 
     def resolve_expert_rank(self, num_ranks: int) -> torch.Tensor:
         """The placement on a communicator of `num_ranks`, checked.

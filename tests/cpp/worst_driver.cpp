@@ -200,6 +200,100 @@ void nothing_waits_for_large_operations() {
   });
 }
 
+/// Low-latency results of the configured size, as many at once as the buffer has windows, and rows
+/// that a combine copies in, ask for nothing that may wait. A further result has memory of its own.
+void low_latency_results(int64_t num_max_tokens, bool copies_in) {
+  run_ranks(2, 1, [=](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu, num_max_tokens);
+    const int64_t num_rows = 2 * rank.group->num_ranks() * num_max_tokens;
+    const auto outside =
+        gpu.device->allocate_unset(copies_in ? num_rows * kHidden * int64_t{sizeof(float)} : 1);
+    const auto take_waits = [&] {
+      rank.group->all_gather("", {});
+      const auto waits = rank_idx == 0 ? stand_in::take_waits() : std::map<std::string, int>();
+      rank.group->all_gather("", {});
+      return waits;
+    };
+    const auto dispatch = [&](int round) {
+      caller.stream.synchronize();
+      caller.fill(round);
+      return caller.dispatch(RowLayout::kLowLatency);
+    };
+    std::vector<ops::CombineOutcome> sums;  // held
+    const auto finish = [&](ops::DispatchOutcome outcome, int round) {
+      caller.round = round;
+      caller.check_rows(outcome);
+      if (copies_in) {
+        std::memcpy(outside.get(), outcome.rows, static_cast<size_t>(num_rows) * kHidden * 4);
+        outcome.rows = outside.get();
+      }
+      sums.push_back(caller.combine(outcome));
+      caller.check_sums(sums.back());
+    };
+    take_waits();
+    ops::DispatchOutcome held = dispatch(0);
+    for (int round = 1; round < 5; ++round) {
+      // As a loop does that assigns to one variable, or as two microbatches do.
+      ops::DispatchOutcome outcome = dispatch(round);
+      if (!copies_in)
+        finish(held, round - 1);
+      held = std::move(outcome);
+      finish(held, round);
+    }
+    for (const auto& [call, count] : take_waits())
+      throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+    if (!copies_in) {
+      const ops::DispatchOutcome second = dispatch(5);
+      const ops::DispatchOutcome third = dispatch(6);
+      finish(third, 6);
+      finish(held, 4);
+      finish(second, 5);
+    }
+    caller.stream.synchronize();
+    caller.endpoint->destroy({});
+  });
+}
+
+void low_latency_results_of_a_quarter_gigabyte() {
+  low_latency_results(1 << 19, false);
+}
+
+void low_latency_results_and_rows_copied_in() {
+  low_latency_results(1 << 16, true);
+}
+
+/// Where windows do not fit on one rank, every rank is told how many bytes are needed and there.
+void low_latency_windows_that_do_not_fit() {
+  constexpr int64_t kManyTokens = 1 << 16;
+  constexpr uint64_t kLimitBytes = 48 << 20;
+  heap::HeapOptions options;
+  options.limit_bytes = kLimitBytes;
+  std::vector<group::ThreadRank> others(2);
+  const auto addresses = group::make_meshes(&others);
+  run_ranks(2, 1, [&](int rank_idx, group::ThreadRank&, RankGpu& gpu) {
+    group::ThreadRank& other = others[static_cast<size_t>(rank_idx)];
+    other.connect(rank_idx, addresses);
+    other.make_group();
+    RankGpu limited = gpu;
+    limited.heap = cuda::CudaHeap::create(
+        other.mesh, gpu.device, rank_idx == 1 ? options : heap::HeapOptions{});
+    const auto group = borrow(*other.group);
+    const std::string text =
+        message_of<CapacityError>([&] { Caller(rank_idx, group, limited, kManyTokens); });
+    // 2 experts, 2 ranks, 128 bytes a row.
+    const uint64_t least_bytes = 2 * 2 * 2 * kManyTokens * 128;
+    expect_error(text, {"rank 1 needs ", "2 low-latency windows", " can be had"});
+    const uint64_t needed = std::stoull(text.substr(text.find("needs ") + 6));
+    expect(needed > least_bytes && needed < least_bytes + least_bytes / 4, text);
+    Caller caller(rank_idx, group, limited);
+    caller.run_all(RowLayout::kLowLatency);
+    caller.endpoint->destroy({});
+    caller.endpoint.reset();
+    limited.heap.reset();
+    other.leave();
+  });
+}
+
 /// A further buffer is made while a kernel of the first waits for a rank that makes it, too.
 void second_buffer_beside_a_kernel() {
   run_ranks(2, 1, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -749,6 +843,9 @@ int main(int argc, char** argv) {
           {"host_calls_on_two_devices", host_calls_on_two_devices},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
           {"nothing_waits_in_operations", nothing_waits_in_operations},
+          {"low_latency_results_and_rows_copied_in", low_latency_results_and_rows_copied_in},
+          {"low_latency_results_of_a_quarter_gigabyte", low_latency_results_of_a_quarter_gigabyte},
+          {"low_latency_windows_that_do_not_fit", low_latency_windows_that_do_not_fit},
           {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
           {"operation_behind_a_graph", operation_behind_a_graph},

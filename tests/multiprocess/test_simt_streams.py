@@ -247,6 +247,42 @@ def _overlaps(rows: torch.Tensor, place: range) -> bool:
     return rows.data_ptr() < place.stop and place.start < rows.data_ptr() + num_bytes
 
 
+def _low_latency_window_in_use(context: RankContext) -> None:
+    """The same of a window of the buffer, which a dispatch from another stream writes to."""
+    reader, writer = Stream(), Stream()
+    with use_stream(reader):
+        buffer = _buffer(context)
+        inputs = Inputs(context.rank_idx)
+        inputs.write(reader)
+        result = _dispatch(buffer, inputs, Layout.LOW_LATENCY)
+        result.event.wait()
+        reader.synchronize()
+    rows = result.x.view(torch.int16)
+    place, num_bytes = rows.data_ptr(), rows.numel() * rows.element_size()
+    wanted, seen = rows.clone(), torch.zeros_like(rows)
+    gate = Gate(reader)
+    reader.call(lambda: ctypes.memmove(seen.data_ptr(), place, num_bytes))
+    del rows, result
+    with use_stream(writer):
+        inputs = Inputs(context.rank_idx, 1)
+        inputs.write(writer)
+        with _launched(buffer, 2):
+            result = _dispatch(buffer, inputs, Layout.LOW_LATENCY)
+        assert result.x.data_ptr() == place
+        gate.open()
+        result.event.wait()
+        sums = buffer.combine(result.x, result.handle)
+        writer.synchronize()
+    reader.synchronize()
+    assert torch.equal(seen, wanted)
+    assert torch.equal(sums, inputs.sums(Layout.LOW_LATENCY))
+    buffer.destroy()
+
+
+def test_a_window_of_the_buffer_waits_for_streams_that_called() -> None:
+    run_ranks(_low_latency_window_in_use, NUM_RANKS, mode="threads")
+
+
 def test_a_window_is_kept_until_its_stream_has_read_it() -> None:
     run_ranks(_window_in_use, NUM_RANKS, mode="threads")
 

@@ -102,9 +102,12 @@ void take_window(ops::EndpointBase& endpoint, ops::DispatchParams* params) {
   const auto bytes = static_cast<uint64_t>(ops::low_latency_window(endpoint, *params).bytes);
   try {
     // What may become part of a graph is not kept: it would keep the graph.
-    params->window = kept != nullptr && params->gradients == 0
-                         ? kept->rows.take(endpoint.memory(), bytes)
-                         : endpoint.memory().allocate(bytes);
+    if (kept != nullptr && params->gradients == 0)
+      params->window = kept->rows.take(endpoint.memory(), bytes);
+    else
+      params->window = endpoint.take_window(bytes);
+    if (params->window == nullptr)
+      params->window = endpoint.memory().allocate(bytes);
   } catch (const CapacityError&) {
     // The operation finds the same, and tells the peers.
   }

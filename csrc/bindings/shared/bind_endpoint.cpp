@@ -18,6 +18,7 @@ ops::EndpointConfig endpoint_config_of(py::handle settings) {
   config.row_type = settings.attr("row_type").cast<int32_t>();
   config.expert_rank = settings.attr("expert_rank").cast<std::vector<int32_t>>();
   config.depth = settings.attr("depth").cast<int>();
+  config.num_low_latency_windows = settings.attr("num_low_latency_windows").cast<int>();
   config.node_reduction = settings.attr("node_reduction").cast<bool>();
   config.rank_reduction = settings.attr("rank_reduction").cast<bool>();
   config.agreed = settings.attr("agreed").cast<std::vector<std::pair<std::string, std::string>>>();

@@ -82,6 +82,7 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
         "num_max_tokens_per_rank": str(config.num_max_tokens_per_rank),
         "dtype": str(config.dtype),
         "num_max_in_flight": str(config.num_max_in_flight),
+        "num_low_latency_windows": str(config.num_low_latency_windows),
         "node_reduction": str(config.node_reduction),
         "rank_reduction": str(config.rank_reduction),
         "expert_rank": str(expert_rank.tolist()),

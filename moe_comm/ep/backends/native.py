@@ -76,6 +76,7 @@ class NativeBackend(Backend):
                 else config.num_max_tokens_per_rank,
                 expert_rank=placement.tolist(),
                 depth=config.num_max_in_flight,
+                num_low_latency_windows=config.num_windows_to_reserve,
                 node_reduction=config.node_reduction,
                 rank_reduction=config.rank_reduction,
                 agreed=list(agreed.items()),

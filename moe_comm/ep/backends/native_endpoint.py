@@ -266,6 +266,7 @@ class Settings:
         num_max_tokens: Of one rank; -1 for any.
         expert_rank: Rank of every expert.
         depth: Operations in flight.
+        num_low_latency_windows: See `EpConfig`.
         node_reduction: See `EpConfig`.
         rank_reduction: See `EpConfig`.
         agreed: What must be equal on every rank, as (name, value).
@@ -280,6 +281,7 @@ class Settings:
     num_max_tokens: int
     expert_rank: list[int]
     depth: int
+    num_low_latency_windows: int
     node_reduction: bool
     rank_reduction: bool
     agreed: list[tuple[str, str]]
