@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,17 +119,30 @@ def _device(native: ModuleType, device_idx: int, count: int) -> Finding:
 
 
 def _runs_on(architectures: str, major: int, minor: int) -> bool:
-    """Whether one of "80 90a 100" runs there: as machine code, or compiled by the driver.
+    """Whether code for one of "80, 90a, 100" runs there: as machine code, or compiled by the driver.
 
-    A letter at the end is for one compute capability only; other architectures run on every later
-    one, because their intermediate code is kept.
+    Args:
+        architectures: As CMake names them, with commas or spaces between. A number alone is machine code with
+            intermediate code, of which `-real` keeps the former and `-virtual` the latter: machine code runs on
+            devices of the same major number, intermediate code on all later ones. `a` at the end is for one
+            compute capability only, `f` for those of its family. Any other word counts as code that runs.
+        major: Of the device's compute capability.
+        minor: The same.
     """
     capability = 10 * major + minor
-    for architecture in architectures.split():
-        if architecture[-1].isalpha():
-            if int(architecture[:-1]) == capability:
-                return True
-        elif int(architecture) <= capability:
+    for architecture in re.split(r"[\s,;]+", architectures.strip()):
+        parts = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
+        if parts is None:
+            return True
+        number = int(parts[1])
+        is_of_family = number // 10 == major and number <= capability
+        if parts[2] == "a":
+            runs = number == capability
+        elif parts[2] == "f" or parts[3] == "-real":
+            runs = is_of_family
+        else:
+            runs = number <= capability
+        if runs:
             return True
     return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -144,7 +145,7 @@ class TestDoctorOnGpus:
     @pytest.fixture
     def native(self, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         native = types.SimpleNamespace(
-            ARCHITECTURES="80 90a",
+            ARCHITECTURES="80, 90a",
             CUDA_VERSION=13000,
             count_devices=lambda: (2, ""),
             driver_version=lambda: 13010,
@@ -170,7 +171,20 @@ class TestDoctorOnGpus:
 
     @pytest.mark.parametrize(
         ("architectures", "runs"),
-        [("90a", True), ("100a", False), ("80", True), ("100", False), ("80 100", True)],
+        [
+            ("90a", True),
+            ("100a", False),
+            ("80", True),
+            ("100", False),
+            ("80, 100", True),
+            ("100, 120", False),
+            ("80-real, 100", False),
+            ("80-virtual", True),
+            ("90-real", True),
+            ("100f, 90f", True),
+            ("100f", False),
+            ("all-major", True),
+        ],
     )
     def test_missing_kernels_are_named(
         self, native: types.SimpleNamespace, architectures: str, runs: bool
@@ -179,6 +193,30 @@ class TestDoctorOnGpus:
         found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
         assert found["cuda:0"].is_present is runs
         assert "MOE_COMM_CUDA_ARCHS=90" in found["cuda:0"].remedy
+
+    @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+    @pytest.mark.parametrize(("major", "runs"), [(7, False), (8, True), (9, True), (12, True)])
+    def test_the_list_of_wheels_is_read(
+        self, native: types.SimpleNamespace, tmp_path: Path, major: int, runs: bool
+    ) -> None:
+        # The lines of the project that make it.
+        source = (ROOT / "cmake/MoeCommCuda.cmake").read_text(encoding="utf-8")
+        lines = [
+            line.strip()
+            for line in source.splitlines()
+            if line.startswith("set(MOE_COMM_CUDA_ARCHS") or "string(REPLACE" in line
+        ]
+        script = tmp_path / "list.cmake"
+        script.write_text("\n".join([*lines, 'message("${archs_text}")']), encoding="utf-8")
+        done = subprocess.run(
+            ["cmake", "-P", str(script)], capture_output=True, text=True, check=True
+        )
+        native.ARCHITECTURES = done.stderr.strip()
+        assert re.findall(r"\d+", native.ARCHITECTURES) == ["80", "90", "100"]
+        described = {**native.describe_device(0), "compute_capability": (major, 0)}
+        native.describe_device = lambda _: described
+        found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
+        assert found["cuda:0"].is_present is runs
 
 
 @pytest.mark.parametrize(("num_ranks", "num_buffers"), [(8, 2), (3, 3)])
