@@ -46,6 +46,9 @@ NUM_HOST_CALLS = 50
 NUM_EXPERTS = 64
 NUM_TOPK = 8
 ARRIVAL_TIMEOUT_S = 60.0
+BARRIER_TIMEOUT_S = 2 * ARRIVAL_TIMEOUT_S
+CAPTURE_LOCK = threading.Lock()
+"""Torch has one capture at a time in a process."""
 HOST_AIM_US = 15.0
 """What the host may take for an operation that it does not wait in."""
 
@@ -58,10 +61,16 @@ class Operations:
         case: What all ranks share.
         rank_idx: This rank.
         device: Of the rows.
+        barrier: Of the ranks: a copy from the host's memory may wait for kernels of a rank that is ahead.
     """
 
     def __init__(
-        self, buffer: EpBuffer, case: BenchCase, rank_idx: int, device: torch.device
+        self,
+        buffer: EpBuffer,
+        case: BenchCase,
+        rank_idx: int,
+        device: torch.device,
+        barrier: threading.Barrier,
     ) -> None:
         self._buffer = buffer
         self._case = case
@@ -77,6 +86,7 @@ class Operations:
         if case.layout is not Layout.LOW_LATENCY:
             on_overflow = "raise" if is_by_rank else "drop"
             self._capacity = Capacity(num_rows=num_rows, on_overflow=on_overflow)
+        barrier.wait()
         self._handle = self._dispatch(None).handle
         # Experts give rows of bfloat16, whatever crossed; as many as those of a fixed size.
         self._fixed_handle = self._dispatch(self._capacity).handle
@@ -203,6 +213,33 @@ def median_us(run: Callable[[], Any], barrier: threading.Barrier, num_calls: int
     )
 
 
+def capture(
+    call: Callable[[], object], settle: Callable[[], None], barrier: threading.Barrier
+) -> torch.cuda.CUDAGraph:
+    """A graph of this rank's operations, captured in turn with the other ranks and replayed once.
+
+    Torch waits for the device and gives memory back as it begins, which may wait for kernels of every rank: none
+    runs before the last rank has captured.
+
+    Args:
+        call: What to capture.
+        settle: Waits for what was asked of the device.
+        barrier: Of the ranks.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    settle()
+    barrier.wait()
+    with (
+        CAPTURE_LOCK,
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
+        call()
+    barrier.wait()
+    graph.replay()
+    return graph
+
+
 def copy_us(num_bytes: int, target_device: int, barrier: threading.Barrier) -> float:
     """Of a copy of so many bytes from this rank's GPU to one, while other ranks copy too."""
     source = torch.empty(max(1, num_bytes), dtype=torch.uint8, device="cuda")
@@ -218,7 +255,7 @@ def measure(context: RankContext, case: BenchCase, barrier: threading.Barrier) -
         ) as communicator,
         EpBuffer(communicator, case.config) as buffer,
     ):
-        operations = Operations(buffer, case, context.rank_idx, communicator.device)
+        operations = Operations(buffer, case, context.rank_idx, communicator.device, barrier)
         calls = operations.named()
         own_device = torch.cuda.current_device()
         found: dict[str, Any] = {"device": own_device, "bytes": bytes_of(case, context.rank_idx)}
@@ -235,11 +272,7 @@ def measure(context: RankContext, case: BenchCase, barrier: threading.Barrier) -
 
         sums = operations.both_of_fixed_size()
         communicator.reserve(2 * (found["bytes"]["dispatch"] + sums.nbytes))
-        graph = torch.cuda.CUDAGraph()
-        barrier.wait()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            operations.both_of_fixed_size()
-        graph.replay()
+        graph = capture(operations.both_of_fixed_size, settle, barrier)
         found["captured_us"] = {
             "dispatch+combine": median_us(graph.replay, barrier, NUM_OPERATIONS)
         }
@@ -267,12 +300,35 @@ def measure(context: RankContext, case: BenchCase, barrier: threading.Barrier) -
     return found
 
 
+def short_name(name: str) -> str:
+    """Function and template arguments of a kernel: its name without type, namespaces and parameters.
+
+    Args:
+        name: As the profiler gives it, such as "void a::(anonymous namespace)::b<c::D, true>(e::F)".
+    """
+    depth = 0
+    begin = 0
+    end = len(name)
+    text = name.removeprefix("void ").replace("(anonymous namespace)", "_anonymous_namespace_")
+    for place, sign in enumerate(text):
+        if sign in "<>":
+            depth += 1 if sign == "<" else -1
+        elif depth:
+            continue
+        elif sign == ":":
+            begin = place + 1
+        elif sign == "(":
+            end = place
+            break
+    return text[begin:end].strip()
+
+
 def kernels_of(profiler: Any, num_ranks: int) -> dict[str, dict[str, float]]:
     """By name: launches of a dispatch and combine of one rank, and the microseconds of one."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name.split("(")[0].removeprefix("void ")].append(event.device_time)
+            times[short_name(event.name)].append(event.device_time)
     return {
         name: {
             "launches": round(len(us) / num_ranks / NUM_OPERATIONS, 2),
@@ -317,7 +373,7 @@ def main() -> int:
         quantization=FP8_BLOCK128 if options.fp8 else None,
         with_weights=True,
     )
-    barrier = threading.Barrier(options.ranks)
+    barrier = threading.Barrier(options.ranks, timeout=BARRIER_TIMEOUT_S)
     found = of_all_ranks(run_ranks(measure, options.ranks, case, barrier, mode="threads"))
     for name, kernel in found["kernels"].items():
         print(f"{kernel['median_us']:9.2f} us x {kernel['launches']:5.2f}  {name}")  # noqa: T201

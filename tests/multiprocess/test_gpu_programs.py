@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_kernels_are_timed_on_the_tokens_of_the_benchmark(
             EpBuffer(communicator, case.config) as buffer,
         ):
             device = torch.device("cpu")
-            operations = program.Operations(buffer, case, context.rank_idx, device)
+            operations = program.Operations(buffer, case, context.rank_idx, device, barrier)
             calls = operations.named()
             fixed = operations._fixed_out
             return {
@@ -120,3 +121,89 @@ def test_kernels_are_timed_on_the_tokens_of_the_benchmark(
     assert document["devices"] == [0, 1]
     assert document["to_others"] == max(found["to_others"] for found in per_rank)
     assert document["bytes"]["combine"] == max(found["bytes"]["combine"] for found in per_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (
+            "moe::kernels::(anonymous namespace)::exchange_rows(moe::kernels::Params)",
+            "exchange_rows",
+        ),
+        (
+            "void moe::kernels::(anonymous namespace)::dispatch<moe::kernels::Bytes, true>(moe::kernels::Params)",
+            "dispatch<moe::kernels::Bytes, true>",
+        ),
+        (
+            "void at::native::elementwise<4, at::Fill<int>, std::array<char*, (int)1>>(int, at::Fill<int>)",
+            "elementwise<4, at::Fill<int>, std::array<char*, (int)1>>",
+        ),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+        ("triton_rows", "triton_rows"),
+    ],
+)
+def test_the_table_tells_kernels_apart(program: types.ModuleType, name: str, short: str) -> None:
+    event = types.SimpleNamespace(
+        name=name, device_type=torch.autograd.DeviceType.CUDA, device_time=3.0
+    )
+    other = types.SimpleNamespace(**{**vars(event), "name": "a::other(int)"})
+    profiler = types.SimpleNamespace(events=lambda: [event, other] * program.NUM_OPERATIONS)
+    assert program.kernels_of(profiler, 1) == {
+        short: {"launches": 1.0, "median_us": 3.0},
+        "other": {"launches": 1.0, "median_us": 3.0},
+    }
+
+
+def test_ranks_capture_in_turn_and_replay_behind_the_last(
+    program: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_ranks = 3
+    settled: list[int] = []
+    captured: list[int] = []
+    streams: list[object] = []
+    problems: list[str] = []
+    is_underway = threading.Lock()
+    number = threading.local()
+
+    class Graph:
+        def replay(self) -> None:
+            if len(captured) < num_ranks:
+                problems.append(f"a replay beside captures, behind {captured}")
+
+    class Capture:
+        def __init__(self, graph: Graph, *, stream: object, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+            streams.append(stream)
+
+        def __enter__(self) -> None:
+            if len(settled) < num_ranks:
+                problems.append(f"a capture beside kernels, only {settled} have settled")
+            self._is_alone = is_underway.acquire(blocking=False)
+            if not self._is_alone:
+                problems.append("two captures at a time")
+            time.sleep(0.02)  # for the others to come
+
+        def __exit__(self, *_: object) -> None:
+            captured.append(number.rank_idx)
+            if self._is_alone:
+                is_underway.release()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    barrier = threading.Barrier(num_ranks, timeout=60.0)
+    called: list[int] = []
+
+    def capture(context: RankContext) -> None:
+        number.rank_idx = context.rank_idx
+        program.capture(
+            lambda: called.append(context.rank_idx),
+            lambda: settled.append(context.rank_idx),
+            barrier,
+        )
+
+    run_ranks(capture, num_ranks, mode="threads")
+    assert problems == []
+    assert called == captured
+    assert sorted(captured) == list(range(num_ranks))
+    assert len(set(map(id, streams))) == num_ranks
