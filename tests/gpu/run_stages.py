@@ -1,7 +1,8 @@
 """What `make gpu` runs: stages of less than nine minutes each, whose results are written as they come.
 
 Called again with the same sources, it goes on behind the stages that have passed, as the results say: on another
-machine too, which only builds again. Needs nothing but the environment of `make build`, or any Python that
+machine too. Modules that were built are kept beside the results, and taken up on a machine of the same kind with
+such results; any other builds again. Needs nothing but the environment of `make build`, or any Python that
 has torch, NumPy, Typer, Rich, pytest, setuptools, pybind11, CMake and ninja, and, for a stage that uses
 it, MPS, compute-sanitizer, DeepEP or further GPUs. Stages come in the order of what they tell: a machine that
 is there for ten minutes is used well. A stage sees as many GPUs as it is for, and one that needs more than
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -37,11 +39,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu.json"
 LIMIT_S = 530.0
-SMOKE_S = 30.0  # of which loading torch and its kernels is a third
+WARM_UP_S = 180.0
+SMOKE_S = 60.0  # of which loading torch and its kernels is a third
 LEAST_S = 20.0  # a stage that has less is not begun
 # What decides what stages find.
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
 SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
+MODULE_SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 FP8 = ("--quantization", "fp8_block128")
 LOW_LATENCY = ("--layout", "low-latency", "--operations", "dispatch+combine")
 OUTPUT_TAIL = 8000
@@ -50,6 +54,7 @@ QUERY = (
 )
 CUDA_PROGRAMS = Path("/usr/local/cuda/bin")  # where a PATH does without them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 NO_DEEP_EP = 4  # exit status of deep_ep_times.py
 PROGRAMS = ("nvcc", "compute-sanitizer", "nvidia-cuda-mps-control", "cmake", "ninja")
 MODULES = ("torch", "numpy", "typer", "rich", "pytest", "setuptools", "pybind11", "deep_ep")
@@ -82,18 +87,56 @@ class Stage:
     Args:
         name: For the results.
         run: Returns what to record; raises NotRunError, or CalledProcessError when it failed.
-        makes: The module that it builds: where that is missing, it is run again.
+        makes: Modules that it builds: where one is missing, it is run again.
         num_gpus: That it sees.
     """
 
     name: str
     run: Callable[[], dict[str, Any]]
-    makes: str | None = None
+    makes: tuple[str, ...] = ()
     num_gpus: int = 1
 
-    def is_here(self) -> bool:
-        """Whether what it makes lies in this checkout."""
-        return self.makes is None or any((ROOT / "moe_comm").glob(f"{self.makes}.*.so"))
+    def files(self) -> list[Path]:
+        """Paths of the modules in this checkout."""
+        return [ROOT / f"moe_comm/{name}{MODULE_SUFFIX}" for name in self.makes]
+
+    def keep(self, folder: Path) -> dict[str, Any]:
+        """Copy the modules beside the results. Returns what tells later whether they may be taken up."""
+        if not self.makes:
+            return {}
+        digests = {}
+        for file in self.files():
+            digests[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            with replaced(folder / file.name) as part:
+                shutil.copyfile(file, part)
+        return {"architecture": architecture(), "modules": digests}
+
+    def has_modules(self, record: dict[str, Any], folders: Sequence[Path]) -> bool:
+        """Whether its modules lie in this checkout for this GPU, or do now, as some folder has what was kept.
+
+        Args:
+            record: Of the run that built them.
+            folders: With results.
+        """
+        if not self.makes:
+            return True
+        if record.get("architecture") != architecture():
+            return False
+        missing = [file for file in self.files() if not file.exists()]
+        for file in missing:
+            kept = [folder / file.name for folder in folders if (folder / file.name).exists()]
+            whole = [
+                copy
+                for copy in kept
+                if hashlib.sha256(copy.read_bytes()).hexdigest() == record["modules"].get(file.name)
+            ]
+            if not whole:
+                return False
+            with replaced(file) as part:
+                shutil.copyfile(whole[0], part)
+        imports = "; ".join(f"import moe_comm.{file.name.split('.')[0]}" for file in missing)
+        done = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, check=False)
+        return done.returncode == 0
 
 
 def gpu_facts() -> dict[str, str] | None:
@@ -296,6 +339,12 @@ def probe() -> dict[str, Any]:
         return command(program, stage_limit_s=60.0)
 
 
+def warm_up() -> dict[str, Any]:
+    """Read torch and its kernels from a cold disk, for which stages behind it have no time."""
+    program = "import torch; print(torch.ones(1, device='cuda').sum().item())"
+    return command(sys.executable, "-c", program, stage_limit_s=WARM_UP_S, **EAGER)
+
+
 def smoke(*words: str, **environment: str) -> Callable[[], dict[str, Any]]:
     """A few calls of each operation: whether it runs at all."""
     return lambda: command(
@@ -474,7 +523,10 @@ def bench(
 
 
 def sanitizer(tool: str, num_ranks: int, mode: str = "threads") -> Callable[[], dict[str, Any]]:
-    """A case of every layout and format that there is for so many ranks."""
+    """A case of every layout and format that there is for so many ranks; kernels of this package alone.
+
+    Eager loading, which ranks that share a context need, has the tool read every kernel of torch: minutes.
+    """
 
     def run() -> dict[str, Any]:
         is_installed = (CUDA_PROGRAMS / "compute-sanitizer").exists()
@@ -482,10 +534,10 @@ def sanitizer(tool: str, num_ranks: int, mode: str = "threads") -> Callable[[], 
             raise NotRunError("compute-sanitizer is not installed")
         return command(
             *("compute-sanitizer", "--tool", tool, "--target-processes", "all"),
-            *("--error-exitcode", "9", sys.executable),
+            *("--kernel-regex", "kns=moe", "--error-exitcode", "9", sys.executable),
             *one_round(num_ranks, mode, "--formats"),
             **CONNECTIONS,
-            **EAGER,
+            **(EAGER if mode == "threads" and num_ranks > 1 else {}),
         )
 
     return run
@@ -513,7 +565,8 @@ def across_gpus(num_gpus: int) -> list[Stage]:
 
 
 STAGES = [
-    Stage("build", build, makes="_cuda"),
+    Stage("build", build, makes=("_host", "_cuda")),
+    Stage("warm-up", warm_up),
     Stage("probe", probe),
     Stage("doctor", doctor),
     Stage("smoke-1-rank", smoke(*one_round(1, "threads"))),
@@ -530,6 +583,7 @@ STAGES = [
     # Decoding: dispatch + combine of 128 tokens is to take 60 us at most, captured 45 us.
     Stage("bench-1-rank-low-latency", bench(1, 128, *LOW_LATENCY)),
     Stage("kernels-1-rank-low-latency", kernel_times(1, 128, "--layout", "low-latency")),
+    Stage("captured", captured("-k", "[1] or [2]")),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
     Stage("bench-bf16", bench(4, 4096)),
     Stage("bench-fp8", bench(4, 4096, *FP8)),
@@ -545,20 +599,14 @@ STAGES = [
     Stage("captured-2-gpus", captured("-k", "[2]"), num_gpus=2),
     Stage("checks-processes-2-gpus", checks("processes"), num_gpus=2),
     Stage("conformance-3-threads", conformance((3,), "threads")),
-    Stage("captured", captured()),
     Stage("conformance-2-processes", conformance((1, 2), "processes")),
-    Stage("memcheck-1", sanitizer("memcheck", 1)),
-    Stage("memcheck-3", sanitizer("memcheck", 3)),
     Stage("conformance-4-threads", conformance((4,), "threads")),
     Stage("conformance-4-processes", conformance((4,), "processes")),
     Stage("checks-threads", checks("threads")),
     Stage("checks-processes", checks("processes")),
-    *(
-        Stage(f"{tool}-{n}", sanitizer(tool, n))
-        for tool in ("racecheck", "synccheck")
-        for n in (1, 3)
-    ),
-    Stage("build-nvshmem", build_nvshmem, makes="_nvshmem"),
+    # Four processes on one GPU take turns of milliseconds, in which three wait for the fourth.
+    Stage("captured-4", captured("-k", "[4]")),
+    Stage("build-nvshmem", build_nvshmem, makes=("_nvshmem",)),
     Stage("nodes-2x1", nodes("2x1")),
     Stage("nodes-2x2-mps", nodes("2x2", with_mps=True)),
     Stage("bench-bf16-mps", bench(4, 4096, mode="processes")),
@@ -570,21 +618,42 @@ STAGES = [
     Stage("conformance-8-mps", conformance((8,), "mps")),
     Stage("nodes-3x1", nodes("3x1")),
     Stage("nodes-2x2", nodes("2x2")),
-    *(
-        Stage(f"{tool}-2-processes", sanitizer(tool, 2, "processes"))
-        for tool in ("memcheck", "racecheck", "synccheck")
-    ),
     Stage("conformance-3-processes", conformance((3,), "processes")),
+    # Each may take all of its time. Threads wait for each other, which is the most to ask of a tool that may launch one
+    # kernel at a time.
+    *(Stage(f"{tool}-1", sanitizer(tool, 1)) for tool in SANITIZERS),
+    *(Stage(f"{tool}-2-processes", sanitizer(tool, 2, "processes")) for tool in SANITIZERS),
+    *(Stage(f"{tool}-3", sanitizer(tool, 3)) for tool in SANITIZERS),
 ]
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path beside `path`, which takes its place at the end: who is cut short leaves `path` as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    other = path.with_name(f"{path.name}.part")
+    yield other
+    other.replace(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """Results of an earlier run; none where there is no such file, or half of one."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        found = error
+    if isinstance(found, dict) and all(isinstance(record, dict) for record in found.values()):
+        return found
+    reason = str(found) if isinstance(found, ValueError) else "no table of stages"
+    print(f"=== {path} is not read, everything runs again: {reason}", flush=True)  # noqa: T201
+    return {}
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with replaced(path) as part:
+        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def sources_digest() -> str:
@@ -671,15 +740,17 @@ def main() -> int:
     sources = sources_digest()
     gpus = gpu_names()
     results = read_json(options.results)
+    folders = [options.results.parent]
     if options.state is not None:
         results = {**read_json(options.state), **results}
+        folders.append(options.state.parent)
     outcome_of: dict[str, str] = {}
     for stage in STAGES:
         if stage.name not in wanted:
             continue
         former = results.get(stage.name, {})
         has_passed = former.get("outcome") == "passed" and former.get("sources") == sources
-        if has_passed and stage.is_here() and not options.fresh:
+        if has_passed and not options.fresh and stage.has_modules(former, folders):
             outcome_of[stage.name] = "passed"
             continue
         if len(gpus) < stage.num_gpus and former.get("sources") == sources:
@@ -690,6 +761,8 @@ def main() -> int:
             break
         print(f"=== {stage.name}", flush=True)  # noqa: T201
         record = run_stage(stage)
+        if record["outcome"] == "passed":
+            record |= stage.keep(options.results.parent)
         outcome_of[stage.name] = record["outcome"]
         results[stage.name] = record
         write_json(options.results, results)

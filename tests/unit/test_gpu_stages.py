@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import subprocess
@@ -31,7 +32,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(module, "what_is_missing", lambda: None)
-    monkeypatch.setattr(module, "gpu_facts", lambda: {"name": "a GPU"})
+    monkeypatch.setattr(module, "gpu_facts", lambda: {"name": "a GPU", "compute_cap": "9.0"})
     monkeypatch.setattr(module, "gpu_names", lambda: ["0"])
     monkeypatch.setattr(module, "sources_digest", lambda: "one")
     return module
@@ -95,39 +96,166 @@ def test_goes_on_behind_what_passed_with_these_sources(
     assert calls[4:] == ["first", "second"]
 
 
-def test_another_machine_goes_on_from_results_but_builds_again(
-    stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[str] = []
+class Machines:
+    """Checkouts with the stages `build`, which makes `_one` and `_two`, and `first`.
 
-    def named(name: str) -> Callable[[], dict[str, Any]]:
-        return lambda: calls.append(name) or {}  # type: ignore[func-returns-value]
+    Args:
+        stages: The program.
+        patch: For the test.
+        folder: Holds the checkouts.
+    """
 
-    def build() -> dict[str, Any]:
-        calls.append("build")
-        (tmp_path / "moe_comm/_cuda.abi.so").touch()
+    def __init__(self, stages: types.ModuleType, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._stages = stages
+        self._patch = patch
+        self._folder = folder
+        self.calls: list[str] = []
+        stage = stages.Stage
+        patch.setattr(stages, "MODULE_SUFFIX", ".py")
+        patch.setattr(
+            stages,
+            "STAGES",
+            [stage("build", self._build, makes=("_one", "_two")), stage("first", self._first)],
+        )
+        self.go_to("machine 1")
+
+    def go_to(self, name: str) -> None:
+        """A machine where nothing is built and nothing known."""
+        root = self._folder / name
+        (root / "moe_comm").mkdir(parents=True)
+        (root / "moe_comm/__init__.py").touch()
+        self._patch.setattr(self._stages, "ROOT", root)
+        self._patch.setattr(self._stages, "RESULTS", root / "results/gpu.json")
+        del self.calls[:]
+
+    def modules(self) -> list[Path]:
+        return list(self._stages.Stage("any", self._first, makes=("_one", "_two")).files())
+
+    def _build(self) -> dict[str, Any]:
+        self.calls.append("build")
+        for module in self.modules():
+            module.write_text("IS_THERE = True\n")
         return {}
 
-    monkeypatch.setattr(stages, "ROOT", tmp_path)
-    (tmp_path / "moe_comm").mkdir()
-    monkeypatch.setattr(
-        stages,
-        "STAGES",
-        [
-            stages.Stage("build", build, makes="_cuda"),
-            *(stages.Stage(name, named(name)) for name in ("first", "second")),
-        ],
-    )
-    assert main("--stages", "build,first") == 0
+    def _first(self) -> dict[str, Any]:
+        self.calls.append("first")
+        return {}
+
+
+@pytest.fixture
+def machines(stages: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machines:
+    return Machines(stages, monkeypatch, tmp_path)
+
+
+def test_another_machine_takes_up_what_was_built(
+    stages: types.ModuleType, main: Main, machines: Machines
+) -> None:
+    assert main("--stages", "build") == 0
     assert main() == 0
-    assert calls == ["build", "first", "second"]
-    # What the first machine left, on one where nothing is built and nothing known.
-    earlier = stages.RESULTS.rename(tmp_path / "earlier.json")
-    (tmp_path / "moe_comm/_cuda.abi.so").unlink()
-    del calls[:]
+    assert machines.calls == ["build", "first"]
+    earlier = stages.RESULTS
+    machines.go_to("machine 2")
     assert main("--state", str(earlier)) == 0
-    assert calls == ["build"]
-    assert set(results_of(stages)) == {"build", "first", "second"}
+    assert machines.calls == []
+    assert all(module.read_text() == "IS_THERE = True\n" for module in machines.modules())
+    # One of them was lost here.
+    machines.modules()[1].unlink()
+    assert main("--state", str(earlier)) == 0
+    assert machines.calls == []
+    assert machines.modules()[1].exists()
+
+
+@pytest.mark.parametrize("why", ["cut", "absent", "cannot be loaded", "other GPU", "other sources"])
+def test_what_does_not_fit_is_built_again(
+    stages: types.ModuleType,
+    main: Main,
+    machines: Machines,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+) -> None:
+    assert main() == 0
+    earlier = stages.RESULTS
+    kept = earlier.parent / machines.modules()[1].name
+    if why == "cut":
+        kept.write_text("")
+    elif why == "absent":
+        kept.unlink()
+    elif why == "cannot be loaded":
+        kept.write_text("import no_such_module")
+        document = json.loads(earlier.read_text())
+        digest = hashlib.sha256(kept.read_bytes()).hexdigest()
+        document["build"]["modules"][kept.name] = digest
+        earlier.write_text(json.dumps(document))
+    elif why == "other GPU":
+        monkeypatch.setattr(stages, "gpu_facts", lambda: {"name": "B200", "compute_cap": "10.0"})
+    else:
+        monkeypatch.setattr(stages, "sources_digest", lambda: "two")
+    machines.go_to("machine 2")
+    assert main("--state", str(earlier), "--stages", "build") == 0
+    assert machines.calls == ["build"]
+    assert all(module.read_text() == "IS_THERE = True\n" for module in machines.modules())
+
+
+@pytest.mark.parametrize("text", ["", '{"first": {"outcome": "pas', "[1]", '{"first": 3}', "\x00"])
+def test_half_of_the_results_is_as_none(
+    stages: types.ModuleType,
+    main: Main,
+    machines: Machines,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+) -> None:
+    stages.RESULTS.parent.mkdir()
+    stages.RESULTS.write_text(text)
+    assert main("--stages", "first") == 0
+    assert machines.calls == ["first"]
+    assert f"=== {stages.RESULTS} is not read, everything runs again: " in capsys.readouterr().out
+    assert results_of(stages)["first"]["outcome"] == "passed"
+
+
+def test_results_are_whole_whenever_it_is_cut(
+    stages: types.ModuleType,
+    main: Main,
+    machines: Machines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main("--stages", "first") == 0
+    write_text = Path.write_text
+
+    def cut(path: Path, text: str, **options: Any) -> int:
+        write_text(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", cut)
+        with pytest.raises(KeyboardInterrupt):
+            main("--stages", "first", "--fresh")
+    assert main("--stages", "first") == 0
+    assert machines.calls == ["first", "first"]
+
+
+def test_sanitizers_are_last_and_captures_before_conformance(stages: types.ModuleType) -> None:
+    names = [stage.name for stage in stages.STAGES]
+    are_sanitizers = [name.split("-")[0] in stages.SANITIZERS for name in names]
+    assert sum(are_sanitizers) == 9
+    assert are_sanitizers == sorted(are_sanitizers)
+    conformance = next(idx for idx, name in enumerate(names) if "conformance" in name)
+    assert names.index("captured") < conformance
+    assert names.index("warm-up") < names.index("doctor")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_sanitizer_reads_kernels_of_this_package(
+    stages: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_ranks: int
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "$@"\necho "loads ${CUDA_MODULE_LOADING:-lazily}"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    told = stages.sanitizer("racecheck", num_ranks)()["output"]
+    assert "--tool racecheck" in told
+    assert "--kernel-regex kns=moe" in told
+    assert told.splitlines()[-1] == ("loads lazily" if num_ranks == 1 else "loads EAGER")
 
 
 def test_a_stage_that_could_not_run_is_no_success(
