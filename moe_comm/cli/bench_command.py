@@ -153,6 +153,12 @@ def dispatch_combine(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
     ] = None,
+    sms: Annotated[
+        int | None,
+        typer.Option(
+            "--num-sms", min=1, help="SMs of every buffer of a rank on a GPU [default: up to 24]."
+        ),
+    ] = None,
     huge_pages: Annotated[bool, typer.Option(help="Ask for 2 MiB pages for windows.")] = True,
     pin: Annotated[
         bool, typer.Option(help="Bind rank r to core r modulo the number of cores, peers too.")
@@ -236,6 +242,7 @@ def dispatch_combine(
             num_repeats=repeats,
             operations=_split(operations),
             num_threads=threads,
+            num_sms=sms,
             with_huge_pages=huge_pages,
             is_pinned=pin,
             num_local_ranks=local_ranks,
@@ -266,8 +273,11 @@ def dispatch_combine(
                 rows = run.run()
                 missing_peers = run.missing_peers
                 environment["devices"] = run.devices
+                environment["num_sms"] = run.num_sms
                 if run.mpi is not None:
                     environment["mpi"] = run.mpi.launcher.version
+        if environment["num_sms"] is not None:
+            console.print(f"{environment['num_sms']} SMs for every buffer of a rank")
         console.print(result_table(rows, missing_peers))
         environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
         if json_path is not None:

@@ -115,18 +115,22 @@ class RankGpu:
         assert self._heap is not None, "before make_heap"
         return self._heap
 
+    @property
+    def num_sms(self) -> int:
+        """SMs that the kernels of one buffer take on every rank."""
+        assert self._num_sms is not None, "before learn_peers"
+        return self._num_sms
+
     def claim_sms(self) -> tuple[int, str]:
         """SMs for one more buffer on this rank, and what is wrong with that ("" if nothing).
 
         `return_sms` gives them back, also after a problem. Children claim from their parent.
         """
-        assert self._num_sms is not None, "before meet"
+        num_sms = self.num_sms
         owner = self._owner
-        problem = cuda_devices.problem_with_sms(
-            owner._devices, self._num_sms, owner._num_claimed_sms
-        )
-        owner._num_claimed_sms += self._num_sms
-        return self._num_sms, problem
+        problem = cuda_devices.problem_with_sms(owner._devices, num_sms, owner._num_claimed_sms)
+        owner._num_claimed_sms += num_sms
+        return num_sms, problem
 
     def return_sms(self, num_sms: int) -> None:
         """Give back what `claim_sms` gave."""

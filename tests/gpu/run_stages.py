@@ -585,6 +585,11 @@ STAGES = [
     Stage("kernels-1-rank-low-latency", kernel_times(1, 128, "--layout", "low-latency")),
     Stage("captured", captured("-k", "[1] or [2]")),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
+    # What of the speed is left to more SMs than the 24 of bench-1-rank.
+    *(
+        Stage(f"bench-1-rank-{number}-sms", bench(1, 4096, "--num-sms", str(number)))
+        for number in (16, 32, 64)
+    ),
     Stage("bench-bf16", bench(4, 4096)),
     Stage("bench-fp8", bench(4, 4096, *FP8)),
     Stage("bench-low-latency", bench(4, 128, *LOW_LATENCY)),

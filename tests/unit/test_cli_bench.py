@@ -10,16 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from moe_comm.cli import bench_command
+from moe_comm.cli.app import app
 from moe_comm.cli.bench import oracle, sweep
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
 from moe_comm.cli.bench.parts import PARTS, middle_half, take_apart
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
+from moe_comm.cli.bench.processes import WorkerProcesses
 from moe_comm.cli.bench.report import case_title, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import BenchRow, to_json
 from moe_comm.cli.bench.run import (
     BenchOptions,
+    CaseRun,
     check_options,
     default_operations,
 )
@@ -28,7 +33,7 @@ from moe_comm.cli.bench.svg import DARK, LIGHT
 from moe_comm.cli.bench.sweep import check_sweep
 from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
-from moe_comm.cli.bench.worker import Sample
+from moe_comm.cli.bench.worker import Launch, Sample, Worker
 from moe_comm.cli.command_rules import wide_console
 from moe_comm.ep.config import Layout
 from moe_comm.ep.routing_trace import save_routing_trace
@@ -130,6 +135,7 @@ LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
         (HYBRID_EP, {"num_threads": 2}, "got 2 and True"),
         (HYBRID_EP, {"with_huge_pages": False}, "got None and False"),
         (HYBRID_EP, {"num_local_ranks": 1}, "got local ranks 1"),
+        (SMALL, {"num_sms": 2}, "got 2 and backend host"),
         (SMALL, {"num_local_ranks": 2}, "must divide ranks, got 2 and 3"),
         (SMALL, {"num_local_ranks": 1, "backend": "collective"}, "got local ranks 1 and backend"),
         (SMALL, {"rail": "gloo"}, "got rail gloo and no local ranks"),
@@ -515,3 +521,34 @@ def test_a_plot_of_a_sweep_is_two_files(tmp_path: Path) -> None:
     assert [path.name for _, path in pictures] == ["out-light.svg", "out-dark.svg"]
     with pytest.raises(ValueError, match=r"must end in \.svg, got .*out\.png"):
         sweep_pictures(tmp_path / "out.png")
+
+
+def test_sms_of_a_gpu_are_handed_on_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launched: list[Launch] = []
+
+    def start(_: object, num_ranks: int, make: functools.partial[Worker], mode: str) -> None:
+        launched.extend(make.args)
+
+    def call(_: object, method: str, *__: object) -> list[Any]:
+        told = {"backend": "cuda", "device": "cuda:0", "num_sms": launched[0].num_sms}
+        return [told if method == "describe" else None]
+
+    for name, function in (
+        ("__init__", start),
+        ("__enter__", lambda ranks: ranks),
+        ("__exit__", lambda *_: None),
+        ("call", call),
+    ):
+        monkeypatch.setattr(WorkerProcesses, name, function)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CaseRun, "run", lambda _: [])
+    monkeypatch.setattr(bench_command, "result_table", lambda *_: "")
+    out = tmp_path / "out.json"
+    command = ["bench", "dispatch-combine", "--backend", "cuda", "--num-sms", "9"]
+    done = CliRunner().invoke(app, [*command, "--json", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "9 SMs for every buffer of a rank" in done.output
+    assert json.loads(out.read_text())["environment"]["num_sms"] == 9
+    assert launched[0].num_sms == 9

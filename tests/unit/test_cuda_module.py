@@ -297,19 +297,19 @@ def test_ranks_of_a_benchmark_take_the_gpus_in_turn(
     class FoundError(Exception):
         """The communicator would be made now."""
 
-    def make_communicator(*_: object, **__: object) -> None:
-        found.append(gpus.current())
+    def make_communicator(*_: object, num_sms: int, **__: object) -> None:
+        found.append((gpus.current(), num_sms))
         raise FoundError
 
     monkeypatch.setattr(worker.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(worker, "SpinBarrier", lambda *_: None)
     monkeypatch.setattr(worker, "Communicator", make_communicator)
     case = types.SimpleNamespace(num_ranks=4, api="moe_comm", check_messages=False)
-    launch = worker.Launch(case=case, backend="cuda")  # type: ignore[arg-type]
+    launch = worker.Launch(case=case, backend="cuda", num_sms=7)  # type: ignore[arg-type]
     for rank_idx in range(4):
         with ThreadPoolExecutor(1) as process, pytest.raises(FoundError):
             process.submit(worker.Worker, launch, tmp_path, rank_idx).result()
-    assert found == [0, 1, 0, 1]
+    assert found == [(0, 7), (1, 7), (0, 7), (1, 7)]
 
 
 def test_ranks_that_are_processes_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

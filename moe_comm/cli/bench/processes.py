@@ -179,6 +179,7 @@ class RankProcesses(WorkerProcesses):
         case: The case.
         backend: Of the communicator.
         num_threads: Of the communicator; None for its own choice.
+        num_sms: Of the communicator, for a GPU; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core.
         num_local_ranks: Of the communicator; None for one node.
@@ -196,6 +197,7 @@ class RankProcesses(WorkerProcesses):
         *,
         backend: str,
         num_threads: int | None = None,
+        num_sms: int | None = None,
         with_huge_pages: bool = True,
         is_pinned: bool = False,
         num_local_ranks: int | None = None,
@@ -207,6 +209,7 @@ class RankProcesses(WorkerProcesses):
             case=case,
             backend=backend,
             num_threads=num_threads,
+            num_sms=num_sms,
             with_huge_pages=with_huge_pages,
             is_pinned=is_pinned,
             num_local_ranks=num_local_ranks,

@@ -60,6 +60,7 @@ class BenchOptions:
         num_repeats: Clean pairs to collect, and rounds with peers.
         operations: Of `OPERATIONS`; empty for what suits the size.
         num_threads: Of the communicator; None for its own choice.
+        num_sms: Of the communicator, for a GPU; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core, peers too.
         num_local_ranks: Ranks of a node, which this machine holds several of; None for one node.
@@ -73,6 +74,7 @@ class BenchOptions:
     num_repeats: int = 9
     operations: tuple[str, ...] = ()
     num_threads: int | None = None
+    num_sms: int | None = None
     with_huge_pages: bool = True
     is_pinned: bool = False
     num_local_ranks: int | None = None
@@ -130,6 +132,11 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
     if options.backend == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"the cuda backend needs a GPU on this machine, torch {torch.__version__} finds none"
+        )
+    if options.num_sms is not None and options.backend != "cuda":
+        raise ValueError(
+            f"SMs are of a GPU: num_sms is not given, got {options.num_sms} and backend "
+            f"{options.backend}"
         )
     if options.peers and case.layout != Layout.EXPERT_MAJOR:
         raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
@@ -257,6 +264,7 @@ class CaseRun:
                 self.case,
                 backend=options.backend,
                 num_threads=options.num_threads,
+                num_sms=options.num_sms,
                 with_huge_pages=options.with_huge_pages,
                 is_pinned=options.is_pinned,
                 num_local_ranks=options.num_local_ranks,
@@ -269,6 +277,7 @@ class CaseRun:
         described = self.ranks.call("describe")
         self.backend = str(described[0]["backend"])
         self.devices = [str(of_rank["device"]) for of_rank in described]
+        self.num_sms: int | None = described[0]["num_sms"]
         if "gloo" in options.peers:
             self.on_progress("check gloo")
             self.ranks.call("prepare_gloo")

@@ -38,6 +38,7 @@ class Launch:
         case: The case.
         backend: Of the communicator.
         num_threads: Of the communicator; None for its own choice.
+        num_sms: Of the communicator, for a GPU; None for its own choice.
         with_huge_pages: Of the communicator.
         is_pinned: Every rank is bound to one core.
         num_local_ranks: Of the communicator; None for one node.
@@ -47,6 +48,7 @@ class Launch:
     case: BenchCase
     backend: str
     num_threads: int | None = None
+    num_sms: int | None = None
     with_huge_pages: bool = True
     is_pinned: bool = False
     num_local_ranks: int | None = None
@@ -99,6 +101,7 @@ class Worker:
             backend=launch.backend,
             device="cuda" if launch.backend == "cuda" else "cpu",
             num_threads=launch.num_threads,
+            num_sms=launch.num_sms,
             with_huge_pages=launch.with_huge_pages,
             num_local_ranks=launch.num_local_ranks,
             rail=launch.rail,
@@ -290,6 +293,7 @@ class Worker:
                 if self.device.type == "cuda"
                 else "cpu"
             ),
+            "num_sms": None if self.communicator.gpu is None else self.communicator.gpu.num_sms,
             "heap": dataclasses.asdict(stats) if stats is not None else None,
         }
 
