@@ -22,6 +22,7 @@ from moe_comm.ep.backends.nvshmem import NvshmemBackend
 from moe_comm.ep.config import CombineOptions, DispatchOptions
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import bootstrap_for
+from tests.helpers.staging import Staging, warm_up_allocator
 
 __all__ = [
     "NUM_SMS",
@@ -73,6 +74,7 @@ class OnDevice(Backend):
     ) -> None:
         super().__init__(communicator, config)
         self._device = communicator.device
+        self._staging = Staging(self._device)  # before any rank can have this buffer's kernels
         self._inner = inner(communicator, config)
         self.name = self._inner.name
         # By address on the host: windows that combine reads in place.
@@ -80,11 +82,11 @@ class OnDevice(Backend):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """From the host to the device; returns `target`."""
-        return target.copy_(source)
+        return self._staging.put(target, source)
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """From the device to the host."""
-        return tensor.cpu()
+        return self._staging.fetch(tensor)
 
     def _to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -190,9 +192,15 @@ class OnDevice(Backend):
         self._inner.destroy()
 
 
+def _take_gpu(group: Any) -> None:
+    """Of the calling rank, in turn, with memory of torch's for its stream."""
+    cuda_devices.take_device(bootstrap_for(group).rank_idx)
+    warm_up_allocator(torch.device("cuda", torch.cuda.current_device()))
+
+
 def connect_to_gpu(group: Any) -> Communicator:
     """A communicator whose rows live on a GPU, in turn by rank; ranks may share one."""
-    cuda_devices.take_device(bootstrap_for(group).rank_idx)
+    _take_gpu(group)
     return Communicator(group, device="cuda", num_sms=NUM_SMS, arrival_timeout_s=ARRIVAL_TIMEOUT_S)
 
 
@@ -203,7 +211,7 @@ def make_on_gpu(communicator: Communicator, config: EpConfig) -> Backend:
 
 def connect_nodes_to_gpu(group: Any, num_local_ranks: int) -> Communicator:
     """The same, where so many ranks share a node."""
-    cuda_devices.take_device(bootstrap_for(group).rank_idx)
+    _take_gpu(group)
     return Communicator(
         group,
         device="cuda",
