@@ -27,15 +27,31 @@ void find(const char* name, int version, Function* function) {
   *function = reinterpret_cast<Function>(found);
 }
 
+/// Leaves null what the driver does not have.
+template <typename Function>
+void find_if_there(const char* name, int version, Function* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  int driver_version = 0;
+  if (cudaDriverGetVersion(&driver_version) != cudaSuccess || driver_version < version)
+    return;
+  if (cudaGetDriverEntryPointByVersion(
+          name, &found, static_cast<unsigned>(version), cudaEnableDefault, &result) == cudaSuccess)
+    *function = reinterpret_cast<Function>(found);
+  else
+    cudaGetLastError();
+}
+
 Driver find_all() {
   Driver found{};
   find("cuGetErrorName", 6000, &found.get_error_name);
   find("cuDeviceGetAttribute", 2000, &found.device_get_attribute);
   find("cuDevicePrimaryCtxGetState", 7000, &found.device_primary_ctx_get_state);
-  find("cuFuncGetModule", 11000, &found.func_get_module);
-  find("cuFuncLoad", 12040, &found.func_load);
-  find("cuModuleGetFunctionCount", 12040, &found.module_get_function_count);
-  find("cuModuleEnumerateFunctions", 12040, &found.module_enumerate_functions);
+  find_if_there("cuModuleGetLoadingMode", 11070, &found.module_get_loading_mode);
+  find_if_there("cuFuncGetModule", 11000, &found.func_get_module);
+  find_if_there("cuFuncLoad", 12040, &found.func_load);
+  find_if_there("cuModuleGetFunctionCount", 12040, &found.module_get_function_count);
+  find_if_there("cuModuleEnumerateFunctions", 12040, &found.module_enumerate_functions);
   find("cuMemGetAllocationGranularity", 10020, &found.mem_get_allocation_granularity);
   find("cuMemCreate", 10020, &found.mem_create);
   find("cuMemRelease", 10020, &found.mem_release);

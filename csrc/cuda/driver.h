@@ -15,6 +15,8 @@ struct Driver {
   decltype(&::cuGetErrorName) get_error_name;
   decltype(&::cuDeviceGetAttribute) device_get_attribute;
   decltype(&::cuDevicePrimaryCtxGetState) device_primary_ctx_get_state;
+  // Null where the driver has none: see load_kernels().
+  decltype(&::cuModuleGetLoadingMode) module_get_loading_mode;
   decltype(&::cuFuncGetModule) func_get_module;
   decltype(&::cuFuncLoad) func_load;
   decltype(&::cuModuleGetFunctionCount) module_get_function_count;

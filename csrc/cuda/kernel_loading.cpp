@@ -11,7 +11,20 @@
 namespace moe::cuda {
 namespace {
 
+/// Whether the driver has loaded every kernel with its module (CUDA_MODULE_LOADING=EAGER).
+bool is_eager() {
+  CUmoduleLoadingMode mode{};
+  return driver().module_get_loading_mode != nullptr &&
+         driver().module_get_loading_mode(&mode) == CUDA_SUCCESS && mode == CU_MODULE_EAGER_LOADING;
+}
+
 void load_module(const void* kernel) {
+  for (const bool is_there : {driver().func_get_module != nullptr,
+                              driver().func_load != nullptr,
+                              driver().module_get_function_count != nullptr,
+                              driver().module_enumerate_functions != nullptr})
+    if (!is_there)
+      throw CudaError("the CUDA driver has no functions for it", cudaErrorNotSupported);
   cudaFunction_t function = nullptr;
   device::check_cuda(cudaGetFuncBySymbol(&function, kernel), "looking for a kernel");
   CUmodule module = nullptr;
@@ -43,8 +56,19 @@ int load_all(int device_idx) {
                                     ".",
                                     minor));
   }
-  for (const void* kernel : kernels)
-    load_module(kernel);
+  try {
+    for (const void* kernel : kernels)
+      load_module(kernel);
+  } catch (const CudaError& error) {
+    cudaGetLastError();
+    if (!is_eager())
+      throw CudaError(
+          concat("kernels cannot be loaded before their first launch, which may wait for "
+                 "kernels of other ranks for ever (",
+                 error.what(),
+                 "): set CUDA_MODULE_LOADING=EAGER before the process first uses CUDA"),
+          error.code());
+  }
   // What decided in the source (__CUDA_ARCH__), also where a driver compiled it for a newer device.
   return attributes.ptxVersion;
 }

@@ -8,7 +8,8 @@ namespace moe::cuda {
 /// device, while another rank's kernel on it waits for that launch.
 ///
 /// @return The architecture that the kernels were compiled for, 90 for sm_90a or compute_90.
-/// @throws CudaError  nothing that was compiled runs on this device; says what was compiled for.
+/// @throws CudaError  nothing that was compiled runs on this device; says what was compiled for. Or
+///   the driver refuses to load them now, and has not loaded them (CUDA_MODULE_LOADING=EAGER).
 int load_kernels(int device_idx);
 
 }  // namespace moe::cuda

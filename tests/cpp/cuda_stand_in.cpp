@@ -259,10 +259,15 @@ void load(const CUstream_st& stream, const void* module, const std::string& name
   context.loaded.insert(module);
 }
 
+bool is_refused(const char* call) {
+  return state().machine.refused == call;
+}
+
 static bool has_own_kernels(const Context& context) {
-  return std::all_of(std::begin(own_functions), std::end(own_functions), [&](const char& function) {
-    return context.loaded.contains(&function);
-  });
+  return state().machine.is_eager ||
+         std::all_of(std::begin(own_functions), std::end(own_functions), [&](const char& function) {
+           return context.loaded.contains(&function);
+         });
 }
 
 void put_kernel(CUstream_st& stream, simt::Kernel kernel) {

@@ -33,6 +33,8 @@ struct Machine {
   int num_devices = 2;
   int driver_version = 0;  ///< 0 for that of the headers
   bool has_virtual_memory = true;
+  std::string refused;    ///< a call by name that is not supported
+  bool is_eager = false;  ///< CUDA_MODULE_LOADING=EAGER
   /// So long a call waits for the device before the program ends, with "deadlock: <call> waits for
   /// <kernel>" and status 3.
   std::chrono::milliseconds patience{20'000};

@@ -355,6 +355,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* sy
 
 cudaError_t cudaGetFuncBySymbol(cudaFunction_t* function, const void* symbol) {
   begin("cudaGetFuncBySymbol");
+  if (is_refused("cudaGetFuncBySymbol"))
+    return answer(cudaErrorNotSupported);
   if (symbol != reinterpret_cast<const void*>(&own_kernel))
     return fail(cudaErrorInvalidDeviceFunction, "cudaGetFuncBySymbol", "the kernel is none");
   *function = reinterpret_cast<cudaFunction_t>(&own_functions[0]);
@@ -406,8 +408,16 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device_idx, unsigned* flags, int* i
   return CUDA_SUCCESS;
 }
 
+CUresult cuModuleGetLoadingMode(CUmoduleLoadingMode* mode) {
+  begin("cuModuleGetLoadingMode");
+  *mode = state().machine.is_eager ? CU_MODULE_EAGER_LOADING : CU_MODULE_LAZY_LOADING;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuFuncGetModule(CUmodule* module, CUfunction function) {
   begin("cuFuncGetModule");
+  if (is_refused("cuFuncGetModule"))
+    return CUDA_ERROR_NOT_SUPPORTED;
   if (reinterpret_cast<char*>(function) != &own_functions[0])
     return refuse(CUDA_ERROR_INVALID_HANDLE, "cuFuncGetModule", "the kernel is none");
   *module = reinterpret_cast<CUmodule>(const_cast<char*>(kOwnModule));
@@ -416,12 +426,16 @@ CUresult cuFuncGetModule(CUmodule* module, CUfunction function) {
 
 CUresult cuModuleGetFunctionCount(unsigned* count, CUmodule) {
   begin("cuModuleGetFunctionCount");
+  if (is_refused("cuModuleGetFunctionCount"))
+    return CUDA_ERROR_NOT_SUPPORTED;
   *count = kNumOwnFunctions;
   return CUDA_SUCCESS;
 }
 
 CUresult cuModuleEnumerateFunctions(CUfunction* functions, unsigned count, CUmodule) {
   begin("cuModuleEnumerateFunctions");
+  if (is_refused("cuModuleEnumerateFunctions"))
+    return CUDA_ERROR_NOT_SUPPORTED;
   for (unsigned i = 0; i < std::min<unsigned>(count, kNumOwnFunctions); ++i)
     functions[i] = reinterpret_cast<CUfunction>(&own_functions[i]);
   return CUDA_SUCCESS;
@@ -430,6 +444,8 @@ CUresult cuModuleEnumerateFunctions(CUfunction* functions, unsigned count, CUmod
 /// PG, Lazy Loading: loads what a first launch would, which may wait.
 CUresult cuFuncLoad(CUfunction function) {
   begin("cuFuncLoad");
+  if (is_refused("cuFuncLoad"))
+    return CUDA_ERROR_NOT_SUPPORTED;
   if (!this_thread.has_context)
     return refuse(CUDA_ERROR_INVALID_CONTEXT, "cuFuncLoad", "no context is current");
   Context& context = use_context();
@@ -456,6 +472,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name,
       {"cuGetErrorName", {6000, reinterpret_cast<void*>(&cuGetErrorName)}},
       {"cuDeviceGetAttribute", {2000, reinterpret_cast<void*>(&cuDeviceGetAttribute)}},
       {"cuDevicePrimaryCtxGetState", {7000, reinterpret_cast<void*>(&cuDevicePrimaryCtxGetState)}},
+      {"cuModuleGetLoadingMode", {11070, reinterpret_cast<void*>(&cuModuleGetLoadingMode)}},
       {"cuFuncGetModule", {11000, reinterpret_cast<void*>(&cuFuncGetModule)}},
       {"cuFuncLoad", {12040, reinterpret_cast<void*>(&cuFuncLoad)}},
       {"cuModuleGetFunctionCount", {12040, reinterpret_cast<void*>(&cuModuleGetFunctionCount)}},
@@ -482,7 +499,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name,
         moe::concat(
             name, " of version ", version, " in a driver of ", state().machine.driver_version));
   const auto entry = functions.find(name);
-  if (entry == functions.end()) {
+  if (entry == functions.end() || is_refused(moe::concat("finding ", name).c_str())) {
     *result = cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
   }

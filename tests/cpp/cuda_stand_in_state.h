@@ -134,6 +134,8 @@ void begin(const char* call);
 /// Remembers a wrong call. @return @p code
 cudaError_t fail(cudaError_t code, const char* call, const std::string& why);
 CUresult refuse(CUresult code, const char* call, const std::string& why);
+/// Whether this machine does not support a call.
+bool is_refused(const char* call);
 /// An error that a right call may get. @return @p code
 cudaError_t answer(cudaError_t code);
 

@@ -39,6 +39,7 @@ CASES = (
     "pairs_of_operations_on_two_devices",
     "processes",
     "processes_without_virtual_memory",
+    "refused_ways_of_loading",
     "replay_beside_async",
     "second_buffer_beside_a_kernel",
     "streams_of_callers_alone",

@@ -1,7 +1,13 @@
 // csrc/cuda over the worst CUDA that NVIDIA's documents allow (cuda_stand_in.h): ranks that are
 // threads, and ranks that are processes.
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <latch>
 #include <optional>
 #include <string>
@@ -66,6 +72,54 @@ void driver_of_an_earlier_version() {
   if (CUDART_VERSION % 1000 == 0)
     stand_in::machine().driver_version = CUDART_VERSION - 910;  // 12.9 before 13.0
   operations_of_threads(1);
+}
+
+/// In a process of its own: what is known of a machine stays known.
+void run_alone(const std::function<void()>& body) {
+  const pid_t process = ::fork();
+  if (process == 0) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      std::_Exit(1);
+    }
+    std::_Exit(0);
+  }
+  int status = 0;
+  ::waitpid(process, &status, 0);
+  expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a process failed");
+}
+
+/// A driver that does not load kernels in advance is right where it has loaded them all, else
+/// refused before anything can wait.
+void refused_ways_of_loading() {
+  for (const char* call : {"cudaGetFuncBySymbol",
+                           "cuFuncGetModule",
+                           "cuModuleGetFunctionCount",
+                           "cuModuleEnumerateFunctions",
+                           "cuFuncLoad",
+                           "finding cuFuncLoad"}) {
+    const auto run = [&](bool is_eager) {
+      stand_in::machine().refused = call;
+      stand_in::machine().is_eager = is_eager;
+      if (is_eager) {
+        operations_of_threads(1);
+        return;
+      }
+      std::string told = "nothing";
+      try {
+        cuda::CudaDevice::create(0, 0);
+      } catch (const CudaError& error) {
+        told = error.what();
+      }
+      expect(told.find("CUDA_MODULE_LOADING=EAGER") != std::string::npos,
+             concat("without ", call, ": ", told));
+      expect_no_violations();
+    };
+    run_alone([&] { run(false); });
+    run_alone([&] { run(true); });
+  }
 }
 
 /// Events of outside, or of the default stream, which would order all blocking streams.
@@ -853,6 +907,7 @@ int main(int argc, char** argv) {
           {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
           {"processes", processes},
           {"processes_without_virtual_memory", processes_without_virtual_memory},
+          {"refused_ways_of_loading", refused_ways_of_loading},
           {"replay_beside_async", replay_beside_async},
           {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},
           {"streams_of_callers_alone", streams_of_callers_alone},
