@@ -7,10 +7,17 @@
 //
 //   nvcc -std=c++20 -arch=sm_90a -o probe tests/gpu/probe.cu && ./probe
 //
-// Prints JSON, a line for every call; its exit status is 1 where CUDA reports an error.
+// Then, of the streams that ranks which are threads use on one GPU, for every ordered pair: whether
+// work put into the second runs while a kernel of the first waits for it.
+//
+// Prints JSON, a line for every call; its exit status is 1 where CUDA reports an error. What a
+// machine may refuse is a line with "refused" instead.
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -19,6 +26,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -66,9 +74,22 @@ __global__ void never_launched_before(int* word) {
   *word = kNumber;
 }
 
+/// Says that this machine does not do it. @return whether it does
+bool is_done(cudaError_t code, const char* what) {
+  if (code == cudaSuccess)
+    return true;
+  cudaGetLastError();
+  std::printf("{\"call\": \"%s\", \"refused\": \"%s\"}\n", what, cudaGetErrorName(code));
+  std::fflush(stdout);
+  return false;
+}
+
 /// Times one call beside a kernel that spins. The word ends the kernel after kPatience at the
 /// latest.
-void probe(const char* name, const std::function<void()>& call) {
+/// @param before  Called with the kernel's stream once it runs, on a thread of its own.
+void probe(const char* name,
+           const std::function<void()>& call,
+           const std::function<void(cudaStream_t)>& before = nullptr) {
   int* is_over = nullptr;
   CHECK(cudaHostAlloc(&is_over, sizeof(int), cudaHostAllocMapped));
   *is_over = 0;
@@ -77,6 +98,14 @@ void probe(const char* name, const std::function<void()>& call) {
   spin<<<1, 1, 0, stream>>>(is_over);
   CHECK(cudaGetLastError());
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it runs by now
+  std::thread earlier;
+  if (before) {
+    earlier = std::thread([&] {
+      CHECK(cudaSetDevice(0));
+      before(stream);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it is in its call by now
+  }
   std::atomic<bool> has_returned = false;
   const auto start = Clock::now();
   std::atomic<double> seconds = 0;
@@ -91,6 +120,8 @@ void probe(const char* name, const std::function<void()>& call) {
   const bool waits = !has_returned;
   *reinterpret_cast<volatile int*>(is_over) = 1;
   caller.join();
+  if (earlier.joinable())
+    earlier.join();
   CHECK(cudaStreamSynchronize(stream));
   std::printf("{\"call\": \"%s\", \"waits_for_kernels\": %s, \"us\": %.1f}\n",
               name,
@@ -99,6 +130,169 @@ void probe(const char* name, const std::function<void()>& call) {
   std::fflush(stdout);
   CHECK(cudaStreamDestroy(stream));
   CHECK(cudaFreeHost(is_over));
+}
+
+/// Page-locks memory that was page-locked at another place, as shared memory of the host is
+/// (csrc/cuda/host_mapping.cpp).
+void probe_second_registration(const char* name, void* first) {
+  if (!is_done(cudaHostRegister(first, 4096, cudaHostRegisterMapped), name))
+    return;
+  void* const second = mremap(first, 0, 4096, MREMAP_MAYMOVE);
+  if (second == MAP_FAILED) {
+    std::printf("{\"call\": \"%s\", \"refused\": \"mremap\"}\n", name);
+  } else {
+    cudaError_t code = cudaSuccess;
+    probe(name, [&] {
+      code = cudaHostRegister(second, 4096, cudaHostRegisterMapped | cudaHostRegisterPortable);
+    });
+    if (is_done(code, name)) {
+      void* address = nullptr;
+      CHECK(cudaHostGetDevicePointer(&address, second, 0));
+      CHECK(cudaHostUnregister(second));
+    }
+    munmap(second, 4096);
+  }
+  CHECK(cudaHostUnregister(first));
+}
+
+/// Memory that other processes may map, as a heap on the host is.
+void probe_memfd() {
+  const char* const name = "cudaHostRegister of memfd pages";
+  const int fd = memfd_create("probe", 0);
+  if (fd < 0 || ftruncate(fd, 4096) != 0) {
+    std::printf("{\"call\": \"%s\", \"refused\": \"memfd_create\"}\n", name);
+    return;
+  }
+  void* const pages = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  cudaError_t code = cudaSuccess;
+  probe(name, [&] { code = cudaHostRegister(pages, 4096, cudaHostRegisterMapped); });
+  if (is_done(code, name))
+    CHECK(cudaHostUnregister(pages));
+  munmap(pages, 4096);
+  close(fd);
+}
+
+/// A second program of this file that opens what the first has exported: fork() would leave it
+/// without a driver that works.
+int import_here(int descriptor) {
+  CHECK(cudaSetDevice(0));
+  CHECK(cudaFree(nullptr));
+  CUmemGenericAllocationHandle memory{};
+  const CUresult code =
+      DRIVER(cuMemImportFromShareableHandle)(&memory,
+                                             reinterpret_cast<void*>(intptr_t{descriptor}),
+                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  if (code == CUDA_SUCCESS)
+    CHECK(DRIVER(cuMemRelease)(memory));
+  return code == CUDA_SUCCESS ? 0 : 2;
+}
+
+void probe_import(int descriptor) {
+  fcntl(descriptor, F_SETFD, 0);  // stays open in the other program
+  const auto start = Clock::now();
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::string number = std::to_string(descriptor);
+    execl("/proc/self/exe", "probe", "--import", number.c_str(), nullptr);
+    _exit(3);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  const bool is_good = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  std::printf(
+      "{\"call\": \"a child opens memory by its descriptor\", \"works\": %s, \"us\": %.1f}\n",
+      is_good ? "true" : "false",
+      std::chrono::duration<double>(Clock::now() - start).count() * 1e6);
+  std::fflush(stdout);
+}
+
+/// What the first communicator of a process does, so that no first launch has to.
+void probe_loading() {
+  const char* const name = "cuFuncLoad of all kernels of a module";
+  cudaFunction_t function{};
+  if (!is_done(
+          cudaGetFuncBySymbol(&function, reinterpret_cast<const void*>(&never_launched_before<3>)),
+          name))
+    return;
+  CUresult code = CUDA_SUCCESS;
+  probe(name, [&] {
+    CUmodule module{};
+    unsigned count = 0;
+    std::vector<CUfunction> functions;
+    code = DRIVER(cuFuncGetModule)(&module, function);
+    if (code == CUDA_SUCCESS)
+      code = DRIVER(cuModuleGetFunctionCount)(&count, module);
+    functions.resize(count);
+    if (code == CUDA_SUCCESS)
+      code = DRIVER(cuModuleEnumerateFunctions)(functions.data(), count, module);
+    for (CUfunction each : functions)
+      if (code == CUDA_SUCCESS)
+        code = DRIVER(cuFuncLoad)(each);
+  });
+  if (code != CUDA_SUCCESS)
+    std::printf("{\"call\": \"%s\", \"refused\": \"CUresult %d\"}\n", name, static_cast<int>(code));
+}
+
+/// What a graph costs beside a kernel: made, put into a stream for the first time and once more.
+void probe_graph(cudaStream_t stream, int* word) {
+  cudaGraph_t graph{};
+  cudaGraphExec_t ready{};
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  never_launched_before<1><<<1, 1, 0, stream>>>(word);
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  probe("cudaGraphInstantiate", [&] { CHECK(cudaGraphInstantiate(&ready, graph, 0)); });
+  for (const char* name : {"first replay of a graph", "second replay of a graph"})
+    probe(name, [&] {
+      CHECK(cudaGraphLaunch(ready, stream));
+      CHECK(cudaStreamSynchronize(stream));
+    });
+  CHECK(cudaGraphExecDestroy(ready));
+  CHECK(cudaGraphDestroy(graph));
+}
+
+/// Four ranks have a stream of the caller's and one of a buffer each, and one in which memory is
+/// zeroed: for each ordered pair of them, whether a store in the second ends a spin in the first.
+void probe_pairs() {
+  constexpr int kNumStreams = 9;
+  cudaStream_t streams[kNumStreams];
+  for (cudaStream_t& stream : streams)
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  int* word = nullptr;
+  CHECK(cudaHostAlloc(&word, sizeof(int), cudaHostAllocMapped));
+  const volatile int* const seen = word;
+  int num_blocked = 0;
+  std::string blocked;
+  for (int first = 0; first < kNumStreams; ++first)
+    for (int second = 0; second < kNumStreams; ++second) {
+      if (first == second)
+        continue;
+      *word = 0;
+      spin<<<1, 1, 0, streams[first]>>>(word);
+      never_launched_before<1><<<1, 1, 0, streams[second]>>>(word);
+      CHECK(cudaGetLastError());
+      const auto start = Clock::now();
+      while (*seen == 0 && Clock::now() - start < std::chrono::milliseconds(100))
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (*seen == 0) {
+        ++num_blocked;
+        blocked += (blocked.empty() ? "" : ", ") + std::string("[") + std::to_string(first) + ", " +
+                   std::to_string(second) + "]";
+        *reinterpret_cast<volatile int*>(word) = 1;
+      }
+      CHECK(cudaDeviceSynchronize());
+    }
+  const char* const connections = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  std::printf(
+      "{\"pairs_of_streams\": %d, \"that_wait_for_each_other\": %d, \"which\": [%s], "
+      "\"connections\": \"%s\"}\n",
+      kNumStreams * (kNumStreams - 1),
+      num_blocked,
+      blocked.c_str(),
+      connections == nullptr ? "not set" : connections);
+  std::fflush(stdout);
+  for (cudaStream_t stream : streams)
+    CHECK(cudaStreamDestroy(stream));
+  CHECK(cudaFreeHost(word));
 }
 
 int attribute(CUdevice_attribute which) {
@@ -128,7 +322,9 @@ void describe() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc == 3 && std::string(argv[1]) == "--import")
+    return import_here(std::atoi(argv[2]));
   CHECK(cudaSetDevice(0));
   CHECK(cudaFree(nullptr));
   describe();
@@ -152,6 +348,8 @@ int main() {
     CHECK(cudaHostRegister(page, 4096, cudaHostRegisterMapped | cudaHostRegisterPortable));
   });
   probe("cudaHostUnregister", [&] { CHECK(cudaHostUnregister(page)); });
+  probe_second_registration("cudaHostRegister of pages that are page-locked elsewhere", page);
+  probe_memfd();
   cudaStream_t made_stream{};
   probe("cudaStreamCreate",
         [&] { CHECK(cudaStreamCreateWithFlags(&made_stream, cudaStreamNonBlocking)); });
@@ -178,6 +376,30 @@ int main() {
   cudaFuncAttributes attributes{};
   probe("cudaFuncGetAttributes of a kernel not yet loaded",
         [&] { CHECK(cudaFuncGetAttributes(&attributes, never_launched_before<2>)); });
+  probe("cudaFuncSetAttribute", [&] {
+    CHECK(cudaFuncSetAttribute(
+        never_launched_before<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 << 10));
+  });
+  const auto copy_to_pageable = [&](cudaStream_t behind) {
+    CHECK(cudaMemcpyAsync(pageable, device_memory, kBytes, cudaMemcpyDeviceToHost, behind));
+  };
+  probe_loading();
+  probe(
+      "cudaMalloc while another thread's copy to pageable memory is behind the kernel",
+      [&] { CHECK(cudaMalloc(&made, kBytes)); },
+      copy_to_pageable);
+  CHECK(cudaFree(made));
+  cudaStream_t third{};
+  CHECK(cudaStreamCreateWithFlags(&third, cudaStreamNonBlocking));
+  probe(
+      "launch while another thread's copy to pageable memory is behind the kernel",
+      [&] {
+        never_launched_before<1><<<1, 1, 0, third>>>(static_cast<int*>(device_memory));
+        CHECK(cudaGetLastError());
+        CHECK(cudaStreamSynchronize(third));
+      },
+      copy_to_pageable);
+  probe_graph(third, static_cast<int*>(device_memory));
 
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -194,11 +416,14 @@ int main() {
     CHECK(DRIVER(cuMemExportToShareableHandle)(
         &descriptor, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
   });
+  probe_import(descriptor);
+  close(descriptor);
   probe("cuMemAddressReserve",
         [&] { CHECK(DRIVER(cuMemAddressReserve)(&address, kBytes, 0, 0, 0)); });
   probe("cuMemMap", [&] { CHECK(DRIVER(cuMemMap)(address, kBytes, 0, memory, 0)); });
   probe("cuMemSetAccess", [&] { CHECK(DRIVER(cuMemSetAccess)(address, kBytes, &access, 1)); });
   probe("cuMemUnmap", [&] { CHECK(DRIVER(cuMemUnmap)(address, kBytes)); });
   probe("cuMemRelease", [&] { CHECK(DRIVER(cuMemRelease)(memory)); });
+  probe_pairs();
   return 0;
 }

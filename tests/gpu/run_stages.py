@@ -336,7 +336,7 @@ def probe() -> dict[str, Any]:
         program = f"{folder}/probe"
         source = "tests/gpu/probe.cu"
         command("nvcc", "-std=c++20", f"-arch=sm_{architecture()}", "-o", program, source)
-        return command(program, stage_limit_s=60.0)
+        return command(program, stage_limit_s=90.0, **CONNECTIONS)
 
 
 def warm_up() -> dict[str, Any]:

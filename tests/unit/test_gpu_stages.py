@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -454,6 +455,20 @@ def test_gpus_are_those_that_this_program_was_given(
     assert stages.gpu_names() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
     assert stages.gpu_names() == ["3", "GPU-5"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_the_probe_compiles(tmp_path: Path) -> None:
+    flags = ("-std=c++20", "-arch=sm_90a", "--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra")
+    source = str(PROGRAM.with_name("probe.cu"))
+    done = subprocess.run(
+        ["nvcc", *flags, "-o", str(tmp_path / "probe"), source],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 def test_ranks_on_too_few_gpus_fail(stages: types.ModuleType) -> None:
