@@ -58,6 +58,8 @@ class MappedSegment final : public DeviceSegment {
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access.location.id = device_idx;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    const CurrentDevice current(device_idx);  // the mesh's thread may have called nothing yet
+    const RelaxedCapture relaxed;
     check_driver(
         driver().mem_set_access(reinterpret_cast<CUdeviceptr>(data_), bytes_, &access, 1),
         concat("letting device ", device_idx, " reach ", bytes_, " bytes of device memory"));
@@ -204,6 +206,40 @@ NewDeviceSegment create_for_ipc(int device_idx, uint64_t bytes) {
   return made;
 }
 
+std::shared_ptr<DeviceSegment> open_segment(const SegmentDescription& description,
+                                            int fd,
+                                            uint64_t bytes,
+                                            int device_idx) {
+  const CurrentDevice current(device_idx);
+  const RelaxedCapture relaxed;
+  if (description.sharing == Sharing::kIpc) {
+    cudaIpcMemHandle_t handle{};
+    std::memcpy(&handle, description.handle.data(), sizeof handle);
+    void* data = nullptr;
+    device::check_cuda(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
+                       "opening a peer's memory by its IPC handle");
+    return std::make_shared<IpcSegment>(device_idx, data, bytes, false);
+  }
+  CUmemGenericAllocationHandle memory{};
+  if (description.sharing == Sharing::kFileDescriptor) {
+    MOE_CHECK(fd >= 0, "a segment shared by descriptor came without one");
+    check_driver(driver().mem_import(&memory,
+                                     reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+                 "opening a peer's memory by its descriptor");
+  } else {
+    MOE_CHECK(description.sharing == Sharing::kFabric,
+              "unknown way to share memory: ",
+              static_cast<uint32_t>(description.sharing));
+    auto handle = description.handle;
+    check_driver(driver().mem_import(&memory, handle.data(), CU_MEM_HANDLE_TYPE_FABRIC),
+                 "opening a peer's memory by its fabric handle");
+  }
+  auto segment = std::make_shared<MappedSegment>(device_idx, memory, bytes);
+  segment->allow(device_idx);
+  return segment;
+}
+
 }  // namespace
 
 const char* sharing_name(Sharing sharing) {
@@ -267,34 +303,15 @@ std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& des
                                                    int fd,
                                                    uint64_t bytes,
                                                    int device_idx) {
-  const CurrentDevice current(device_idx);
-  const RelaxedCapture relaxed;
-  if (description.sharing == Sharing::kIpc) {
-    cudaIpcMemHandle_t handle{};
-    std::memcpy(&handle, description.handle.data(), sizeof handle);
-    void* data = nullptr;
-    device::check_cuda(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
-                       "opening a peer's memory by its IPC handle");
-    return std::make_shared<IpcSegment>(device_idx, data, bytes, false);
+  try {
+    return open_segment(description, fd, bytes, device_idx);
+  } catch (const CudaError& error) {
+    throw CudaError(
+        concat(error.what(),
+               " (memory of another GPU is reached by peer-to-peer access, P2P, which NVLink or "
+               "PCIe and the driver must offer: nvidia-smi topo -p2p r tells)"),
+        error.code());
   }
-  CUmemGenericAllocationHandle memory{};
-  if (description.sharing == Sharing::kFileDescriptor) {
-    MOE_CHECK(fd >= 0, "a segment shared by descriptor came without one");
-    check_driver(driver().mem_import(&memory,
-                                     reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
-                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-                 "opening a peer's memory by its descriptor");
-  } else {
-    MOE_CHECK(description.sharing == Sharing::kFabric,
-              "unknown way to share memory: ",
-              static_cast<uint32_t>(description.sharing));
-    auto handle = description.handle;
-    check_driver(driver().mem_import(&memory, handle.data(), CU_MEM_HANDLE_TYPE_FABRIC),
-                 "opening a peer's memory by its fabric handle");
-  }
-  auto segment = std::make_shared<MappedSegment>(device_idx, memory, bytes);
-  segment->allow(device_idx);
-  return segment;
 }
 
 }  // namespace moe::cuda

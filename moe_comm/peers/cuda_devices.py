@@ -141,7 +141,8 @@ def problem_with_devices(
             continue
         return (
             f"its GPU ({own.name}, cuda:{own.device_idx}) does not reach that of rank {peer_idx} "
-            f"({peer.name}) by NVLink or PCIe"
+            f"({peer.name}): the driver offers no peer-to-peer access (P2P) between them, over NVLink or "
+            "PCIe, as nvidia-smi topo -p2p r tells; tensors of the CPU need none"
         )
     return None
 

@@ -33,6 +33,7 @@ struct Machine {
   int num_devices = 2;
   int driver_version = 0;  ///< 0 for that of the headers
   bool has_virtual_memory = true;
+  bool has_p2p = true;    ///< whether a process gets access to memory of another's
   std::string refused;    ///< a call by name that is not supported
   bool is_eager = false;  ///< CUDA_MODULE_LOADING=EAGER
   /// So long a call waits for the device before the program ends, with "deadlock: <call> waits for

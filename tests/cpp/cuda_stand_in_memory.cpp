@@ -303,7 +303,7 @@ CUresult cuMemMap(CUdeviceptr address,
   if (data == MAP_FAILED)
     return CUDA_ERROR_OUT_OF_MEMORY;
   range->second.is_mapped = true;
-  state().memory[address] = Memory{Memory::kDevice, bytes, -1, {}};
+  state().memory[address] = Memory{Memory::kDevice, bytes, -1, {}, !memory->second.may_be_exported};
   return CUDA_SUCCESS;
 }
 
@@ -329,12 +329,14 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-/// The same, cuMemSetAccess, with the same note.
+/// The same, cuMemSetAccess, with the same note. That it needs a context is assumed.
 CUresult cuMemSetAccess(CUdeviceptr address,
                         size_t bytes,
                         const CUmemAccessDesc* descriptions,
                         size_t count) {
   begin("cuMemSetAccess");
+  if (!this_thread.has_context)
+    return refuse(CUDA_ERROR_INVALID_CONTEXT, "cuMemSetAccess", "no context is current");
   drain_all("cuMemSetAccess", descriptions->location.id);
   const std::lock_guard lock(state().mutex);
   const auto entry = state().memory.find(address);
@@ -342,6 +344,8 @@ CUresult cuMemSetAccess(CUdeviceptr address,
     state().violations.push_back("cuMemSetAccess: nothing is mapped there");
     return CUDA_ERROR_INVALID_VALUE;
   }
+  if (entry->second.is_of_peer && !state().machine.has_p2p)
+    return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   ::mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE);
   for (size_t i = 0; i < count; ++i)
     entry->second.devices.insert(descriptions[i].location.id);

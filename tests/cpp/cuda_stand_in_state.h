@@ -68,7 +68,8 @@ struct Memory {
   enum Kind { kDevice, kHost, kRegistered } kind = kDevice;
   size_t bytes = 0;
   int fd = -1;
-  std::set<int> devices;  ///< whose kernels reach it; host memory all
+  std::set<int> devices;    ///< whose kernels reach it; host memory all
+  bool is_of_peer = false;  ///< opened by this process, not made
 };
 
 struct Reserved {

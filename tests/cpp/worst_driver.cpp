@@ -66,6 +66,21 @@ void processes_without_virtual_memory() {
   operations_of_processes("ipc");
 }
 
+/// GPUs that do not reach each other, of processes that see one each.
+void processes_without_p2p() {
+  stand_in::machine().has_p2p = false;
+  run_processes({"0", "1"}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    std::string told = "nothing";
+    try {
+      Caller caller(rank_idx, borrow(*rank.group), gpu);
+      caller.run_all(RowLayout::kExpertMajor);
+    } catch (const std::exception& error) {
+      told = error.what();
+    }
+    expect(told.find("peer-to-peer access, P2P") != std::string::npos, told);
+  });
+}
+
 /// A driver that has every function, of an earlier version than this module was compiled with.
 void driver_of_an_earlier_version() {
   stand_in::machine().driver_version = CUDART_VERSION - 10;
@@ -906,6 +921,7 @@ int main(int argc, char** argv) {
           {"pairs_of_operations", pairs_of_operations},
           {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
           {"processes", processes},
+          {"processes_without_p2p", processes_without_p2p},
           {"processes_without_virtual_memory", processes_without_virtual_memory},
           {"refused_ways_of_loading", refused_ways_of_loading},
           {"replay_beside_async", replay_beside_async},

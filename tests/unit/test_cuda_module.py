@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import re
@@ -327,6 +328,25 @@ def test_ranks_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.Mo
     found = run_ranks(lambda _: (gpus.current(), gpus.stream()), 3, mode="threads")
     assert [device_idx for device_idx, _ in found] == [0, 1, 0]
     assert sorted(stream for _, stream in found) == [0, 1, 2]
+
+
+def test_gpus_without_p2p_are_told_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    reaches = {(0, 0): True, (0, 1): True, (0, 2): False}
+    native = types.SimpleNamespace(
+        count_devices=lambda: (3, ""),
+        describe_device=lambda idx: {"uuid": bytes([idx])},
+        can_reach=lambda device_idx, peer_idx: reaches[device_idx, peer_idx],
+    )
+    monkeypatch.setattr(cuda_devices, "load_cuda_module", lambda: native)
+    devices = [
+        dataclasses.replace(device(bytes([idx])), name=f"GPU {idx}", device_idx=idx)
+        for idx in range(3)
+    ]
+    assert cuda_devices.problem_with_devices(0, devices, [0, 1]) is None
+    problem = cuda_devices.problem_with_devices(0, devices, [0, 1, 2])
+    assert problem is not None
+    assert problem.startswith("its GPU (GPU 0, cuda:0) does not reach that of rank 2 (GPU 2): ")
+    assert "no peer-to-peer access (P2P)" in problem
 
 
 @pytest.mark.parametrize(
