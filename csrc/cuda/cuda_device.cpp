@@ -13,9 +13,10 @@ namespace moe::cuda {
 namespace {
 
 constexpr int kMostDevices = 64;
-constexpr int kOtherStreams = 2;  ///< the caller's, and the one that zeroes memory
+constexpr int kOtherStreams = 1;  ///< in which memory is zeroed
 
-/// Streams that this module has made on every device: ranks that are threads share a process.
+/// Streams of every device that its ranks, which are threads of a process, use there: those that
+/// this module has made, and one from which each rank calls.
 std::atomic<int>& num_streams(int device_idx) {
   static std::atomic<int> counts[kMostDevices];
   return counts[device_idx % kMostDevices];
@@ -143,6 +144,7 @@ CudaDevice::CudaDevice(int device_idx, int max_connections)
     : device_idx_(device_idx),
       max_connections_(max_connections),
       info_(describe_device(device_idx)),
+      caller_place_(std::make_shared<CountedStream>(device_idx, max_connections)),
       architecture_(load_kernels(device_idx)),
       pool_(MemoryPool::of(device_idx)) {
   max_shared_bytes_ = static_cast<size_t>(

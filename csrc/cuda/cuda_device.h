@@ -38,6 +38,7 @@ class CudaDevice final : public runtime::Device {
   /// @param max_connections  CUDA_DEVICE_MAX_CONNECTIONS as the process has it, 8 where it is not
   ///   set: streams beyond it wait for each other, and are refused. 0 where that may be.
   /// @throws CudaError  no driver, no such device, or no kernel was compiled for it.
+  /// @throws InvalidArgument  as create_stream() does: callers have streams, too.
   static std::shared_ptr<CudaDevice> create(int device_idx, int max_connections);
 
   ~CudaDevice() override;
@@ -82,6 +83,7 @@ class CudaDevice final : public runtime::Device {
   int device_idx_;
   int max_connections_;
   DeviceInfo info_;
+  std::shared_ptr<const void> caller_place_;  ///< of the caller's stream among connections
   int architecture_;
   size_t max_shared_bytes_ = 0;
   std::shared_ptr<MemoryPool> pool_;

@@ -32,6 +32,7 @@ CASES = (
     "low_latency_results_of_a_quarter_gigabyte",
     "low_latency_windows_that_do_not_fit",
     "memory_that_a_kernel_holds",
+    "more_streams_than_connections",
     "nothing_waits_for_large_operations",
     "nothing_waits_in_operations",
     "operation_behind_a_graph",

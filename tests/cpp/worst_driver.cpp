@@ -81,6 +81,38 @@ void processes_without_p2p() {
   });
 }
 
+/// Each rank that calls has a stream, as each buffer has.
+void more_streams_than_connections() {
+  constexpr int kMost = 8;
+  const auto expect_refused = [](const std::function<void()>& call) {
+    std::string told = "nothing";
+    try {
+      call();
+    } catch (const InvalidArgument& error) {
+      told = error.what();
+    }
+    expect(told.find("this process uses 9 streams of device 0") == 0, told);
+  };
+  std::vector<std::shared_ptr<cuda::CudaDevice>> devices;
+  std::vector<std::shared_ptr<runtime::Stream>> streams;
+  for (int rank_idx = 0; rank_idx < 3; ++rank_idx) {
+    devices.push_back(cuda::CudaDevice::create(0, kMost));
+    streams.push_back(devices.back()->create_stream());
+  }
+  devices.push_back(cuda::CudaDevice::create(0, kMost));
+  expect_refused([&] { devices.back()->create_stream(); });
+  expect_refused([&] { cuda::CudaDevice::create(0, kMost); });
+  // Each device has its own, and a rank alone on it may use any number.
+  cuda::CudaDevice::create(1, kMost)->create_stream();
+  cuda::CudaDevice::create(0, 0)->create_stream();
+  streams.pop_back();
+  streams.push_back(devices.back()->create_stream());
+  expect_refused([&] { cuda::CudaDevice::create(0, kMost); });
+  devices.erase(devices.begin());
+  cuda::CudaDevice::create(0, kMost);
+  expect_no_violations();
+}
+
 /// A driver that has every function, of an earlier version than this module was compiled with.
 void driver_of_an_earlier_version() {
   stand_in::machine().driver_version = CUDART_VERSION - 10;
@@ -911,6 +943,7 @@ int main(int argc, char** argv) {
           {"host_calls", host_calls},
           {"host_calls_on_two_devices", host_calls_on_two_devices},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
+          {"more_streams_than_connections", more_streams_than_connections},
           {"nothing_waits_in_operations", nothing_waits_in_operations},
           {"low_latency_results_and_rows_copied_in", low_latency_results_and_rows_copied_in},
           {"low_latency_results_of_a_quarter_gigabyte", low_latency_results_of_a_quarter_gigabyte},
