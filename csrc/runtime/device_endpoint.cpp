@@ -67,6 +67,13 @@ class StreamJoin : public ops::CallerJoin {
   std::shared_ptr<Event> end_;  ///< null once joined
 };
 
+/// @throws std::runtime_error  what a rank said was wrong, on every rank.
+void throw_first(const std::vector<std::string>& problems) {
+  for (const std::string& problem : problems)
+    if (!problem.empty())
+      throw std::runtime_error(problem);
+}
+
 }  // namespace
 
 std::shared_ptr<DeviceEndpoint> DeviceEndpoint::create(
@@ -151,9 +158,10 @@ void DeviceEndpoint::connect_areas(const group::InterruptCheck& interrupt_check)
   const auto problems = group().all_gather(problem, interrupt_check);
   if (error)
     std::rethrow_exception(error);
-  for (const std::string& said : problems)
-    if (!said.empty())
-      throw std::runtime_error(said);
+  throw_first(problems);
+  if (spans_devices_)
+    throw_first(
+        group().all_gather(ping_peers(own_area->data(), bytes, interrupt_check), interrupt_check));
 }
 
 /// Across nodes a row crosses once to each, and is fanned out there.

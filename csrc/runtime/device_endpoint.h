@@ -231,6 +231,10 @@ class DeviceEndpoint : public ops::EndpointBase {
   void find_peers(const std::vector<Announcement>& announced,
                   int64_t area_bytes,
                   const group::InterruptCheck& interrupt_check);
+  /// Collective, where ranks are on several devices. @return what is wrong with them, or "".
+  std::string ping_peers(std::byte* own_area,
+                         int64_t area_bytes,
+                         const group::InterruptCheck& interrupt_check);
   void compare_devices(const std::vector<Announcement>& announced);
   void connect_nodes(int64_t area_bytes, const group::InterruptCheck& interrupt_check);
   void make_tables();

@@ -245,6 +245,14 @@ Place place_of(const void* address, size_t bytes) {
   return entry->second.kind == Memory::kDevice ? Place::kDevice : Place::kHost;
 }
 
+bool is_of_peer(const void* address) {
+  const auto start = reinterpret_cast<uintptr_t>(address);
+  const std::lock_guard lock(state().mutex);
+  auto entry = state().memory.upper_bound(start);
+  return entry != state().memory.begin() && (--entry)->second.is_of_peer &&
+         start < entry->first + entry->second.bytes;
+}
+
 /// PG, Lazy Loading, Concurrent Execution: loading a kernel may need the context to be idle, so a
 /// first launch may wait for kernels that wait for it.
 void load(const CUstream_st& stream, const void* module, const std::string& name) {

@@ -33,9 +33,11 @@ struct Machine {
   int num_devices = 2;
   int driver_version = 0;  ///< 0 for that of the headers
   bool has_virtual_memory = true;
-  bool has_p2p = true;    ///< whether a process gets access to memory of another's
-  std::string refused;    ///< a call by name that is not supported
-  bool is_eager = false;  ///< CUDA_MODULE_LOADING=EAGER
+  bool loses_p2p_writes = false;  ///< copies to a peer's memory, without an error
+  bool loses_p2p_reads = false;   ///< the same from it
+  bool has_p2p = true;            ///< whether a process gets access to memory of another's
+  std::string refused;            ///< a call by name that is not supported
+  bool is_eager = false;          ///< CUDA_MODULE_LOADING=EAGER
   /// So long a call waits for the device before the program ends, with "deadlock: <call> waits for
   /// <kernel>" and status 3.
   std::chrono::milliseconds patience{20'000};

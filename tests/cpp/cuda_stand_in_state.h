@@ -159,6 +159,8 @@ std::shared_ptr<CUstream_st> stream_for_work(cudaStream_t handle, const char* ca
 enum class Place { kDevice, kHost, kPageable, kNowhere };
 
 Place place_of(const void* address, size_t bytes);
+/// Whether another process made the memory that lies there.
+bool is_of_peer(const void* address);
 
 /// This package's kernels are one module, and so many functions of it that have to be loaded.
 extern const char* const kOwnModule;

@@ -39,6 +39,7 @@ CASES = (
     "pairs_of_operations",
     "pairs_of_operations_on_two_devices",
     "processes",
+    "processes_with_wrong_p2p",
     "processes_without_p2p",
     "processes_without_virtual_memory",
     "refused_ways_of_loading",

@@ -81,6 +81,28 @@ void processes_without_p2p() {
   });
 }
 
+/// Both ranks hear what the first finds.
+void expect_wrong_p2p(const std::string& finding) {
+  run_processes({"0", "1"}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    std::string told = "nothing";
+    try {
+      const Caller caller(rank_idx, borrow(*rank.group), gpu);
+    } catch (const std::exception& error) {
+      told = error.what();
+    }
+    expect(told.find(finding) == 0 && told.find("peer-to-peer access (P2P)") != std::string::npos,
+           told);
+  });
+}
+
+void processes_with_wrong_p2p() {
+  stand_in::machine().loses_p2p_writes = true;
+  expect_wrong_p2p("rank 0 finds 0 in its memory where rank 1 wrote 11");
+  stand_in::machine().loses_p2p_writes = false;
+  stand_in::machine().loses_p2p_reads = true;
+  expect_wrong_p2p("rank 0 reads 0 from memory where rank 1 wrote 11");
+}
+
 /// Each rank that calls has a stream, as each buffer has.
 void more_streams_than_connections() {
   constexpr int kMost = 8;
@@ -954,6 +976,7 @@ int main(int argc, char** argv) {
           {"pairs_of_operations", pairs_of_operations},
           {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
           {"processes", processes},
+          {"processes_with_wrong_p2p", processes_with_wrong_p2p},
           {"processes_without_p2p", processes_without_p2p},
           {"processes_without_virtual_memory", processes_without_virtual_memory},
           {"refused_ways_of_loading", refused_ways_of_loading},
