@@ -244,7 +244,24 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 /// RT, Graph Management, cudaGraphInstantiate: device resources are taken; it may wait for them.
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
   begin("cudaGraphInstantiate");
+  if (state().machine.graphs_wait)
+    drain(use_context(), "cudaGraphInstantiate");
   *made = new CUgraphExec_st{graph->graph};
+  return cudaSuccess;
+}
+
+/// RT, Graph Management, cudaGraphUpload: what the first launch would do else.
+static void upload(CUgraphExec_st& graph, const CUstream_st& stream, const char* call) {
+  if (!graph.is_uploaded.exchange(true) && state().machine.graphs_wait)
+    drain(state().contexts[static_cast<size_t>(stream.device_idx)], call);
+}
+
+cudaError_t cudaGraphUpload(cudaGraphExec_t graph, cudaStream_t handle) {
+  begin("cudaGraphUpload");
+  const auto stream = stream_for_work(handle, "cudaGraphUpload");
+  if (stream == nullptr)
+    return this_thread.last_error;
+  upload(*graph, *stream, "cudaGraphUpload");
   return cudaSuccess;
 }
 
@@ -262,6 +279,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t handle) {
   };
   if (std::any_of(batons.begin(), batons.end(), has_ended))
     return fail(cudaErrorInvalidResourceHandle, "cudaGraphLaunch", "an event of it has ended");
+  upload(*graph, *stream, "the first launch of a graph");
   graph->graph->replay(*stream->worker);
   const std::lock_guard lock(stream->names_mutex);
   stream->names[stream->worker->progress()->num_added()] = "a graph";

@@ -53,6 +53,7 @@ struct CUgraph_st {
 
 struct CUgraphExec_st {
   std::shared_ptr<moe::simt::Graph> graph;
+  std::atomic<bool> is_uploaded{false};
 };
 
 namespace moe::stand_in {

@@ -309,7 +309,6 @@ inline void await_kernel() {
 /// Records dispatch and combine into a graph.
 struct Recorded {
   Recorded(Caller& caller, RowLayout layout, cudaStreamCaptureMode mode) {
-    cudaGraph_t graph = nullptr;
     device::check_cuda(cudaStreamBeginCapture(caller.stream.get(), mode), "beginning a capture");
     ops::DispatchParams params = caller.dispatch_params(layout);
     if (layout != RowLayout::kLowLatency) {
@@ -319,7 +318,13 @@ struct Recorded {
     dispatched = runtime::dispatch(*caller.endpoint, params, {});
     combined = caller.combine(dispatched);
     device::check_cuda(cudaStreamEndCapture(caller.stream.get(), &graph), "ending a capture");
+  }
+
+  /// Before it is replayed. While no rank of this device waits for another, as this may wait for
+  /// all of the device.
+  void make(const Caller& caller) {
     device::check_cuda(cudaGraphInstantiate(&executable, graph, 0), "making a graph");
+    device::check_cuda(cudaGraphUpload(executable, caller.stream.get()), "uploading a graph");
   }
 
   void replay(Caller& caller) const {
@@ -330,6 +335,7 @@ struct Recorded {
 
   ops::DispatchOutcome dispatched;
   ops::CombineOutcome combined;
+  cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
 };
 

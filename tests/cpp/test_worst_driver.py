@@ -53,10 +53,12 @@ CASES = (
 # What callers may not do (docs/gpu.md): the stand-in finds it.
 DEADLOCKS = {
     "deadlock_by_a_foreign_kernel": "the first launch of foreign waits for ExchangeParams",
+    "deadlock_by_a_first_replay": "the first launch of a graph waits for ExchangeParams",
     "deadlock_by_an_allocation": "cudaMalloc waits for ExchangeParams",
     "deadlock_by_kernels_that_are_not_loaded": (
         "the first launch of ExchangeParams waits for ExchangeParams"
     ),
+    "deadlock_by_making_a_graph": "cudaGraphInstantiate waits for ExchangeParams",
     "deadlock_by_pageable_memory": ("cudaMemcpyAsync of pageable memory waits for ExchangeParams"),
 }
 HOST_CALLS = ("host_calls", "host_calls_on_two_devices")

@@ -494,17 +494,24 @@ void last_buffer_ends_beside_a_kernel() {
   });
 }
 
-/// A rank replays while another still records, and eager operations come between replays.
+/// A rank waits in an operation while another records, and eager operations come between replays.
 void captured_of(RowLayout layout, cudaStreamCaptureMode mode) {
   std::latch all_recorded(2);
+  std::latch all_made(2);
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
-    if (rank_idx == 1 && mode != cudaStreamCaptureModeGlobal)
-      await_kernel();
-    const Recorded recorded(caller, layout, mode);
     // A capture for all threads is no time to look at another stream.
-    if (mode == cudaStreamCaptureModeGlobal)
-      all_recorded.arrive_and_wait();
+    const bool is_beside_a_kernel = mode != cudaStreamCaptureModeGlobal;
+    if (rank_idx == 0 && is_beside_a_kernel)
+      caller.run_all(layout);
+    if (rank_idx == 1 && is_beside_a_kernel)
+      await_kernel();
+    Recorded recorded(caller, layout, mode);
+    if (rank_idx == 1 && is_beside_a_kernel)
+      caller.run_all(layout);
+    all_recorded.arrive_and_wait();
+    recorded.make(caller);
+    all_made.arrive_and_wait();
     for (int i = 0; i < 3; ++i) {
       recorded.replay(caller);
       caller.fill(caller.round + 1);
@@ -522,7 +529,8 @@ void operation_behind_a_graph() {
   std::latch all_recorded(2);
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
-    const Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    recorded.make(caller);
     const int num_launched = stand_in::num_launches();
     all_recorded.arrive_and_wait();
     if (rank_idx == 1)
@@ -569,8 +577,10 @@ class Issued {
   Issued(Caller& caller, const RankGpu& gpu, Kind kind) : caller_(caller), kind_(kind) {
     caller.x = x_ = gpu.device->allocate_unset(kNumTokens * kHidden * 4);
     caller.fill(0);
-    if (kind.way == Way::kCaptured)
-      recorded_.emplace(caller, kind.layout, cudaStreamCaptureModeThreadLocal);
+    if (kind.way != Way::kCaptured)
+      return;
+    recorded_.emplace(caller, kind.layout, cudaStreamCaptureModeThreadLocal);
+    recorded_->make(caller);
   }
 
   void issue(const CallerStream& stream, int round) {
@@ -621,6 +631,7 @@ void pair_of(const Issued::Kind& former,
   const CallerStream other;
   const CallerStream* const streams[] = {&caller.stream, &other};
   int round = 0;
+  group->all_gather("", {});  // graphs are made
   for (const CallerStream* const stream : streams)
     for (const bool has_thread : {false, true})
       for (int slow = 0; slow < 4; ++slow) {
@@ -705,6 +716,7 @@ void eager_of_another_stream_behind_a_graph() {
 /// The first graph of a buffer runs behind what that has been given before, in whichever stream.
 void graph_behind_former_operations() {
   static std::atomic<int> num_ended;
+  stand_in::machine().graphs_wait = false;  // or it would have ended
   g_foreign = stand_in::make_foreign_kernel("part of an operation", [] {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ++num_ended;
@@ -717,7 +729,8 @@ void graph_behind_former_operations() {
     num_ended = 0;
     rank.group->all_gather("", {});
     launch_foreign(static_cast<cudaStream_t>(caller.endpoint->stream().handle()));
-    const Recorded recorded(caller, RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
+    Recorded recorded(caller, RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
+    recorded.make(caller);
     recorded.replay(caller);
     expect_equal(num_ended.load(), 2 * simt::kWarpSize, "threads of both ranks that have ended");
     caller.endpoint->destroy({});
@@ -788,7 +801,8 @@ void host_calls_on(int num_devices) {
       count("combine" + suffix, [&] { caller.combine(outcome); });
       count("cached_dispatch" + suffix, [&] { caller.dispatch(layout, outcome.plan); });
     }
-    const Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    recorded.make(caller);
     count("replay", [&] { cudaGraphLaunch(recorded.executable, caller.stream.get()); });
     caller.stream.synchronize();
     caller.endpoint->destroy({});
@@ -856,6 +870,31 @@ void deadlock_by_an_allocation() {
   beside_a_kernel([](Caller&) {
     void* data = nullptr;
     cudaMalloc(&data, 8);
+  });
+}
+
+/// A graph of nothing.
+cudaGraph_t record_nothing(const Caller& caller) {
+  cudaGraph_t graph = nullptr;
+  cudaStreamBeginCapture(caller.stream.get(), cudaStreamCaptureModeThreadLocal);
+  cudaStreamEndCapture(caller.stream.get(), &graph);
+  return graph;
+}
+
+void deadlock_by_making_a_graph() {
+  beside_a_kernel([](Caller& caller) {
+    cudaGraphExec_t executable = nullptr;
+    cudaGraphInstantiate(&executable, record_nothing(caller), 0);
+  });
+}
+
+void deadlock_by_a_first_replay() {
+  stand_in::machine().graphs_wait = false;
+  beside_a_kernel([](Caller& caller) {
+    cudaGraphExec_t executable = nullptr;
+    cudaGraphInstantiate(&executable, record_nothing(caller), 0);
+    stand_in::machine().graphs_wait = true;
+    cudaGraphLaunch(executable, caller.stream.get());
   });
 }
 
@@ -949,8 +988,10 @@ int main(int argc, char** argv) {
           {"captured_for_all_threads", captured_for_all_threads},
           {"captured_low_latency", captured_low_latency},
           {"deadlock_by_a_foreign_kernel", deadlock_by_a_foreign_kernel},
+          {"deadlock_by_a_first_replay", deadlock_by_a_first_replay},
           {"deadlock_by_an_allocation", deadlock_by_an_allocation},
           {"deadlock_by_kernels_that_are_not_loaded", deadlock_by_kernels_that_are_not_loaded},
+          {"deadlock_by_making_a_graph", deadlock_by_making_a_graph},
           {"deadlock_by_pageable_memory", deadlock_by_pageable_memory},
           {"default_stream_of_another_device", default_stream_of_another_device},
           {"default_streams", default_streams},
