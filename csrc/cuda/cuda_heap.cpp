@@ -21,19 +21,21 @@ namespace moe::cuda {
 namespace {
 
 using Block = heap::WindowAllocator::Block;
+using End = heap::WindowAllocator::End;
 using heap::HeapCore;
 using heap::HeapOptions;
 using heap::HeapStats;
 using heap::HeapWindow;
+using heap::round_up;
 using heap::SegmentTable;
 using heap::Token;
 
 // For streams to come to the end of what used a window.
 constexpr auto kRetiredLimit = std::chrono::seconds(5);
 
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+// The n-th segment adds an n-th of this to the heap at least, which makes 220 of them for the
+// largest device.
+constexpr uint64_t kGrowthDivisor = 2048;
 
 /// Segments that this process has mapped, its own and its peers': ranks that are threads share
 /// them.
@@ -107,6 +109,34 @@ struct CudaCore : HeapCore {
       retired_bytes.fetch_add(block->bytes, std::memory_order_relaxed);
     } catch (...) {  // the machine has no memory to note it in: nobody will use it again
     }
+  }
+
+  /// Of every segment, where the bytes begin of its range that are there with it and those before.
+  heap::SegmentTable starts;
+
+  bool holds(uint32_t segment_idx, uint64_t offset, uint64_t bytes) const {
+    const uint64_t end = table.find(segment_idx)->bytes;
+    return starts.find(segment_idx)->bytes <= offset && offset <= end && bytes <= end - offset;
+  }
+  /// Names the segment with which the block is there whole: who has opened it has opened those
+  /// before.
+  Offer offer_of(const Block& block, uint64_t bytes) const {
+    uint32_t idx = block.segment_idx;
+    while (!holds(idx, block.offset, bytes))
+      ++idx;
+    return {idx, 0, block.offset, bytes};
+  }
+  bool find(const void* address, uint64_t bytes, Offer* offer) const {
+    const uint32_t num_known = num_segments.load(std::memory_order_acquire);
+    for (uint32_t idx = 0; idx < num_known; ++idx) {
+      const auto base = reinterpret_cast<uintptr_t>(table.find(idx)->data.load());
+      const auto wanted = reinterpret_cast<uintptr_t>(address);
+      if (wanted < base || !holds(idx, wanted - base, bytes))
+        continue;
+      *offer = Offer{idx, 0, wanted - base, bytes};
+      return true;
+    }
+    return false;
   }
 
   /// Null where nothing free is that large.
@@ -213,8 +243,14 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   }
 
  private:
-  void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
-  NewDeviceSegment make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const;
+  void add_segment(uint64_t bytes);
+  struct Growth {
+    uint64_t bytes;  ///< at least
+    std::shared_ptr<AddressRange> range;
+    End end;
+  };
+  Growth plan_growth(uint64_t bytes);
+  NewDeviceSegment make_segment(const Growth& growth, uint64_t wanted_bytes) const;
   Block* await_retired(uint64_t bytes);
   std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
   void open_announced();
@@ -227,6 +263,7 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   uint64_t granularity_ = 0;
   std::shared_ptr<CudaCore> core_;
   Sharing sharing_ = Sharing::kFileDescriptor;
+  uint32_t first_of_range_ = 0;  ///< of the segments that the last one lies behind; memory_mutex
   std::atomic<uint64_t> num_growths_{0};
 
   std::mutex open_mutex_;
@@ -252,38 +289,71 @@ uint64_t IpcHeap::largest_available_bytes() const {
   return std::max(growth, core_->allocator.largest_free_bytes());
 }
 
-/// Memory of @p wanted_bytes, or of @p least_bytes where the device has no more.
-NewDeviceSegment IpcHeap::make_segment(uint64_t* least_bytes, uint64_t wanted_bytes) const {
-  const int device_idx = core_->device->device_idx();
-  if (wanted_bytes > *least_bytes) {
+/// Memory of @p wanted_bytes, or of less where the device or the range has no more.
+NewDeviceSegment IpcHeap::make_segment(const Growth& growth, uint64_t wanted_bytes) const {
+  const auto make = [&](uint64_t bytes) {
+    uint64_t offset = 0;
+    if (growth.range != nullptr) {
+      const auto last_idx = static_cast<uint32_t>(core_->own.size() - 1);
+      offset = growth.end == End::kUpper ? core_->table.find(last_idx)->bytes
+                                         : core_->starts.find(last_idx)->bytes - bytes;
+    }
+    return create_device_segment(core_->device->device_idx(), bytes, growth.range, offset);
+  };
+  if (wanted_bytes > growth.bytes) {
     try {
-      NewDeviceSegment made = create_device_segment(device_idx, wanted_bytes);
-      *least_bytes = wanted_bytes;
-      return made;
-    } catch (const CapacityError&) {  // less may do
+      return make(wanted_bytes);
+    } catch (const std::exception&) {  // less may do
     }
   }
-  return create_device_segment(device_idx, *least_bytes);
+  return make(growth.bytes);
 }
 
-/// The caller holds memory_mutex.
-void IpcHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
-  uint64_t bytes = round_up(least_bytes, granularity_);
+/// Where a segment for a window of @p bytes goes: to the end of the range where less is missing, as
+/// what is free there counts; else to a range of its own.
+IpcHeap::Growth IpcHeap::plan_growth(uint64_t bytes) {
+  Growth growth{round_up(heap::WindowAllocator::rounded_bytes(bytes), granularity_), nullptr, {}};
+  if (core_->own.empty() || core_->own.back()->range() == nullptr)
+    return growth;
+  const std::shared_ptr<AddressRange>& range = core_->own.back()->range();
+  const auto last_idx = static_cast<uint32_t>(core_->own.size() - 1);
+  const uint64_t room[] = {core_->starts.find(last_idx)->bytes,
+                           range->bytes() - core_->table.find(last_idx)->bytes};
+  const std::lock_guard lock(core_->mutex);
+  for (const End end : {End::kUpper, End::kLower}) {
+    const uint64_t missing =
+        round_up(core_->allocator.missing_bytes(first_of_range_, bytes, end), granularity_);
+    if (missing <= room[static_cast<size_t>(end)] &&
+        (growth.range == nullptr || missing < growth.bytes))
+      growth = {missing, range, end};
+  }
+  return growth;
+}
+
+/// Adds memory for a window of @p window_bytes. The caller holds memory_mutex.
+void IpcHeap::add_segment(uint64_t window_bytes) {
+  Growth growth = plan_growth(window_bytes);
+  if (growth.bytes == 0)
+    return;  // given back meanwhile
   const uint64_t room_bytes = core_->growth_bytes() / granularity_ * granularity_;
-  if (bytes > room_bytes)
+  if (growth.bytes > room_bytes)
     throw CapacityError(concat("the device heap of rank ",
                                rank_idx_,
                                " cannot hold a window of ",
-                               least_bytes,
+                               window_bytes,
                                " bytes: its limit is ",
                                core_->options.limit_bytes,
                                " bytes, segments take ",
                                core_->segment_bytes.load(std::memory_order_relaxed)),
-                        least_bytes,
+                        window_bytes,
                         room_bytes);
-  NewDeviceSegment made =
-      make_segment(&bytes, std::min(round_up(wanted_bytes, granularity_), room_bytes));
+  // However sizes go, segments stay fewer than kernels address.
   const uint32_t segment_idx = core_->num_segments.load(std::memory_order_relaxed);
+  const uint64_t wanted_bytes =
+      core_->segment_bytes.load(std::memory_order_relaxed) / kGrowthDivisor * segment_idx;
+  NewDeviceSegment made =
+      make_segment(growth, std::min(round_up(wanted_bytes, granularity_), room_bytes));
+  const uint64_t bytes = made.segment->bytes();
   ProcessSegments& process = ProcessSegments::get();
   {
     const std::lock_guard lock(process.mutex);
@@ -297,12 +367,26 @@ void IpcHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
               made.description.device_uuid.begin());
   sharing_ = made.description.sharing;
   core_->own.push_back(made.segment);
-  core_->table.publish(segment_idx, made.segment->data(), bytes);
+  const bool is_beside = made.segment->range() != nullptr && made.description.begins_range == 0;
+  const auto former = [&](const SegmentTable& table) { return table.find(segment_idx - 1)->bytes; };
+  core_->starts.publish(
+      segment_idx,
+      made.segment->base(),
+      is_beside ? std::min(former(core_->starts), made.segment->offset()) : made.segment->offset());
+  core_->table.publish(
+      segment_idx,
+      made.segment->base(),
+      is_beside ? std::max(former(core_->table), made.segment->end()) : made.segment->end());
   core_->num_segments.store(segment_idx + 1, std::memory_order_release);
   core_->segment_bytes.fetch_add(bytes, std::memory_order_relaxed);
   mesh_->announce_memory({segment_idx, bytes, made.description.to_bytes(), std::move(made.fd)});
   const auto lock = core_->lock_with_nodes();
-  core_->allocator.add_segment(segment_idx, bytes);
+  if (is_beside) {
+    core_->allocator.extend(first_of_range_, bytes, growth.end);
+  } else {
+    first_of_range_ = segment_idx;
+    core_->allocator.add_segment(segment_idx, bytes, made.segment->offset());
+  }
 }
 
 std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
@@ -325,7 +409,7 @@ std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
     // Another thread may have added memory meanwhile, or take what is added here.
     while ((block = try_allocate()) == nullptr) {
       try {
-        add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes + bytes / 8);
+        add_segment(bytes);
         num_growths_.fetch_add(1, std::memory_order_relaxed);
       } catch (const CapacityError& error) {
         // What was given back is free once the streams come to it, and that is no lack of memory.
@@ -403,7 +487,7 @@ void IpcHeap::reserve(uint64_t bytes) {
     if (core_->allocator.largest_free_bytes() >= bytes)
       return;
   }
-  add_segment(heap::WindowAllocator::rounded_bytes(bytes), bytes);
+  add_segment(bytes);
 }
 
 HeapStats IpcHeap::stats() const {
@@ -441,7 +525,12 @@ void IpcHeap::open(int rank_idx, const heap::AnnouncedMemory& memory) {
     if (segment == nullptr)
       return;  // its heap is gone, and with it everything that was offered there
     peer.segments.push_back(segment);
-    peer.table.publish(memory.segment_idx, segment->data(), segment->bytes());
+    const SegmentTable::Entry* const former =
+        memory.segment_idx == 0 ? nullptr : peer.table.find(memory.segment_idx - 1);
+    const bool is_beside = former != nullptr && former->data.load() == segment->base();
+    peer.table.publish(memory.segment_idx,
+                       segment->base(),
+                       is_beside ? std::max(former->bytes, segment->end()) : segment->end());
     peer_bytes_.fetch_add(segment->bytes(), std::memory_order_relaxed);
   } catch (const std::exception& error) {
     if (peer.has_error.load(std::memory_order_relaxed))
@@ -471,8 +560,13 @@ std::shared_ptr<DeviceSegment> IpcHeap::open_once(const heap::AnnouncedMemory& m
   if (segment == nullptr && description.process_token == process.token)
     return nullptr;
   if (segment == nullptr) {
-    segment = open_device_segment(
-        description, memory.fd == nullptr ? -1 : memory.fd->get(), memory.bytes, device_idx);
+    const auto before = process.segments.find({description.heap_token, memory.segment_idx - 1});
+    const auto last = before == process.segments.end() ? nullptr : before->second.lock();
+    segment = open_device_segment(description,
+                                  memory.fd == nullptr ? -1 : memory.fd->get(),
+                                  memory.bytes,
+                                  device_idx,
+                                  last == nullptr ? nullptr : last->range());
     process.segments[key] = segment;
   }
   segment->allow(device_idx);

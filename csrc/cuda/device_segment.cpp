@@ -24,20 +24,32 @@ CUmemAllocationProp memory_of(int device_idx, CUmemAllocationHandleType type) {
   return properties;
 }
 
-/// Physical memory mapped at an address of its own.
+// No device has so much memory, and addresses cost nothing.
+constexpr uint64_t kRangeBytes = uint64_t{1} << 39;
+
+/// Physical memory mapped in a range of addresses.
 class MappedSegment final : public DeviceSegment {
  public:
   /// @param memory  Adopted.
-  MappedSegment(int device_idx, CUmemGenericAllocationHandle memory, uint64_t bytes)
+  MappedSegment(int device_idx,
+                CUmemGenericAllocationHandle memory,
+                uint64_t bytes,
+                std::shared_ptr<AddressRange> range,
+                uint64_t offset)
       : device_idx_(device_idx), memory_(memory) {
-    CUdeviceptr address = 0;
     try {
-      check_driver(
-          driver().mem_address_reserve(&address, bytes, segment_granularity(device_idx), 0, 0),
-          concat("reserving ", bytes, " bytes of addresses"));
-      data_ = reinterpret_cast<std::byte*>(address);
+      MOE_CHECK(range != nullptr, "a segment came before the first of its range");
+      range_ = std::move(range);
+      MOE_CHECK(offset <= range_->bytes() && bytes <= range_->bytes() - offset,
+                "a segment of ",
+                bytes,
+                " bytes at ",
+                offset,
+                " of a range of ",
+                range_->bytes());
+      data_ = range_->data() + offset;
       bytes_ = bytes;
-      check_driver(driver().mem_map(address, bytes, 0, memory, 0),
+      check_driver(driver().mem_map(reinterpret_cast<CUdeviceptr>(data_), bytes, 0, memory, 0),
                    concat("mapping ", bytes, " bytes of device memory"));
       is_mapped_ = true;
     } catch (...) {
@@ -72,11 +84,8 @@ class MappedSegment final : public DeviceSegment {
     try {
       const CurrentDevice current(device_idx_);
       const RelaxedCapture relaxed;
-      const auto address = reinterpret_cast<CUdeviceptr>(data_);
       if (is_mapped_)
-        driver().mem_unmap(address, bytes_);
-      if (data_ != nullptr)
-        driver().mem_address_free(address, bytes_);
+        driver().mem_unmap(reinterpret_cast<CUdeviceptr>(data_), bytes_);
       driver().mem_release(memory_);
     } catch (const CudaError&) {
     }
@@ -154,7 +163,11 @@ bool is_supported(int device_idx, Sharing sharing) {
                       free_bytes);
 }
 
-NewDeviceSegment create_mapped(int device_idx, uint64_t bytes, Sharing sharing) {
+NewDeviceSegment create_mapped(int device_idx,
+                               uint64_t bytes,
+                               std::shared_ptr<AddressRange> range,
+                               uint64_t offset,
+                               Sharing sharing) {
   const bool by_fd = sharing == Sharing::kFileDescriptor;
   const CUmemAllocationHandleType type =
       by_fd ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_FABRIC;
@@ -165,7 +178,16 @@ NewDeviceSegment create_mapped(int device_idx, uint64_t bytes, Sharing sharing) 
     throw_out_of_memory(device_idx, bytes);
   check_driver(code, concat("allocating ", bytes, " bytes on device ", device_idx));
   NewDeviceSegment made;
-  made.segment = std::make_shared<MappedSegment>(device_idx, memory, bytes);
+  if (range == nullptr) {
+    made.description.begins_range = 1;
+    range = AddressRange::reserve(device_idx, bytes);
+    // Room at both ends.
+    offset = (range->bytes() - bytes) / 2 / segment_granularity(device_idx) *
+             segment_granularity(device_idx);
+  }
+  made.description.offset = offset;
+  made.segment =
+      std::make_shared<MappedSegment>(device_idx, memory, bytes, std::move(range), offset);
   made.segment->allow(device_idx);
   made.description.sharing = sharing;
   if (by_fd) {
@@ -209,7 +231,8 @@ NewDeviceSegment create_for_ipc(int device_idx, uint64_t bytes) {
 std::shared_ptr<DeviceSegment> open_segment(const SegmentDescription& description,
                                             int fd,
                                             uint64_t bytes,
-                                            int device_idx) {
+                                            int device_idx,
+                                            std::shared_ptr<AddressRange> range) {
   const CurrentDevice current(device_idx);
   const RelaxedCapture relaxed;
   if (description.sharing == Sharing::kIpc) {
@@ -235,12 +258,43 @@ std::shared_ptr<DeviceSegment> open_segment(const SegmentDescription& descriptio
     check_driver(driver().mem_import(&memory, handle.data(), CU_MEM_HANDLE_TYPE_FABRIC),
                  "opening a peer's memory by its fabric handle");
   }
-  auto segment = std::make_shared<MappedSegment>(device_idx, memory, bytes);
+  if (description.begins_range != 0)
+    range = AddressRange::reserve(device_idx, description.offset + bytes);
+  auto segment = std::make_shared<MappedSegment>(
+      device_idx, memory, bytes, std::move(range), description.offset);
   segment->allow(device_idx);
   return segment;
 }
 
 }  // namespace
+
+AddressRange::AddressRange(int device_idx, uint64_t bytes)
+    : device_idx_(device_idx), bytes_(bytes) {
+  CUdeviceptr address = 0;
+  check_driver(driver().mem_address_reserve(&address, bytes, segment_granularity(device_idx), 0, 0),
+               concat("reserving ", bytes, " bytes of addresses"));
+  data_ = reinterpret_cast<std::byte*>(address);
+}
+
+AddressRange::~AddressRange() {
+  if (origin_.is_forked_child())  // where the driver has no context
+    return;
+  try {
+    const CurrentDevice current(device_idx_);
+    const RelaxedCapture relaxed;
+    driver().mem_address_free(reinterpret_cast<CUdeviceptr>(data_), bytes_);
+  } catch (const CudaError&) {  // as in MappedSegment::release()
+  }
+}
+
+std::shared_ptr<AddressRange> AddressRange::reserve(int device_idx, uint64_t least_bytes) {
+  try {
+    return std::shared_ptr<AddressRange>(
+        new AddressRange(device_idx, std::max(kRangeBytes, least_bytes)));
+  } catch (const CudaError&) {  // a process may be allowed fewer
+    return std::shared_ptr<AddressRange>(new AddressRange(device_idx, least_bytes));
+  }
+}
 
 const char* sharing_name(Sharing sharing) {
   switch (sharing) {
@@ -283,14 +337,17 @@ uint64_t segment_granularity(int device_idx) {
   return std::max<uint64_t>(granularity, kIpcBytes);
 }
 
-NewDeviceSegment create_device_segment(int device_idx, uint64_t bytes) {
+NewDeviceSegment create_device_segment(int device_idx,
+                                       uint64_t bytes,
+                                       const std::shared_ptr<AddressRange>& range,
+                                       uint64_t offset) {
   const CurrentDevice current(device_idx);
   const RelaxedCapture relaxed;
   for (const Sharing sharing : {Sharing::kFileDescriptor, Sharing::kFabric}) {
     if (!is_supported(device_idx, sharing))
       continue;
     try {
-      return create_mapped(device_idx, bytes, sharing);
+      return create_mapped(device_idx, bytes, range, offset, sharing);
     } catch (const CudaError&) {
       // Containers and virtual machines forbid one or the other. What is said of the last way
       // counts.
@@ -302,9 +359,10 @@ NewDeviceSegment create_device_segment(int device_idx, uint64_t bytes) {
 std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& description,
                                                    int fd,
                                                    uint64_t bytes,
-                                                   int device_idx) {
+                                                   int device_idx,
+                                                   std::shared_ptr<AddressRange> range) {
   try {
-    return open_segment(description, fd, bytes, device_idx);
+    return open_segment(description, fd, bytes, device_idx, std::move(range));
   } catch (const CudaError& error) {
     throw CudaError(
         concat(error.what(),

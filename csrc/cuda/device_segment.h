@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "heap/fork_guard.h"
 #include "heap/owned_fd.h"
 #include "heap/wire.h"
 
@@ -27,20 +28,20 @@ const char* sharing_name(Sharing sharing);
 ///
 /// Byte map (128 bytes):
 ///   [0, 4)     Sharing
-///   [4, 8)     zero
+///   [4, 8)     1 for the first of a range of addresses
 ///   [8, 24)    process token of the owner: ranks of that process share the pointer
 ///   [24, 40)   token of the owner's heap, which with the segment's number names the segment
 ///   [40, 56)   UUID of the device
 ///   [56, 120)  fabric or IPC handle; zero for a descriptor
-///   [120, 128) zero
+///   [120, 128) where it lies in its range
 struct SegmentDescription {
   Sharing sharing = Sharing::kFileDescriptor;
-  uint32_t reserved = 0;
+  uint32_t begins_range = 0;
   heap::Token process_token{};
   heap::Token heap_token{};
   std::array<uint8_t, 16> device_uuid{};
   std::array<uint8_t, 64> handle{};
-  uint64_t reserved_tail = 0;
+  uint64_t offset = 0;
 
   std::string to_bytes() const;
   /// @throws InvalidArgument  another size than a description has.
@@ -48,12 +49,40 @@ struct SegmentDescription {
 };
 static_assert(sizeof(SegmentDescription) == 128);
 
+/// Addresses for segments that lie beside each other, so that one window may span several.
+class AddressRange {
+ public:
+  /// Far more than any device has, or @p least_bytes where there are not so many.
+  static std::shared_ptr<AddressRange> reserve(int device_idx, uint64_t least_bytes);
+  ~AddressRange();
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
+
+  std::byte* data() const { return data_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  AddressRange(int device_idx, uint64_t bytes);
+
+  heap::ForkOrigin origin_;
+  int device_idx_;
+  std::byte* data_ = nullptr;
+  uint64_t bytes_;
+};
+
 /// Memory of a device mapped into this process, once for all ranks in it.
 class DeviceSegment {
  public:
   virtual ~DeviceSegment() = default;
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
+  /// That it lies in; null where it has addresses of its own.
+  const std::shared_ptr<AddressRange>& range() const { return range_; }
+  /// Where the addresses begin that it and the segments before it share.
+  std::byte* base() const { return range_ == nullptr ? data_ : range_->data(); }
+  /// Bytes from there to its start, and to its end.
+  uint64_t offset() const { return static_cast<uint64_t>(data_ - base()); }
+  uint64_t end() const { return offset() + bytes_; }
 
   /// Lets kernels of a device of this process reach it. Idempotent.
   /// @throws CudaError  the devices do not reach each other.
@@ -62,6 +91,7 @@ class DeviceSegment {
  protected:
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
+  std::shared_ptr<AddressRange> range_;
 };
 
 /// Memory of this rank, before it is announced.
@@ -75,17 +105,24 @@ struct NewDeviceSegment {
 uint64_t segment_granularity(int device_idx);
 
 /// Allocates device memory that peers can open, in the first way that works on this machine.
-/// @param bytes  A multiple of segment_granularity().
+/// @param bytes   A multiple of segment_granularity().
+/// @param range   That it is to lie in, where that way works; null for a new one.
+/// @param offset  Where in @p range.
 /// @throws CapacityError  the device has no such memory.
 /// @throws CudaError
-NewDeviceSegment create_device_segment(int device_idx, uint64_t bytes);
+NewDeviceSegment create_device_segment(int device_idx,
+                                       uint64_t bytes,
+                                       const std::shared_ptr<AddressRange>& range,
+                                       uint64_t offset);
 
 /// Opens memory that another process announced, for kernels of @p device_idx.
-/// @param fd  What came along; -1 for nothing.
+/// @param fd     What came along; -1 for nothing.
+/// @param range  Of the segments before it, where it does not begin one.
 /// @throws CudaError, InvalidArgument
 std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& description,
                                                    int fd,
                                                    uint64_t bytes,
-                                                   int device_idx);
+                                                   int device_idx,
+                                                   std::shared_ptr<AddressRange> range);
 
 }  // namespace moe::cuda

@@ -79,6 +79,11 @@ struct HeapCore {
     return allocator.allocate_largest(std::min(most_bytes, kMostBytes));
   }
 
+  /// Where the first @p bytes of a block lie.
+  Offer offer_of(const WindowAllocator::Block& block, uint64_t bytes) const {
+    return {block.segment_idx, 0, block.offset, bytes};
+  }
+
   /// Whether [address, address + bytes) lies whole in one segment; if so sets @p offer.
   bool find(const void* address, uint64_t bytes, Offer* offer) const {
     const auto wanted = reinterpret_cast<uintptr_t>(address);

@@ -31,11 +31,11 @@ class HeapWindow final : public Window {
   static std::shared_ptr<HeapWindow> over(const std::shared_ptr<Core>& core,
                                           WindowAllocator::Block* block,
                                           uint64_t bytes) {
+    const Offer offer = core->offer_of(*block, bytes);
     std::byte* const segment =
-        core->table.find(block->segment_idx)->data.load(std::memory_order_relaxed);
+        core->table.find(offer.segment_idx)->data.load(std::memory_order_relaxed);
     try {
-      return std::make_shared<HeapWindow>(
-          core, block, segment + block->offset, Offer{block->segment_idx, 0, block->offset, bytes});
+      return std::make_shared<HeapWindow>(core, block, segment + offer.offset, offer);
     } catch (...) {
       core->release(block);
       throw;

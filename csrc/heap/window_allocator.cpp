@@ -69,9 +69,11 @@ void WindowAllocator::drop_node(Block* block) noexcept {
   ++num_spare_nodes_;
 }
 
-void WindowAllocator::add_segment(uint32_t segment_idx, uint64_t bytes) {
-  if (lowest_.size() <= segment_idx)
+void WindowAllocator::add_segment(uint32_t segment_idx, uint64_t bytes, uint64_t offset) {
+  if (lowest_.size() <= segment_idx) {
     lowest_.resize(segment_idx + 1, nullptr);
+    highest_.resize(segment_idx + 1, nullptr);
+  }
   MOE_CHECK(lowest_[segment_idx] == nullptr,
             "segment ",
             segment_idx,
@@ -81,10 +83,39 @@ void WindowAllocator::add_segment(uint32_t segment_idx, uint64_t bytes) {
             bytes);
   Block* block = take_node();
   block->segment_idx = segment_idx;
+  block->offset = offset;
   block->bytes = bytes;
-  lowest_[segment_idx] = block;
+  lowest_[segment_idx] = highest_[segment_idx] = block;
   counters_.free_bytes += bytes;
   insert_free(block);
+}
+
+void WindowAllocator::extend(uint32_t segment_idx, uint64_t bytes, End end) {
+  Block* block = take_node();
+  block->segment_idx = segment_idx;
+  block->bytes = bytes;
+  if (end == End::kUpper) {
+    Block* const highest = highest_[segment_idx];
+    block->offset = highest->offset + highest->bytes;
+    set_upper(block, nullptr);
+    set_upper(highest, block);
+  } else {
+    block->offset = lowest_[segment_idx]->offset - bytes;
+    set_upper(block, lowest_[segment_idx]);
+    lowest_[segment_idx] = block;
+  }
+  counters_.free_bytes += bytes;
+  merge_and_insert(block);
+}
+
+uint64_t WindowAllocator::missing_bytes(uint32_t segment_idx, uint64_t bytes, End end) const {
+  const uint64_t rounded = rounded_bytes(bytes);
+  const Block& last = *(end == End::kUpper ? highest_ : lowest_)[segment_idx];
+  uint64_t usable = last.state == BlockState::kFree ? last.bytes : 0;
+  // Segments begin, and are extended, by whole pages.
+  if (end == End::kUpper)
+    usable -= std::min(usable, round_up(last.offset, alignment_of(rounded)) - last.offset);
+  return rounded - std::min(rounded, usable);
 }
 
 void WindowAllocator::insert_free(Block* block) noexcept {
@@ -167,6 +198,12 @@ uint64_t WindowAllocator::largest_free_bytes() const {
   return block == nullptr ? 0 : usable_bytes(*block);
 }
 
+/// @param upper  Null where @p block is the highest of its segment.
+void WindowAllocator::set_upper(Block* block, Block* upper) noexcept {
+  block->upper = upper;
+  (upper != nullptr ? upper->lower : highest_[block->segment_idx]) = block;
+}
+
 /// Cuts a block in two; @return the upper part, in no list and in the state of the lower.
 WindowAllocator::Block* WindowAllocator::split(Block* block, uint64_t lower_bytes) {
   Block* upper = take_node();
@@ -175,9 +212,7 @@ WindowAllocator::Block* WindowAllocator::split(Block* block, uint64_t lower_byte
   upper->bytes = block->bytes - lower_bytes;
   upper->state = block->state;
   upper->lower = block;
-  upper->upper = block->upper;
-  if (upper->upper != nullptr)
-    upper->upper->lower = upper;
+  set_upper(upper, block->upper);
   block->upper = upper;
   block->bytes = lower_bytes;
   return upper;
@@ -224,9 +259,7 @@ void WindowAllocator::merge_and_insert(Block* block) noexcept {
   if (lower != nullptr && lower->state == BlockState::kFree) {
     remove_free(lower);
     lower->bytes += block->bytes;
-    lower->upper = block->upper;
-    if (block->upper != nullptr)
-      block->upper->lower = lower;
+    set_upper(lower, block->upper);
     drop_node(block);
     block = lower;
   }
@@ -234,9 +267,7 @@ void WindowAllocator::merge_and_insert(Block* block) noexcept {
   if (upper != nullptr && upper->state == BlockState::kFree) {
     remove_free(upper);
     block->bytes += upper->bytes;
-    block->upper = upper->upper;
-    if (upper->upper != nullptr)
-      upper->upper->lower = block;
+    set_upper(block, upper->upper);
     drop_node(upper);
   }
   insert_free(block);

@@ -55,8 +55,15 @@ class WindowAllocator {
   WindowAllocator(const WindowAllocator&) = delete;
   WindowAllocator& operator=(const WindowAllocator&) = delete;
 
-  /// Adds bytes [0, @p bytes) of a new segment as one free block.
-  void add_segment(uint32_t segment_idx, uint64_t bytes);
+  /// Adds bytes [@p offset, @p offset + @p bytes) of a new segment as one free block.
+  void add_segment(uint32_t segment_idx, uint64_t bytes, uint64_t offset = 0);
+
+  enum class End { kLower, kUpper };
+  /// Adds @p bytes at one end of a segment, to what is free there.
+  void extend(uint32_t segment_idx, uint64_t bytes, End end);
+  /// By how much a segment has to be extended so that a window of rounded_bytes(@p bytes) can lie
+  /// at that end.
+  uint64_t missing_bytes(uint32_t segment_idx, uint64_t bytes, End end) const;
 
   /// @return A block of rounded_bytes(@p bytes), @p bytes > 0, or null when nothing fits.
   Block* allocate(uint64_t bytes);
@@ -106,6 +113,7 @@ class WindowAllocator {
   int next_bin(int bin_idx) const;
   int previous_bin(int bin_idx) const;
   Block* take(Block* block, uint64_t rounded);
+  void set_upper(Block* block, Block* upper) noexcept;
   Block* split(Block* block, uint64_t lower_bytes);
   void insert_free(Block* block) noexcept;
   void remove_free(Block* block) noexcept;
@@ -120,7 +128,8 @@ class WindowAllocator {
   uint64_t num_spare_nodes_ = 0;
   uint64_t quarantine_round_ = 1;
   std::vector<NodeChunk> chunks_;
-  std::vector<Block*> lowest_;  ///< per segment
+  std::vector<Block*> lowest_;   ///< per segment
+  std::vector<Block*> highest_;  ///< the same
   Counters counters_;
 };
 

@@ -240,8 +240,13 @@ Place place_of(const void* address, size_t bytes) {
   --entry;
   if (start >= entry->first + entry->second.bytes)
     return Place::kPageable;
-  if (start + bytes > entry->first + entry->second.bytes)
-    return Place::kNowhere;
+  // What is mapped behind each other is one to whom it is open.
+  for (auto part = entry; start + bytes > part->first + part->second.bytes;) {
+    const uintptr_t end = part->first + part->second.bytes;
+    if (++part == state().memory.end() || part->first != end ||
+        part->second.devices != entry->second.devices || part->second.kind != Memory::kDevice)
+      return Place::kNowhere;
+  }
   return entry->second.kind == Memory::kDevice ? Place::kDevice : Place::kHost;
 }
 

@@ -28,6 +28,16 @@ void add_memory(void* data, Memory memory) {
   state().memory[reinterpret_cast<uintptr_t>(data)] = std::move(memory);
 }
 
+/// The reserved range that [address, address + bytes) lies in; null for none. Under the mutex.
+Reserved* range_of(CUdeviceptr address, size_t bytes) {
+  auto entry = state().reserved.upper_bound(address);
+  if (entry == state().reserved.begin())
+    return nullptr;
+  --entry;
+  const bool is_within = address + bytes <= entry->first + entry->second.bytes;
+  return is_within ? &entry->second : nullptr;
+}
+
 size_t round_to_page(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
 }
@@ -263,7 +273,7 @@ CUresult cuMemAddressReserve(
   const auto start = reinterpret_cast<uintptr_t>(data);
   *address = (start + alignment - 1) / alignment * alignment;
   const std::lock_guard lock(state().mutex);
-  state().reserved[*address] = Reserved{bytes, false};
+  state().reserved[*address] = Reserved{bytes, {}};
   return CUDA_SUCCESS;
 }
 
@@ -272,7 +282,8 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
   begin("cuMemAddressFree");
   const std::lock_guard lock(state().mutex);
   const auto entry = state().reserved.find(address);
-  if (entry == state().reserved.end() || entry->second.bytes != bytes || entry->second.is_mapped) {
+  if (entry == state().reserved.end() || entry->second.bytes != bytes ||
+      !entry->second.mapped.empty()) {
     state().violations.push_back("cuMemAddressFree: no such range, or it is mapped");
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -281,7 +292,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-/// The same, cuMemMap: the whole of a reserved range once, and nobody has access then.
+/// The same, cuMemMap: a part of a reserved range once, and nobody has access then.
 CUresult cuMemMap(CUdeviceptr address,
                   size_t bytes,
                   size_t offset,
@@ -289,11 +300,10 @@ CUresult cuMemMap(CUdeviceptr address,
                   unsigned long long) {
   begin("cuMemMap");
   const std::lock_guard lock(state().mutex);
-  const auto range = state().reserved.find(address);
+  Reserved* const range = range_of(address, bytes);
   const auto memory = state().physical.find(handle);
-  if (range == state().reserved.end() || range->second.is_mapped ||
-      memory == state().physical.end() || offset != 0 || bytes > memory->second.bytes ||
-      bytes != range->second.bytes) {
+  if (range == nullptr || range->has_mapped(address, bytes) || memory == state().physical.end() ||
+      offset != 0 || bytes > memory->second.bytes || address % kGranularity != 0) {
     state().violations.push_back("cuMemMap: no such range or memory");
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -305,7 +315,7 @@ CUresult cuMemMap(CUdeviceptr address,
                             0);
   if (data == MAP_FAILED)
     return CUDA_ERROR_OUT_OF_MEMORY;
-  range->second.is_mapped = true;
+  range->mapped[address] = bytes;
   state().memory[address] = Memory{Memory::kDevice, bytes, -1, {}, !memory->second.may_be_exported};
   return CUDA_SUCCESS;
 }
@@ -316,8 +326,8 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   begin("cuMemUnmap");
   drain_all("cuMemUnmap", -1);
   const std::lock_guard lock(state().mutex);
-  const auto range = state().reserved.find(address);
-  if (range == state().reserved.end() || range->second.bytes != bytes || !range->second.is_mapped) {
+  Reserved* const range = range_of(address, bytes);
+  if (range == nullptr || !range->mapped.contains(address) || range->mapped[address] != bytes) {
     state().violations.push_back("cuMemUnmap: no such range");
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -327,7 +337,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE,
          -1,
          0);
-  range->second.is_mapped = false;
+  range->mapped.erase(address);
   state().memory.erase(address);
   return CUDA_SUCCESS;
 }

@@ -75,7 +75,13 @@ struct Memory {
 
 struct Reserved {
   size_t bytes = 0;
-  bool is_mapped = false;
+  std::map<CUdeviceptr, size_t> mapped;  ///< by address, bytes
+
+  bool has_mapped(CUdeviceptr address, size_t wanted) const {
+    return std::any_of(mapped.begin(), mapped.end(), [&](const auto& part) {
+      return part.first < address + wanted && address < part.first + part.second;
+    });
+  }
 };
 
 struct Physical {

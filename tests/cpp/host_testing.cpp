@@ -167,8 +167,14 @@ void extend_heap(py::module_& module) {
 /// A block by number: Python holds no pointers into the allocator.
 class NumberedAllocator {
  public:
-  void add_segment(uint32_t segment_idx, uint64_t bytes) {
-    allocator_.add_segment(segment_idx, bytes);
+  void add_segment(uint32_t segment_idx, uint64_t bytes, uint64_t offset) {
+    allocator_.add_segment(segment_idx, bytes, offset);
+  }
+  void extend(uint32_t segment_idx, uint64_t bytes, bool is_upper) {
+    allocator_.extend(segment_idx, bytes, end_of(is_upper));
+  }
+  uint64_t missing_bytes(uint32_t segment_idx, uint64_t bytes, bool is_upper) const {
+    return allocator_.missing_bytes(segment_idx, bytes, end_of(is_upper));
   }
 
   py::object allocate(uint64_t bytes) { return number(allocator_.allocate(bytes)); }
@@ -208,6 +214,10 @@ class NumberedAllocator {
   }
 
  private:
+  static WindowAllocator::End end_of(bool is_upper) {
+    return is_upper ? WindowAllocator::End::kUpper : WindowAllocator::End::kLower;
+  }
+
   py::object number(WindowAllocator::Block* block) {
     if (block == nullptr)
       return py::none();
@@ -232,7 +242,13 @@ class NumberedAllocator {
 void bind_allocator(py::module_& module) {
   py::class_<NumberedAllocator>(module, "WindowAllocator")
       .def(py::init<>())
-      .def("add_segment", &NumberedAllocator::add_segment, py::arg("segment_idx"), py::arg("bytes"))
+      .def("add_segment",
+           &NumberedAllocator::add_segment,
+           py::arg("segment_idx"),
+           py::arg("bytes"),
+           py::arg("offset") = 0)
+      .def("extend", &NumberedAllocator::extend)
+      .def("missing_bytes", &NumberedAllocator::missing_bytes)
       .def("allocate", &NumberedAllocator::allocate, py::arg("bytes"))
       .def("allocate_largest", &NumberedAllocator::allocate_largest, py::arg("most_bytes"))
       .def("free", &NumberedAllocator::free, py::arg("block_idx"))

@@ -53,6 +53,10 @@ void operations_of_processes(const std::string& sharing) {
     expect_equal(gpu.heap->sharing(), sharing, "the way to share memory");
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
+    // Windows that begin in one segment and end in another.
+    Caller large(rank_idx, borrow(*rank.group), gpu, 1 << 16);
+    large.run_all(RowLayout::kLowLatency);
+    large.endpoint->destroy({});
     caller.endpoint->destroy({});
   });
 }
@@ -414,6 +418,59 @@ void low_latency_windows_that_do_not_fit() {
     caller.endpoint.reset();
     limited.heap.reset();
     other.leave();
+  });
+}
+
+/// Windows whose sizes creep, two at a time, as those of batches that grow: the heap joins what is
+/// given back, whichever segments it lies in.
+void creeping_sizes() {
+  run_ranks(1, 1, [](int, group::ThreadRank&, RankGpu& gpu) {
+    std::shared_ptr<Window> held[2];
+    double bytes = 20 << 20;
+    uint64_t most_live_bytes = 0;
+    for (int i = 0; i < 120; ++i, bytes *= 1.02) {
+      held[i % 2].reset();
+      held[i % 2] = gpu.heap->allocate(static_cast<uint64_t>(bytes));
+      const heap::HeapStats stats = gpu.heap->stats();
+      most_live_bytes = std::max(most_live_bytes, stats.live_bytes);
+      expect(i == 0 || 2 * stats.segment_bytes <= 3 * most_live_bytes,
+             concat(stats.segment_bytes,
+                    " bytes of segments where at most ",
+                    most_live_bytes,
+                    " were live, at window ",
+                    i));
+    }
+  });
+}
+
+/// More windows than kernels address segments, each larger than what the driver gives at least.
+void many_windows() {
+  constexpr int kNumWindows = 300;
+  constexpr uint64_t kWindowBytes = 9 << 20;
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    std::vector<std::shared_ptr<Window>> held;
+    for (int i = 0; i < kNumWindows; ++i)
+      held.push_back(gpu.heap->allocate(kWindowBytes));
+    const std::string offer(reinterpret_cast<const char*>(&held.back()->offer()), sizeof(Offer));
+    held.front() = nullptr;  // what operations may use
+    const auto offers = rank.group->all_gather(offer, {});
+    for (int peer_rank = 0; peer_rank < 2; ++peer_rank) {
+      Offer said;
+      std::memcpy(&said, offers[static_cast<size_t>(peer_rank)].data(), sizeof(said));
+      while (gpu.heap->try_resolve(peer_rank, said) == nullptr)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    rank.group->all_gather("", {});
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.run_all(RowLayout::kLowLatency);
+    held.clear();
+    const uint64_t segment_bytes = gpu.heap->stats().segment_bytes;
+    held.push_back(gpu.heap->allocate(kNumWindows * kWindowBytes));
+    expect_equal(gpu.heap->stats().segment_bytes, segment_bytes, "bytes of segments");
+    rank.group->all_gather("", {});
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.endpoint->destroy({});
   });
 }
 
@@ -987,6 +1044,7 @@ int main(int argc, char** argv) {
           {"captured", captured},
           {"captured_for_all_threads", captured_for_all_threads},
           {"captured_low_latency", captured_low_latency},
+          {"creeping_sizes", creeping_sizes},
           {"deadlock_by_a_foreign_kernel", deadlock_by_a_foreign_kernel},
           {"deadlock_by_a_first_replay", deadlock_by_a_first_replay},
           {"deadlock_by_an_allocation", deadlock_by_an_allocation},
@@ -1011,6 +1069,7 @@ int main(int argc, char** argv) {
           {"low_latency_results_and_rows_copied_in", low_latency_results_and_rows_copied_in},
           {"low_latency_results_of_a_quarter_gigabyte", low_latency_results_of_a_quarter_gigabyte},
           {"low_latency_windows_that_do_not_fit", low_latency_windows_that_do_not_fit},
+          {"many_windows", many_windows},
           {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
           {"operation_behind_a_graph", operation_behind_a_graph},

@@ -14,6 +14,7 @@ from tests import _host_testing
 PAGE = 4096
 SMALL = 64
 SEGMENT_BYTES = 64 * PAGE
+OFFSET = 1 << 40
 
 SIZES = st.one_of(
     st.integers(1, 300),
@@ -41,29 +42,53 @@ class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.allocator = _host_testing.WindowAllocator()
-        self.num_segments = 0
+        self.bounds: list[tuple[int, int]] = []
         self.held: dict[int, Held] = {}
         self.aside: list[tuple[int, int, int]] = []
         self.round = 0
         self.num_allocations = 0
         self.add_segment()
 
-    @precondition(lambda self: self.num_segments < 4)
+    @precondition(lambda self: len(self.bounds) < 4)
     @rule()
     def add_segment(self) -> None:
-        self.allocator.add_segment(self.num_segments, SEGMENT_BYTES)
-        self.num_segments += 1
+        self.allocator.add_segment(len(self.bounds), SEGMENT_BYTES, OFFSET)
+        self.bounds.append((OFFSET, OFFSET + SEGMENT_BYTES))
+
+    @rule(data=st.data(), num_bytes=SIZES, is_upper=st.booleans())
+    def extend(self, data: st.DataObject, num_bytes: int, is_upper: bool) -> None:
+        """By what is missing at one end, to whole pages: then a window fits there, and by a page less it did not."""
+        segment_idx = data.draw(st.sampled_from(range(len(self.bounds))))
+        missing = self.allocator.missing_bytes(segment_idx, num_bytes, is_upper)
+        rounded = self.allocator.rounded_bytes(num_bytes)
+        lower, upper = self.bounds[segment_idx]
+        added = -(-missing // PAGE) * PAGE
+        if added == 0:
+            assert self.could_hold(rounded)
+            return
+        self.allocator.extend(segment_idx, added, is_upper)
+        self.bounds[segment_idx] = (lower, upper + added) if is_upper else (lower - added, upper)
+        lower, upper = self.bounds[segment_idx]
+        end = max((p[1] + p[2] for p in self.taken() if p[0] == segment_idx), default=lower)
+        start = min((p[1] for p in self.taken() if p[0] == segment_idx), default=upper)
+        room = upper - -(-end // alignment(rounded)) * alignment(rounded)
+        if not is_upper:
+            room = start - lower
+        assert rounded <= room < rounded + PAGE
+        assert self.allocator.missing_bytes(segment_idx, num_bytes, is_upper) == 0
+
+    def taken(self) -> list[tuple[int, int, int]]:
+        return [held.place for held in self.held.values()] + self.aside
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """(offset, bytes) of what neither a window nor the quarantine holds, computed from the model."""
         ranges = []
-        taken = [held.place for held in self.held.values()] + self.aside
-        for segment_idx in range(self.num_segments):
-            position = 0
+        taken = self.taken()
+        for segment_idx, (position, end) in enumerate(self.bounds):
             for _, offset, num_bytes in sorted(place for place in taken if place[0] == segment_idx):
                 ranges.append((position, offset - position))
                 position = offset + num_bytes
-            ranges.append((position, SEGMENT_BYTES - position))
+            ranges.append((position, end - position))
         return [(offset, num_bytes) for offset, num_bytes in ranges if num_bytes > 0]
 
     def could_hold(self, rounded: int) -> bool:
@@ -144,8 +169,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.free(block_idx)
         self.held.clear()
         self.end_quarantine()
-        for segment_idx in range(self.num_segments):
-            assert self.allocator.blocks(segment_idx) == [(0, SEGMENT_BYTES, True)]
+        for segment_idx, (start, end) in enumerate(self.bounds):
+            assert self.allocator.blocks(segment_idx) == [(start, end - start, True)]
 
     @invariant()
     def places_are_kept(self) -> None:
@@ -155,8 +180,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_match_the_model(self) -> None:
         found = []
-        for segment_idx in range(self.num_segments):
-            position = 0
+        for segment_idx, (position, end) in enumerate(self.bounds):
             was_free = False
             for offset, num_bytes, is_free in self.allocator.blocks(segment_idx):
                 assert offset == position, "blocks cover the segment without gap or overlap"
@@ -165,7 +189,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                 was_free = is_free
                 if is_free:
                     found.append((offset, num_bytes))
-            assert position == SEGMENT_BYTES
+            assert position == end
         assert sorted(found) == sorted(self.free_ranges())
 
     @invariant()
@@ -175,7 +199,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         counters = self.allocator.counters()
         assert counters["live_bytes"] == live
         assert counters["quarantined_bytes"] == aside
-        assert counters["free_bytes"] == self.num_segments * SEGMENT_BYTES - live - aside
+        assert counters["free_bytes"] == sum(b - a for a, b in self.bounds) - live - aside
         assert counters["num_live"] == len(self.held)
         assert counters["num_allocations"] == self.num_allocations
         assert counters["peak_live_bytes"] >= live
