@@ -37,24 +37,34 @@ class Capture {
     if (const std::exception_ptr error = endpoint.settle_verdict({}))
       std::rethrow_exception(error);
     endpoint.enter_capture();
-    const auto memory = endpoint.device().allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
-    status_ = keep(std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get())));
+    endpoint.count_captured();
+    const auto memory = allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
+    status_ = std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get()));
   }
 
   /// Device memory of the operation: its status, and rows that it dropped here.
   const std::shared_ptr<int32_t>& status() const { return status_; }
 
-  /// Owned by the buffer from now on.
+  /// Of this operation, at least.
   template <typename T>
-  std::shared_ptr<T> keep(std::shared_ptr<T> owned) {
-    endpoint_.keep(owned);
+  std::shared_ptr<T> hold(std::shared_ptr<T> owned) {
+    held_.push_back(owned);
     return owned;
   }
-  std::shared_ptr<Window> allocate(int64_t bytes) {
-    auto window = keep(endpoint_.memory().allocate(static_cast<uint64_t>(bytes)));
-    endpoint_.refresh_segments();
-    return window;
+  /// Device memory that this operation writes before it reads it.
+  std::shared_ptr<std::byte> allocate(int64_t bytes, CapturedKind kind = kCapturedScratch) {
+    return hold(endpoint_.take_captured(kind, bytes));
   }
+  /// @param layout  Of the dispatch whose rows go there, or of that whose rows a combine brings
+  /// back.
+  std::shared_ptr<Window> allocate_window(int64_t bytes, RowLayout layout) {
+    const auto size = static_cast<uint64_t>(bytes);
+    return hold(layout == RowLayout::kLowLatency
+                    ? endpoint_.take_window(size)
+                    : endpoint_.take_captured_window(kCapturedRows, size));
+  }
+  /// Before the first kernel; see CapturedMemory.
+  void check_order() { endpoint_.captured().check_order(); }
 
   void exchange(kernels::ExchangeParams row, const ops::PlanHeader* plan) {
     row.buffer = endpoint_.buffer();
@@ -67,6 +77,7 @@ class Capture {
  private:
   DeviceEndpoint& endpoint_;
   std::shared_ptr<int32_t> status_;
+  std::vector<std::shared_ptr<const void>> held_;
 };
 
 void check_was_made(const ops::PlanHeader& plan) {
@@ -95,6 +106,12 @@ int32_t all_gradients(const layout::OperationArguments& arguments) {
   return arguments.gradients | arguments.all_needs();
 }
 
+/// A plan of no capture would go when its handle does.
+void keep_eager(DeviceEndpoint& endpoint, const std::shared_ptr<const ops::PlanHeader>& plan) {
+  if (static_cast<const DevicePlan&>(*plan).status == nullptr)
+    endpoint.keep(plan);
+}
+
 /// The handle's plan, or one that the graph writes.
 std::shared_ptr<const ops::PlanHeader> capture_plan(Capture& capture,
                                                     DeviceEndpoint& endpoint,
@@ -103,14 +120,14 @@ std::shared_ptr<const ops::PlanHeader> capture_plan(Capture& capture,
   if (params.plan) {
     check_was_made(*params.plan);
     launches.take_plan(static_cast<const DevicePlan&>(*params.plan));
-    return capture.keep(params.plan);
+    keep_eager(endpoint, params.plan);
+    return params.plan;
   }
-  launches.make_plan(
-      [&](int64_t bytes) { return capture.keep(endpoint.device().allocate(bytes)).get(); });
+  launches.make_plan([&](int64_t bytes) { return capture.allocate(bytes).get(); });
   launches.foresee_plan();
-  launches.made_plan()->hash = endpoint.num_kept();  // ranks capture alike
+  launches.made_plan()->hash = endpoint.num_captured();  // ranks capture alike
   launches.made_plan()->status = capture.status();
-  return capture.keep(launches.made_plan());
+  return launches.made_plan();
 }
 
 /// Device memory [num_ranks] that the graph fills with the masks of this call; null for none.
@@ -121,8 +138,9 @@ const uint8_t* capture_masks(Capture& capture,
     return nullptr;
   const std::vector<uint8_t> is_masked = rank_flags(masked_ranks, endpoint.num_ranks());
   const auto bytes = static_cast<int64_t>(is_masked.size());
-  const auto staging = capture.keep(endpoint.device().allocate_host(bytes));
-  const auto values = capture.keep(endpoint.device().allocate(bytes));
+  const auto staging = endpoint.device().allocate_host(bytes);
+  endpoint.keep(staging);
+  const auto values = capture.allocate(bytes);
   std::memcpy(staging.get(), is_masked.data(), is_masked.size());
   endpoint.stream().copy(values.get(), staging.get(), bytes);
   return reinterpret_cast<const uint8_t*>(values.get());
@@ -136,15 +154,19 @@ void capture_receive(Capture& capture,
                      int64_t bytes,
                      DispatchLaunches& launches,
                      ops::DispatchOutcome* outcome) {
-  const auto copy_out =
-      params.copy_out == ops::CopyOut::kAlways && outcome->plan->layout() != RowLayout::kLowLatency
-          ? ops::CopyOut::kAlways
-          : ops::CopyOut::kNever;
-  const bool receives_later = params.is_async && copy_out == ops::CopyOut::kNever;
+  const bool is_copied_out =
+      params.copy_out == ops::CopyOut::kAlways && outcome->plan->layout() != RowLayout::kLowLatency;
+  const bool receives_later = params.is_async && !is_copied_out;
   if (!receives_later)
     endpoint.launch_receive(launches.receive_params());
-  outcome->owner = capture.keep(
-      copy_out_window(endpoint, window, static_cast<uint64_t>(bytes), copy_out, &outcome->rows));
+  outcome->owner = window;
+  outcome->rows = window->data();
+  if (is_copied_out) {
+    const auto copy = capture.allocate(bytes, kCapturedSums);
+    endpoint.stream().copy(copy.get(), window->data(), bytes);
+    outcome->owner = copy;
+    outcome->rows = copy.get();
+  }
   if (receives_later) {
     auto phase = ReceivePhase::captured(endpoint, launches.receive_params());
     endpoint.leave_to_receive(phase);
@@ -181,10 +203,9 @@ ops::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint, const ops::Dispa
                   : ops::arrangement_of(endpoint, params.layout, params.expert_alignment);
   Capture capture(endpoint,
                   params.plan ? layout::Operation::kCachedDispatch : layout::Operation::kDispatch);
-  DispatchLaunches launches(endpoint, params, arrangement, Contents::kZero);
+  DispatchLaunches launches(endpoint, params, arrangement, Contents::kCaptured);
   ops::DispatchOutcome outcome;
   outcome.plan = capture_plan(capture, endpoint, params, launches);
-  capture.keep(launches.tables().memory);
   launches.tables().tables.status = capture.status().get();
 
   if (const std::string problem = launches.find_shortage(); !problem.empty())
@@ -192,7 +213,9 @@ ops::DispatchOutcome capture_dispatch(DeviceEndpoint& endpoint, const ops::Dispa
 
   const layout::ReceiveWindow layout = ops::receive_window(
       arrangement, params, outcome.plan->num_rows(), outcome.plan->num_recv_topk);
-  const auto window = params.window ? capture.keep(params.window) : capture.allocate(layout.bytes);
+  const auto window =
+      params.window ? params.window : capture.allocate_window(layout.bytes, arrangement.layout);
+  capture.check_order();
   kernels::ExchangeParams row = launches.row();
   row.offer = window->offer();
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
@@ -211,13 +234,15 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
     throw InvalidArgument(problem);
   Capture capture(endpoint, layout::Operation::kCombine);
   check_was_made(*params.plan);
-  capture.keep(params.plan);
+  keep_eager(endpoint, params.plan);
+  const RowLayout layout = params.plan->layout();
   ops::CombineOutcome outcome;
   kernels::ExchangeParams row = combine_row(endpoint, params);
   outcome.gradients = row.arguments.gradients = all_gradients(row.arguments);
   std::byte* requests = nullptr;
   if (row.adds_for_peers != 0) {
-    const auto window = capture.allocate(rank_sums_bytes(params));
+    const auto window = capture.allocate_window(rank_sums_bytes(params), layout);
+    capture.check_order();
     row.offer = launch_requests(endpoint, params, *window);
     requests = window->data();
   }
@@ -227,16 +252,17 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
       requests == nullptr ? ops::combined_row_bytes(params) : 0,
       endpoint.memory(),
       [&](const std::byte* source, int64_t bytes) {
-        const auto window = capture.allocate(bytes);
+        const auto window = capture.allocate_window(bytes, layout);
+        capture.check_order();
         endpoint.stream().copy(window->data(), source, bytes);
         return window->offer();
       },
       &row.offer,
       &row.weights_offer);
-  capture.exchange(row, params.plan.get());
-
   const ops::SumsWindow sums = ops::sums_window(params);
-  const auto memory = capture.keep(endpoint.device().allocate(sums.bytes));
+  const auto memory = capture.allocate(sums.bytes, kCapturedSums);
+  capture.check_order();
+  capture.exchange(row, params.plan.get());
   outcome.owner = memory;
   std::byte* const pulled = memory.get() + sums.weights_offset;
   ops::point_into_sums(params, memory.get(), &outcome);

@@ -9,10 +9,10 @@ namespace moe::runtime {
 // Operations recorded into a graph. Nothing waits for the host when the graph runs: sizes are fixed
 // by a capacity, epochs advance on the device, and a status word says afterwards what came of it.
 //
-// Every address is fixed too, so an operation has one window. It is offered again only by the next
-// run of the same operation, which comes in stream order behind everything that used the result.
-// What an operation needs belongs to the buffer from then on, because nobody tells when a graph is
-// gone; it goes back when the buffer is destroyed.
+// Every address is fixed too, so an operation has one window. It is offered again by the next run
+// of the same operation, or of one that was captured once nobody had the result any more: both come
+// in stream order behind everything that used it. What an operation needs belongs to the buffer
+// from then on, because nobody tells when a graph is gone; see CapturedMemory.
 
 /// Records a dispatch. The sizes of @p params' capacity are those of the result, and its plan
 /// serves captured operations only.

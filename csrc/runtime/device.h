@@ -27,6 +27,12 @@ class Baton {
   virtual ~Baton() = default;
 };
 
+/// All that streams had put into a graph by some time.
+class CapturePoint {
+ public:
+  virtual ~CapturePoint() = default;
+};
+
 /// Work in order. Streams run beside each other.
 class Stream {
  public:
@@ -51,6 +57,10 @@ class Stream {
   virtual bool is_capturing() const = 0;
   /// Whether everything put into it has ended. Never blocks; false while it is captured.
   virtual bool is_idle() const = 0;
+  /// Of the graph that it is captured into; null outside of one, and where the device cannot tell.
+  virtual std::shared_ptr<const CapturePoint> capture_point() const { return nullptr; }
+  /// Whether what is put into it from now on runs behind that, as in other graphs it does.
+  virtual bool is_behind(const CapturePoint& /*point*/) const { return true; }
 };
 
 /// One GPU, or the emulator: what operations need besides kernels and the heap. Thread-safe.

@@ -74,6 +74,11 @@ void throw_first(const std::vector<std::string>& problems) {
       throw std::runtime_error(problem);
 }
 
+std::shared_ptr<Stream> make_stream(Device& device) {
+  device.activate();
+  return device.create_stream();
+}
+
 }  // namespace
 
 std::shared_ptr<DeviceEndpoint> DeviceEndpoint::create(
@@ -103,15 +108,15 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<group::Group> group,
     : EndpointBase(std::move(group), std::move(config.common)),
       memory_(std::move(memory)),
       device_(std::move(device)),
+      stream_(make_stream(*device_)),
       num_sms_(config.shape.num_sms > 0 ? config.shape.num_sms : device_->num_sms()),
       num_threads_(config.shape.num_threads),
       tokens_per_chunk_(config.shape.tokens_per_chunk > 0 ? config.shape.tokens_per_chunk
                                                           : kDefaultTokensPerChunk),
       internode_config_(std::move(config.internode)),
       areas_(static_cast<size_t>(this->group().num_ranks())),
-      is_elsewhere_(areas_.size()) {
-  device_->activate();
-  stream_ = device_->create_stream();
+      is_elsewhere_(areas_.size()),
+      captured_(stream_) {
   baton_ = device_->create_baton();
   watch_ = std::make_unique<DeviceWatch>(*this);
 }
@@ -228,12 +233,18 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
 /// where it leaves a size open.
 uint64_t DeviceEndpoint::low_latency_bytes() const {
   const int64_t num_rows = ops::num_low_latency_rows(*this);
-  const int64_t row_bytes = config().max_row_bytes;
+  int64_t row_bytes = config().max_row_bytes;
   if (num_rows == 0 || row_bytes == 0)
     return 0;
-  int64_t bytes = layout::ReceiveWindow::make(
-                      layout::RowLayout::kLowLatency, num_rows, row_bytes, {}, 8, 0, false, true)
-                      .bytes;
+  // Rows of two bytes an element are no smaller than quantized ones with their scale factors.
+  const int bits = config().row_type & 0xFF;
+  if (config().hidden > 0 && bits >= 16)
+    row_bytes = config().hidden * bits / 8;
+  const int64_t weight_bytes = bits == 64 || bits == 0 ? 8 : 4;
+  int64_t bytes =
+      layout::ReceiveWindow::make(
+          layout::RowLayout::kLowLatency, num_rows, row_bytes, {}, weight_bytes, 0, false, true)
+          .bytes;
   if (config().rank_reduction && config().num_max_topk > 0)
     bytes = std::max(
         bytes,
@@ -276,7 +287,7 @@ void DeviceEndpoint::check_windows(const std::vector<Announcement>& announced) c
 /// Kernels are behind the caller's stream, and other streams may use what was dropped, too. Those
 /// that called this buffer are waited for as well; others may hold operations of other buffers, in
 /// which peers may wait for this one.
-std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes) {
+std::shared_ptr<Window> DeviceEndpoint::take_reserved_window(uint64_t bytes) {
   std::vector<std::shared_ptr<Stream>> busy;
   for (auto& stream : device_->caller_streams())
     if (stream != caller_stream_ && !stream->is_idle())
@@ -289,6 +300,29 @@ std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes) {
   for (const auto& stream : busy)
     if (window != nullptr)
       stream_->wait(*stream->record());
+  return window;
+}
+
+std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes) {
+  if (!is_capturing())
+    return take_reserved_window(bytes);
+  // Of one size, whatever the rows are. The buffer's own go to graphs for good: an eager result
+  // that a replay wrote to would tell nobody.
+  const uint64_t size = std::max(bytes, windows_.bytes());
+  return captured_.take<Window>(kCapturedRows, static_cast<int64_t>(size), [&] {
+    auto window = take_reserved_window(size);
+    return window != nullptr ? window : allocate_window(size);
+  });
+}
+
+std::shared_ptr<Window> DeviceEndpoint::take_captured_window(int64_t kind, uint64_t bytes) {
+  return captured_.take<Window>(
+      kind, static_cast<int64_t>(bytes), [&] { return allocate_window(bytes); });
+}
+
+std::shared_ptr<Window> DeviceEndpoint::allocate_window(uint64_t bytes) {
+  auto window = memory_->allocate(bytes);
+  refresh_segments();
   return window;
 }
 
@@ -711,13 +745,13 @@ void DeviceEndpoint::restart(uint64_t next_epoch) {
   });
 }
 
-void DeviceEndpoint::keep(std::shared_ptr<const void> owned) {
-  kept_.push_back(std::move(owned));
+void DeviceEndpoint::count_captured() {
+  ++num_captured_;
   watch_->follow_always();
 }
 
 group::Recoverable::Epochs DeviceEndpoint::epochs() const {
-  if (kept_.empty())
+  if (!has_graphs())
     return EndpointBase::epochs();
   const auto& state = *reinterpret_cast<const BufferState*>(state_.get());
   const uint64_t epoch = read_word(state.epoch);
@@ -734,6 +768,7 @@ void DeviceEndpoint::end_device_operations() {
     // A handler of a signal destroys the buffer: whom it has interrupted hears the end.
   }
   kept_.clear();
+  captured_.close();
   windows_.clear();
   bases_ = nullptr;
   internode_ = nullptr;

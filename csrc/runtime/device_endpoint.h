@@ -15,6 +15,7 @@
 #include "kernels/receive.h"
 #include "ops/dispatch.h"
 #include "ops/endpoint_base.h"
+#include "runtime/captured_memory.h"
 #include "runtime/device.h"
 #include "runtime/device_memory.h"
 #include "runtime/device_watch.h"
@@ -26,6 +27,9 @@ namespace moe::runtime {
 
 class LateVerdict;
 class ReceivePhase;
+
+/// Kinds of memory of captured operations; see CapturedMemory.
+enum CapturedKind : int64_t { kCapturedRows = -8, kCapturedScratch, kCapturedSums };
 
 /// How kernels of one buffer are launched.
 struct LaunchShape {
@@ -60,6 +64,7 @@ class DeviceEndpoint : public ops::EndpointBase {
 
   SymmetricMemory& memory() const override { return *memory_; }
   std::shared_ptr<Window> take_window(uint64_t bytes) override;
+  std::shared_ptr<Window> take_captured_window(int64_t kind, uint64_t bytes);
   int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
   int32_t device_idx() const override { return device_->device_idx(); }
   bool spans_devices() const override { return spans_devices_; }
@@ -179,9 +184,17 @@ class DeviceEndpoint : public ops::EndpointBase {
   bool is_capturing() const override {
     return stream_->is_capturing() || caller_stream().is_capturing();
   }
-  /// Keeps what a captured operation needs until the buffer is destroyed.
-  void keep(std::shared_ptr<const void> owned);
-  size_t num_kept() const { return kept_.size(); }
+  /// Keeps what a captured operation needs unchanged until the buffer is destroyed.
+  void keep(std::shared_ptr<const void> owned) { kept_.push_back(std::move(owned)); }
+  /// What it needs until the next one.
+  CapturedMemory& captured() { return captured_; }
+  /// Of device memory: zero where it is new.
+  std::shared_ptr<std::byte> take_captured(int64_t kind, int64_t bytes) {
+    return captured_.take<std::byte>(kind, bytes, [&] { return device_->allocate(bytes); });
+  }
+  /// An operation is being captured.
+  void count_captured();
+  size_t num_captured() const { return num_captured_; }
   /// Work put into the stream so far runs on with nobody waiting for it. @return its end.
   std::shared_ptr<Event> leave_running();
   /// Runs of graphs that are put into any stream from now on go behind what the stream holds.
@@ -189,7 +202,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// Whether there are graphs, which may have advanced the epoch on the device beyond what the host
   /// knows. An operation then is in the stream, whole, when its call returns: else a run of a graph
   /// could come between its kernels, and nobody here hears of that.
-  bool has_graphs() const override { return !kept_.empty(); }
+  bool has_graphs() const override { return num_captured_ > 0; }
 
   /// Device memory for counting choices, at least so many bytes, unset; kept between operations.
   std::byte* scratch(int64_t bytes);
@@ -240,6 +253,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   void make_tables();
   std::shared_ptr<Window> reserve_memory();
   uint64_t low_latency_bytes() const;
+  std::shared_ptr<Window> take_reserved_window(uint64_t bytes);
+  std::shared_ptr<Window> allocate_window(uint64_t bytes);
   void reserve_windows(Announcement* own);
   void check_windows(const std::vector<Announcement>& announced) const;
   void upload_constants();
@@ -299,6 +314,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<ReceivePhase> receive_phase_;  ///< under phase_mutex_; null for none
   std::shared_ptr<LateVerdict> late_verdict_;    ///< the same
   std::atomic<bool> hears_now_{false};
+  CapturedMemory captured_;
+  size_t num_captured_ = 0;                        ///< operations
   std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations
   std::unique_ptr<DeviceWatch> watch_;             ///< looks at the above
 };

@@ -14,8 +14,12 @@ using layout::Row;
 
 namespace {
 
-std::shared_ptr<std::byte> allocate_memory(Device& device, int64_t bytes, Contents contents) {
-  return contents == Contents::kZero ? device.allocate(bytes) : device.allocate_unset(bytes);
+std::shared_ptr<std::byte> allocate_memory(DeviceEndpoint& endpoint,
+                                           int64_t bytes,
+                                           Contents contents,
+                                           int64_t num_rows) {
+  return contents == Contents::kCaptured ? endpoint.take_captured(num_rows, bytes)
+                                         : endpoint.device().allocate_unset(bytes);
 }
 
 }  // namespace
@@ -38,10 +42,11 @@ std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
                                                  layout::RowLayout layout,
                                                  int64_t num_tokens,
                                                  int64_t num_topk,
-                                                 Contents contents) {
+                                                 Contents contents,
+                                                 int64_t num_rows) {
   auto plan = std::make_shared<DevicePlan>();
   plan->memory = allocate_memory(
-      endpoint.device(), memory_bytes(endpoint, layout, num_tokens, num_topk), contents);
+      endpoint, memory_bytes(endpoint, layout, num_tokens, num_topk), contents, num_rows);
   plan->lay(Carver(plan->memory.get()), endpoint, layout, num_tokens, num_topk);
   return plan;
 }
@@ -59,11 +64,12 @@ int64_t DispatchTables::lay(Carver carver, const DeviceEndpoint& endpoint, const
 
 DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
                                         int32_t* counts,
-                                        Contents contents) {
+                                        Contents contents,
+                                        int64_t num_rows) {
   DispatchTables made;
   made.tables = endpoint.tables();
   made.tables.counts = counts;
-  made.memory = allocate_memory(endpoint.device(), memory_bytes(endpoint, counts), contents);
+  made.memory = allocate_memory(endpoint, memory_bytes(endpoint, counts), contents, num_rows);
   made.lay(Carver(made.memory.get()), endpoint, counts);
   return made;
 }

@@ -12,8 +12,8 @@ namespace moe::runtime {
 
 /// What memory of an operation holds before kernels write it. They write all of it, unless they
 /// leave; a run of a graph that leaves tells nobody but by the plan's status, so that what else can
-/// be read is zero.
-enum class Contents { kUnset, kZero };
+/// be read is zero, or of a run whose result has as many rows.
+enum class Contents { kUnset, kCaptured };
 
 /// A plan whose slots lie in device memory. Immutable once the kernels that write it have run.
 struct DevicePlan : ops::PlanHeader {
@@ -26,11 +26,13 @@ struct DevicePlan : ops::PlanHeader {
   std::shared_ptr<int32_t> status;
 
   /// An empty plan with room for so many choices. The header is of the caller's making.
+  /// @param num_rows  Of the result, where it is captured.
   static std::shared_ptr<DevicePlan> allocate(DeviceEndpoint& endpoint,
                                               layout::RowLayout layout,
                                               int64_t num_tokens,
                                               int64_t num_topk,
-                                              Contents contents);
+                                              Contents contents,
+                                              int64_t num_rows = 0);
   /// Of the memory of such a plan.
   static int64_t memory_bytes(const DeviceEndpoint& endpoint,
                               layout::RowLayout layout,
@@ -58,7 +60,11 @@ struct DispatchTables {
   kernels::Tables tables;  ///< all of them
 
   /// @param counts  Device memory for the count matrix, or null for some of its own.
-  static DispatchTables allocate(DeviceEndpoint& endpoint, int32_t* counts, Contents contents);
+  /// @param num_rows  Of the result, where it is captured.
+  static DispatchTables allocate(DeviceEndpoint& endpoint,
+                                 int32_t* counts,
+                                 Contents contents,
+                                 int64_t num_rows = 0);
   /// Of the memory of such tables.
   static int64_t memory_bytes(const DeviceEndpoint& endpoint, const int32_t* counts) {
     return DispatchTables().lay(Carver(nullptr), endpoint, counts);

@@ -20,14 +20,25 @@ kernels::Choices DispatchLaunches::shape_choices() const {
 }
 
 void DispatchLaunches::allocate_plan() {
-  made_plan_ = DevicePlan::allocate(
-      endpoint_, arrangement_.layout, params_.num_tokens, params_.num_topk, contents_);
-  tables_ = DispatchTables::allocate(endpoint_, made_plan_->device_counts, contents_);
+  made_plan_ = DevicePlan::allocate(endpoint_,
+                                    arrangement_.layout,
+                                    params_.num_tokens,
+                                    params_.num_topk,
+                                    contents_,
+                                    num_fixed_rows());
+  tables_ =
+      DispatchTables::allocate(endpoint_, made_plan_->device_counts, contents_, num_fixed_rows());
   slots_ = made_plan_->slots;
   choices_ = shape_choices();
   choices_.asked_idx = params_.topk_idx;
   choices_.topk_idx = made_plan_->topk_idx;
   cut_chunks(endpoint_, &choices_);
+}
+
+int64_t DispatchLaunches::num_fixed_rows() const {
+  return arrangement_.layout == layout::RowLayout::kLowLatency
+             ? ops::num_low_latency_rows(endpoint_)
+             : params_.fixed_rows;
 }
 
 void DispatchLaunches::foresee_plan() {
@@ -38,9 +49,7 @@ void DispatchLaunches::foresee_plan() {
   plan.num_recv_topk = params_.num_topk;
   plan.num_slots =
       layout::num_slots_per_token(arrangement_.layout, params_.num_topk, endpoint_.num_ranks());
-  plan.received.num_rows = arrangement_.layout == layout::RowLayout::kLowLatency
-                               ? ops::num_low_latency_rows(endpoint_)
-                               : params_.fixed_rows;
+  plan.received.num_rows = num_fixed_rows();
   const auto num_local = static_cast<size_t>(endpoint_.num_local_experts());
   plan.received.num_tokens_per_expert.resize(num_local);
   plan.received.expert_offsets.resize(num_local + 1);
@@ -73,7 +82,7 @@ int64_t DispatchLaunches::lay_chunks(std::byte* memory, int num_totals, kernels:
 }
 
 void DispatchLaunches::take_plan(const DevicePlan& plan) {
-  tables_ = DispatchTables::allocate(endpoint_, nullptr, contents_);
+  tables_ = DispatchTables::allocate(endpoint_, nullptr, contents_, plan.num_rows());
   choices_ = shape_choices();
   choices_.topk_idx = plan.topk_idx;
   slots_ = plan.slots;

@@ -58,6 +58,8 @@ class DispatchLaunches {
   static void cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices);
   kernels::Choices shape_choices() const;
   kernels::DispatchParams kernel_params() const;
+  /// Of a result whose size no count decides.
+  int64_t num_fixed_rows() const;
   void allocate_plan();
   /// @param num_totals  Counts of a chunk.
   static int64_t lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices);

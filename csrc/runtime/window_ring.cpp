@@ -64,6 +64,10 @@ void WindowRing::end_use(Window& window) {
     taken->end_use();
 }
 
+uint64_t WindowRing::bytes() const {
+  return slots_.empty() ? 0 : slots_.front()->memory->bytes();
+}
+
 Offer WindowRing::last_offer() const {
   Offer last;
   for (const std::shared_ptr<Slot>& slot : slots_)

@@ -25,6 +25,8 @@ class WindowRing {
   /// it is still held to be set aside should the operation fail. Nothing for windows of elsewhere.
   static void end_use(Window& window);
 
+  /// Of each window; 0 where there is none.
+  uint64_t bytes() const;
   /// Of the window that peers hear of last; nothing where there is none.
   Offer last_offer() const;
   /// Keeps none any more.

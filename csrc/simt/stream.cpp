@@ -155,6 +155,11 @@ class Capture {
       known[other] = std::max(known[other], number);
   }
 
+  Counts all() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_of_stream_;
+  }
+
   std::vector<Step> end(const DeviceStream* stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     MOE_CHECK(stream == origin_, "capture did not begin on the stream that it is to end on");
@@ -178,6 +183,17 @@ class Capture {
   Counts num_of_stream_;
   std::map<const DeviceStream*, Counts> known_;  ///< by stream: what it comes after
 };
+
+namespace {
+
+struct CaptureCounts final : runtime::CapturePoint {
+  CaptureCounts(std::shared_ptr<Capture> of, Capture::Counts counted)
+      : capture(std::move(of)), counts(std::move(counted)) {}
+  std::shared_ptr<Capture> capture;
+  Capture::Counts counts;
+};
+
+}  // namespace
 
 // --- DeviceStream -------------------------------------------------------------------------------
 
@@ -218,6 +234,22 @@ bool DeviceStream::is_capturing() const {
 bool DeviceStream::put_into_graph(Step step) {
   const auto open = capture();
   return open && open->add(this, std::move(step));
+}
+
+std::shared_ptr<const runtime::CapturePoint> DeviceStream::capture_point() const {
+  const std::shared_ptr<Capture> open = capture();
+  return open == nullptr ? nullptr : std::make_shared<CaptureCounts>(open, open->all());
+}
+
+bool DeviceStream::is_behind(const runtime::CapturePoint& point) const {
+  const auto& counted = dynamic_cast<const CaptureCounts&>(point);
+  if (capture() != counted.capture)
+    return true;
+  const Capture::Counts known = counted.capture->known_to(this);
+  return std::ranges::all_of(counted.counts, [&](const auto& entry) {
+    const auto found = known.find(entry.first);
+    return found != known.end() && found->second >= entry.second;
+  });
 }
 
 void DeviceStream::put(Work work) {

@@ -103,6 +103,8 @@ class DeviceStream : public runtime::Stream,
   void fill(void* target, int value, int64_t bytes) override;
   bool is_capturing() const override;
   bool is_idle() const override { return !is_capturing() && has_run_all(); }
+  std::shared_ptr<const runtime::CapturePoint> capture_point() const override;
+  bool is_behind(const runtime::CapturePoint& point) const override;
   /// Puts @p function into the stream, to be called on its thread; into a graph while capturing.
   void call(std::function<void()> function);
 
