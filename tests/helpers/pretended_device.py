@@ -215,6 +215,10 @@ class _PretendedCommunicator(Communicator):
         self.device = wanted
         self.streams_of_results: list[Any] = []
 
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        made = super().empty(*shape, dtype=dtype)
+        return _wrapped(made) if self.device == DEVICE else made
+
     def use_on(self, stream: Any) -> None:
         self.streams_of_results.append(stream.beneath)
 

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import Communicator, fused_a2a
-from moe_comm.compat.deep_ep import Buffer, ElasticBuffer, EventOverlap, HybridEPBuffer, streams
+from moe_comm.compat.deep_ep import (
+    BucketBuffer,
+    Buffer,
+    ElasticBuffer,
+    EventOverlap,
+    HybridEPBuffer,
+    streams,
+)
 from moe_comm.compat.deep_ep.hybrid_ep_buffer import indices_to_map
 from moe_comm.compat.deep_ep.streams import tensors_in
 from moe_comm.compat.deep_ep.utils.event import EventHandle
@@ -151,12 +158,27 @@ def dispatcher(context: RankContext, mine: oracle.Given) -> Iterator[Any]:
     yield routed.tokens, routed.probs, y, x.grad, weights.grad
 
 
+def bucket(context: RankContext, mine: oracle.Given) -> Iterator[Any]:
+    """Its storage is there before its first call, on torch's default device."""
+    with mine.x.device:
+        buffer = BucketBuffer(context.group, 2 << 20)
+    with buffer.session():
+        # Numbers of bytes that are rows as they are, and others.
+        for size in (CASE.num_ranks * 1024, CASE.num_ranks * 13):
+            x = mine.topk_weights.flatten()[:1] * torch.ones(size, device=mine.x.device)
+            yield buffer.all_gather(x).wait()
+            yield buffer.reduce_scatter([x, x + 1], scale=0.5).wait()
+            yield buffer.reduce_scatter(x, "bf16").wait()
+            yield buffer.all_reduce(x, num_sms=2).wait()
+
+
 Calls = Callable[[RankContext, oracle.Given], Iterator[Any]]
 SURFACES: dict[str, Calls] = {
     "normal": normal,
     "low_latency": low_latency,
     "elastic": elastic,
     "hybrid": hybrid,
+    "bucket": bucket,
     "fused": fused,
     "dispatcher": dispatcher,
 }

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_comm import RankThreads
 from moe_comm.compat import deep_ep
-from moe_comm.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap, routing
+from moe_comm.compat.deep_ep import (
+    Buffer,
+    BufferAllocator,
+    Config,
+    EventHandle,
+    EventOverlap,
+    routing,
+)
 from moe_comm.compat.deep_ep.utils import align, calc_diff, ceil_div, per_token_cast_to_fp8
 from moe_comm.ep.config import default_expert_rank
 
@@ -225,6 +235,107 @@ def test_math() -> None:
     assert (packed.dtype, packed.shape) == (torch.int32, (4, 2))
     with pytest.raises(ValueError, match="needs round_scale=True"):
         per_token_cast_to_fp8(x, use_ue8m0=True)
+
+
+def test_a_plan_becomes_tensors_of_the_storage() -> None:
+    plan = BufferAllocator()
+    first, scalar, empty = (plan.allocate(shape, torch.float32) for shape in ((3, 5), (), (0, 4)))
+    second = plan.allocate((7,), torch.bfloat16)
+    objects = [first, scalar, empty, second]
+    assert all(each.is_meta for each in objects)
+    assert plan.alignment == deep_ep.get_num_allocation_alignment() == 2 << 20
+    assert plan.num_bytes == 3 * plan.alignment  # nothing for the tensor without elements
+    with torch.inference_mode():
+        storage = torch.zeros(plan.num_bytes, dtype=torch.uint8)
+    plan.materialize(storage)
+    assert plan.materialized
+    places = [(each.data_ptr() - storage.data_ptr()) // plan.alignment for each in (first, scalar)]
+    assert [*places, (second.data_ptr() - storage.data_ptr()) / plan.alignment] == [0, 1, 2]
+    assert [each.shape for each in objects] == [(3, 5), (), (0, 4), (7,)]
+    second.fill_(1)
+    assert torch.equal(storage[2 * plan.alignment :][:14].view(torch.bfloat16), second)
+    for again in (lambda: plan.materialize(storage), lambda: plan.allocate((1,), torch.int8)):
+        with pytest.raises(ValueError, match="this one's 4 tensors have their storage already"):
+            again()
+
+
+def test_a_plan_that_cannot_be_made_stays_a_plan() -> None:
+    plan = BufferAllocator()
+    with pytest.raises(ValueError, match="must plan tensors with elements, got 0 bytes"):
+        plan.check()
+    tensor = plan.allocate((4,), torch.int64)
+    storage = torch.zeros(plan.num_bytes, dtype=torch.uint8)
+    for wrong, text in (
+        (storage.view(torch.int8), "got torch.int8"),
+        (storage[1:], rf"got torch.uint8 of shape \({len(storage) - 1},\)"),
+        (torch.zeros(1, dtype=torch.uint8).expand(plan.num_bytes), r"strides \(0,\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plan.materialize(wrong)
+    watched = weakref.ref(tensor)
+    with pytest.raises(ValueError, match="tensor 0 of a BufferAllocator must have no weak refer"):
+        plan.materialize(storage)
+    assert tensor.is_meta
+    del watched
+    plan.materialize(storage)
+    assert tensor.data_ptr() == storage.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: deep_ep.PPBuffer(None, 32, 4), r"PPBuffer .*torch\.distributed\.send and recv"),
+        (lambda: deep_ep.EngramBuffer(None, 0, 0), r"^EngramBuffer reads .*dispatch and combine"),
+        (
+            lambda: deep_ep.EngramBuffer.get_storage_size_hint(None, [4], 64, 8, 2),
+            r"^EngramBuffer.get_storage_size_hint .*BucketBuffer\.all_gather",
+        ),
+        (
+            lambda: deep_ep.EngramBuffer.get_theoretical_config(None, 1, 8, 2),
+            r"^EngramBuffer.get_theoretical_config reads",
+        ),
+    ],
+)
+def test_what_is_not_there_says_what_is(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(NotImplementedError, match=text):
+        call()
+
+
+def test_handles_of_nccl_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        def _comm_ptr(self) -> int:
+            return address
+
+    class Group(dist.ProcessGroup):
+        def _get_backend(self, device: torch.device) -> Backend:
+            assert device.type == "cuda"
+            return Backend()
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    group = Group(0, 1)
+    handle = deep_ep.comm.get_nccl_comm_handle(group)
+    assert deep_ep.comm.get_nccl_comm_handle(group) is handle
+    assert not handle.managed
+    address = 1 << 40
+    assert handle.get() == 1 << 40
+    address = 0  # of a communicator that torch has not made yet
+    with pytest.raises(ValueError, match="torch has no NCCL communicator of"):
+        handle.get()
+    address = 1
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+    for one in (handle, deep_ep.comm.get_nccl_comm_handle(RankThreads(1)[0])):
+        with pytest.raises(ValueError, match="torch has no NCCL communicator of"):
+            one.get()
+    with pytest.raises(NotImplementedError, match=r"force_new_comm must be False.*new_group"):
+        deep_ep.comm.get_nccl_comm_handle(group, True)
+    deep_ep.destroy_all_managed_nccl_comm()
+    assert deep_ep.comm.get_nccl_comm_handle(group) is not handle
+    deep_ep.destroy_all_managed_nccl_comm()
+
+
+def test_alignments() -> None:
+    assert deep_ep.get_num_tma_alignment() == 32
+    assert deep_ep.get_num_rdma_alignment() % deep_ep.get_num_tma_alignment() == 0
 
 
 def test_names() -> None:

@@ -23,7 +23,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 IMPORTED_BY_PROGRAMS = [
     "deep_ep",
     "deep_ep.buffer",
+    "deep_ep.buffers.allocator",
+    "deep_ep.buffers.bucket",
+    "deep_ep.buffers.engram",
     "deep_ep.buffers.legacy",
+    "deep_ep.buffers.pp",
+    "deep_ep.comm",
     "deep_ep.hybrid_ep_buffer",
     "deep_ep.utils",
     "deep_ep.utils.event",

@@ -116,6 +116,14 @@ def test_benches_count_their_calls(tmp_path: Path) -> None:
         testing.bench_kineto(lambda: None, "dispatch", trace_path=str(tmp_path))
 
 
+def test_numbers_of_bytes() -> None:
+    given = ("7", "512K", "64m", "1G")
+    assert [testing.parse_num_bytes(each) for each in given] == [7, 512 << 10, 64 << 20, 1 << 30]
+    for wrong in ("", "K", "-1K", "1.5M", "1T"):
+        with pytest.raises(ValueError, match=f"got {wrong!r}"):
+            testing.parse_num_bytes(wrong)
+
+
 def test_sums_of_the_reference() -> None:
     # Numbers of bfloat16 from 1 on are 8 / 1024 apart. Two experts on either of two ranks.
     y = torch.tensor([1.0, 3 / 1024, 2 / 1024]).to(torch.bfloat16).view(1, 3, 1)

@@ -1,4 +1,4 @@
-"""`BufferBase`: what `EPBuffer` and `ElasticBuffer` share, as in DeepEP V2.5."""
+"""`BufferBase`: what `EPBuffer`, `ElasticBuffer` and `BucketBuffer` share, as in DeepEP V2.5."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class BufferBase:
         return self._owner.current_comm_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Ranks between machines and within one: all are on one."""
-        return 1, self._owner.num_ranks
+        """As `GroupOwner.get_physical_domain_size`."""
+        return self._owner.get_physical_domain_size()
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Ranks of scale-out and of scale-up."""
-        return 1, self._owner.num_ranks
+        """As `GroupOwner.get_logical_domain_size`."""
+        return self._owner.get_logical_domain_size()

@@ -420,14 +420,20 @@ class ElasticBuffer(BufferBase):
         _not_offered("get_agrs_buffer_size_hint")
 
 
-def get_physical_domain_size(group: Group = None) -> tuple[int, int]:
-    """Ranks between machines and within one. Local."""
-    return 1, bootstrap_for(group).num_ranks
+def get_physical_domain_size(group_or_buffer: Group | BufferBase = None) -> tuple[int, int]:
+    """Ranks between machines and within one, of a group or a buffer. Local."""
+    if isinstance(group_or_buffer, BufferBase):
+        return group_or_buffer.get_physical_domain_size()
+    return 1, bootstrap_for(group_or_buffer).num_ranks
 
 
-def get_logical_domain_size(group: Group = None) -> tuple[int, int]:
-    """Ranks of scale-out and of scale-up. Local."""
-    return 1, bootstrap_for(group).num_ranks
+@ints_as_bools
+def get_logical_domain_size(
+    group_or_buffer: Group | BufferBase = None, allow_hybrid_mode: bool | None = None
+) -> tuple[int, int]:
+    """Ranks of scale-out and of scale-up, which `allow_hybrid_mode` does not change. Local."""
+    check_bools(allow_hybrid_mode=True if allow_hybrid_mode is None else allow_hybrid_mode)
+    return get_physical_domain_size(group_or_buffer)
 
 
 def _not_offered(what: str) -> NoReturn:

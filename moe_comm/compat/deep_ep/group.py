@@ -43,6 +43,14 @@ class GroupOwner:
         self.num_experts: int | None = None  # of the next normal call, where the object knows it
         self._shared.is_adopted = True
 
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Ranks between machines and within one: all are on one."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Ranks of scale-out and of scale-up."""
+        return 1, self.num_ranks
+
     def device_of(self, given: tuple[Any, ...]) -> torch.device:
         """Where a call works: on the device of the first call, which is that of its first tensor."""
         if self._is_on_device:
@@ -52,6 +60,12 @@ class GroupOwner:
         if first is not None and first.device.type == streams.GPU:
             return first.device
         return torch.device("cpu")
+
+    def settle(self, device: torch.device, check: Callable[[], str]) -> GroupBuffers:
+        """Work on a device from now on. Collective; see `GroupBuffers.for_device`."""
+        self._shared = self.shared().for_device(device, check)
+        self._is_on_device = True
+        return self._shared
 
     def comm_stream(self, device: torch.device) -> CommStream:
         """The stream of calls on a GPU, made on first use."""
@@ -113,8 +127,7 @@ class GroupOwner:
             if self._is_on_device:
                 shared.check_together(check)
             else:
-                shared = self._shared = shared.for_device(device, check)
-                self._is_on_device = True
+                shared = self.settle(device, check)
             assert shape is not None
             num_experts, num_max_tokens = shape
             buffer = shared.get(

@@ -80,7 +80,10 @@ class EventOverlap:
 
     Attributes:
         hook_after_wait: What `register_hook_after_wait` was given, until it is called; else None.
+        num_sms: Of a collective of a `BucketBuffer`, SMs that its kernels would take; else None.
     """
+
+    num_sms: int | None = None
 
     def __init__(
         self,

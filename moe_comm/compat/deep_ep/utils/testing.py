@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["bench", "bench_kineto"]
+__all__ = ["bench", "bench_kineto", "parse_num_bytes"]
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def bench(
@@ -75,3 +77,16 @@ def bench_kineto(
     mean, _, _ = bench(fn, num_warmups=0, num_tests=num_tests, post_fn=meet, flush_l2=flush_l2)
     value = mean if num_kernels_per_period == 1 else [mean] * num_kernels_per_period
     return value if isinstance(kernel_names, str) else (value,) * len(kernel_names)
+
+
+def parse_num_bytes(text: str) -> int:
+    """Bytes that an argument of a program means: "512", or "512K", "64M", "1G" in powers of two.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    number = text if unit == 1 else text[:-1]
+    if not (number.isascii() and number.isdigit()):
+        raise ValueError(f"a number of bytes, with K, M or G behind it or nothing; got {text!r}")
+    return int(number) * unit
