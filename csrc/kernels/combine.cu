@@ -1,128 +1,16 @@
 #include "kernels/combine.h"
 
+#include <algorithm>
+
 #include "kernels/combine_rows.h"
 #include "kernels/finish.h"
+#include "kernels/staged_rows.h"
 
 namespace moe::kernels {
 
 namespace {
 
 using device::Bytes16;
-
-/// A piece is added in parts, each of which lies in registers.
-constexpr int kPartsPerPiece = 2;
-constexpr int64_t kPartBytes = kPieceBytes<Bytes16>;
-/// A bulk copy of so many bytes costs as much to issue as one of half.
-constexpr int64_t kMostPieceBytes = kPartsPerPiece * kPartBytes;
-
-// Shared memory of a block of w warps, with bulk copies:
-//   [0, 4 * w)          scratch of the block, at least two words
-//   then per warp       kWarpBytes: stages of a piece each, as many as fit, at a multiple of 128
-//   then per warp       an mbarrier per stage, kMaxStages of them
-struct SharedMap {
-  /// Two of three pieces are under way while one is added: 128 KiB in a block of
-  /// kMaxCombineThreads, which hide the latency of rows of peers.
-  static constexpr int64_t kWarpBytes = 3 * kMostPieceBytes;
-  static constexpr int kMaxStages = 8;
-
-  int64_t stages_offset;
-  int64_t mbarriers_offset;
-  int64_t bytes;
-
-  static MOE_HOST_DEVICE SharedMap make(int num_warps) {
-    SharedMap map{};
-    map.stages_offset = round_up(scratch_bytes(num_warps), 128);
-    map.mbarriers_offset = map.stages_offset + num_warps * kWarpBytes;
-    map.bytes = map.mbarriers_offset +
-                num_warps * kMaxStages * static_cast<int64_t>(sizeof(device::MBarrier));
-    return map;
-  }
-  static MOE_HOST_DEVICE int64_t scratch_bytes(int num_warps) {
-    return (num_warps > 2 ? num_warps : 2) * int64_t{4};
-  }
-  static MOE_DEVICE int num_stages(int32_t piece_bytes) {
-    const int num_stages = static_cast<int32_t>(kWarpBytes) / piece_bytes;
-    return num_stages < kMaxStages ? num_stages : kMaxStages;
-  }
-};
-
-/// Stages of one warp: pieces of rows on their way from where the experts put them.
-///
-/// Lane 0 issues the bulk copies. A stage is filled again once all lanes have read it; the phase of
-/// its mbarrier flips with every filling.
-template <typename Number>
-class StagedRows {
- public:
-  /// @param walk  at its beginning
-  MOE_DEVICE StagedRows(const CombineParams& params, int64_t row_bytes, const PieceWalk& walk)
-      : walk_(walk),
-        rows_(params, row_bytes),
-        stage_bytes_(params.pieces.bytes),
-        num_stages_(SharedMap::num_stages(params.pieces.bytes)) {
-    std::byte* const shared = device::shared_memory();
-    const SharedMap map = SharedMap::make(device::num_warps());
-    stages_ = shared + map.stages_offset + device::warp_idx() * SharedMap::kWarpBytes;
-    mbarriers_ = reinterpret_cast<device::MBarrier*>(shared + map.mbarriers_offset) +
-                 device::warp_idx() * SharedMap::kMaxStages;
-    if (device::lane_idx() == 0) {
-#pragma unroll 1
-      for (int stage = 0; stage < num_stages_; ++stage)
-        device::init_mbarrier(mbarriers_ + stage, 1);
-      device::fence_mbarrier_init();
-      // Rows were acquired by loads, in the kernel before or by the caller.
-      device::fence_proxy_async();
-    }
-    device::sync_warp();
-    if (!walk_.has_ended())
-      rows_.begin(walk_);
-#pragma unroll 1
-    for (int stage = 0; stage < num_stages_; ++stage)
-      fill(stage);
-  }
-
-  /// Waits for the next piece. @return where it lies until release().
-  MOE_DEVICE const std::byte* await() const {
-    while (!device::try_wait(mbarriers_ + stage_, parity_)) {
-    }
-    return stages_ + stage_ * stage_bytes_;
-  }
-
-  /// This lane has read the piece; once all have, its stage is filled again.
-  MOE_DEVICE void release() {
-    device::sync_warp();
-    fill(stage_);
-    stage_ = stage_ + 1 < num_stages_ ? stage_ + 1 : 0;
-    parity_ ^= stage_ == 0 ? 1 : 0;
-  }
-
- private:
-  /// Begins to load the piece behind the last that was begun, if there is one, into a free stage.
-  MOE_DEVICE void fill(int stage) {
-    while (!walk_.has_ended() && !rows_.next(walk_)) {
-      walk_.advance();
-      if (!walk_.has_ended())
-        rows_.begin(walk_);
-    }
-    if (walk_.has_ended())
-      return;
-    const std::byte* const from = rows_.row();
-    if (device::lane_idx() == 0) {
-      const auto bytes = static_cast<uint32_t>(walk_.bytes());
-      device::MBarrier* const mbarrier = mbarriers_ + stage;
-      device::arrive_expect(mbarrier, bytes);
-      device::bulk_load(stages_ + stage * stage_bytes_, from, bytes, mbarrier);
-    }
-  }
-
-  PieceWalk walk_;
-  TokenRows<Number, false, true> rows_;
-  std::byte* stages_;
-  device::MBarrier* mbarriers_;
-  int stage_bytes_;
-  int num_stages_;
-  int stage_ = 0;  ///< of the piece that is taken next
-  uint32_t parity_ = 0;
-};
 
 /// Sums with rows that come by bulk copy: stages are filled for the next rows, of this token or of
 /// the next, while a row is added.
@@ -131,7 +19,7 @@ MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
   constexpr int kUnitsPerPart = kPartBytes / static_cast<int64_t>(sizeof(Bytes16));
   static_assert(kPartsPerPiece == 2);
   PieceWalk walk(params, params.pieces);
-  StagedRows<Number> staged(params, row_bytes, walk);
+  StagedRows staged(walk, TokenRows<Number, false, true>(params, row_bytes), params.pieces);
   TokenRows<Number, kWeighted, false> rows(params, row_bytes);
   ProgressReporter progress(params.buffer);
 #pragma unroll 1
@@ -140,23 +28,25 @@ MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
     const int num_second = num_units - kUnitsPerPart;
     LaneSums<Number, Bytes16> first_sums;
     LaneSums<Number, Bytes16> second_sums;
-#pragma unroll 1
-    for (rows.begin(walk); rows.next(walk);) {
+    rows.for_each(walk, [&] {
       const auto weight = rows.weight();
       const std::byte* const piece = staged.await();
       LaneUnits<Bytes16> row;
-      row.load_shared(piece, num_units);
-      first_sums.template add<kWeighted>(row, weight);
-      if (num_second > 0)
+      if (num_second == kUnitsPerPart) {
+        row.load_shared(piece);
+        first_sums.template add<kWeighted>(row, weight);
+        row.load_shared(piece + kPartBytes);
+      } else {
+        row.load_shared(piece, num_units);
+        first_sums.template add<kWeighted>(row, weight);
         row.load_shared(piece + kPartBytes, num_second);
+      }
       staged.release();
-      if (num_second > 0)
-        second_sums.template add<kWeighted>(row, weight);
-    }
+      second_sums.template add<kWeighted>(row, weight);
+    });
     std::byte* const sums = params.sums + walk.token_idx() * row_bytes + walk.offset();
     first_sums.store(sums, num_units);
-    if (num_second > 0)
-      second_sums.store(sums + kPartBytes, num_second);
+    second_sums.store(sums + kPartBytes, num_second);
     progress.tick();
   }
 }
@@ -216,7 +106,8 @@ MOE_DEVICE void sum_rows(const CombineParams& params) {
     const int64_t num_pieces = (row_bytes + kBytes - 1) / kBytes;
     const RowPieces pieces{static_cast<int32_t>(num_pieces),
                            kBytes,
-                           static_cast<int32_t>(row_bytes - (num_pieces - 1) * kBytes)};
+                           static_cast<int32_t>(row_bytes - (num_pieces - 1) * kBytes),
+                           0};
     sum_loaded<Number, kWeighted, Bits>(params, row_bytes, pieces);
     return;
   }
@@ -319,7 +210,8 @@ RowPieces cut_rows(int64_t row_bytes, int64_t most_bytes, int64_t num_tokens, in
       least_cost = cost;
       best = {static_cast<int32_t>(num_cut),
               static_cast<int32_t>(bytes),
-              static_cast<int32_t>(row_bytes - (num_cut - 1) * bytes)};
+              static_cast<int32_t>(row_bytes - (num_cut - 1) * bytes),
+              CombineSharedMap::num_stages(bytes)};
     }
     if (num_turns >= kManyTurns)
       break;
@@ -340,8 +232,8 @@ void launch_combine_of(const device::Launch& launch, const CombineParams& params
 size_t combine_shared_bytes(const CombineParams& params, int num_threads) {
   const int num_warps = num_threads / device::kWarpSize;
   const bool is_staged = params.is_plain == 0 && params.hidden > 0;
-  return static_cast<size_t>(is_staged ? SharedMap::make(num_warps).bytes
-                                       : SharedMap::scratch_bytes(num_warps));
+  return static_cast<size_t>(is_staged ? CombineSharedMap::make(num_warps).bytes
+                                       : CombineSharedMap::scratch_bytes(num_warps));
 }
 
 void launch_combine(const device::Launch& launch, const CombineParams& params) {

@@ -14,6 +14,7 @@ struct RowPieces {
   int32_t num_pieces = 0;  ///< of a row
   int32_t bytes = 0;       ///< of each but the last
   int32_t last_bytes = 0;
+  int32_t num_stages = 0;  ///< that a warp has for pieces which come by bulk copy
 };
 
 struct CombineParams {

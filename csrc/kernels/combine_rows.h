@@ -58,7 +58,7 @@ class PieceWalk {
             static_cast<uint32_t>(device::warp_idx() * device::num_blocks() + device::block_idx()),
             static_cast<uint32_t>(device::num_blocks() * device::num_warps()),
             static_cast<uint32_t>(pieces.num_pieces)),
-        num_tokens_(params.num_tokens),
+        num_tokens_(static_cast<uint32_t>(params.num_tokens)),
         pieces_(pieces) {}
 
   MOE_DEVICE bool has_ended() const { return pairs_.outer() >= num_tokens_; }
@@ -72,7 +72,7 @@ class PieceWalk {
 
  private:
   PairWalk pairs_;
-  int64_t num_tokens_;
+  uint32_t num_tokens_;
   const RowPieces& pieces_;
 };
 
@@ -96,22 +96,54 @@ class TokenRows {
   MOE_DEVICE bool next(const PieceWalk& walk) {
     while (left_ == 0) {
       group_ += device::kWarpSize;
-      if (group_ >= params_.num_slots)
+      if (group_ >= params_.num_slots) {
+        here_ = 0;
         return false;
+      }
       fetch(walk);
     }
-    lane_ = device::first_bit(left_);
-    left_ &= ~(uint32_t{1} << lane_);
+    take();
     return true;
+  }
+
+  /// Calls @p function for every row of the token that @p walk is at.
+  template <typename Function>
+  MOE_DEVICE void for_each(const PieceWalk& walk, const Function& function) {
+#pragma unroll 1
+    for (begin(walk); group_ < params_.num_slots; group_ += device::kWarpSize, fetch(walk)) {
+#pragma unroll 1
+      while (left_ != 0) {
+        take();
+        function();
+      }
+    }
   }
 
   MOE_DEVICE const std::byte* row() const {
     static_assert(kFindsRows);
-    return reinterpret_cast<const std::byte*>(device::shuffle(row_, lane_));
+    return reinterpret_cast<const std::byte*>(device::shuffle(row_, device::first_bit(here_)));
   }
-  MOE_DEVICE Scalar weight() const { return device::shuffle(weight_, lane_); }
+  MOE_DEVICE Scalar weight() const {
+    return kWeighted ? device::shuffle(weight_, device::first_bit(here_)) : Scalar{};
+  }
+
+  /// Of one lane alone: it has looked up the row.
+  MOE_DEVICE bool is_known_here() const {
+    return here_ << (device::kWarpSize - 1 - device::lane_idx()) == kLastBit;
+  }
+  MOE_DEVICE const std::byte* known_row() const {
+    static_assert(kFindsRows);
+    return reinterpret_cast<const std::byte*>(row_);
+  }
 
  private:
+  static constexpr uint32_t kLastBit = uint32_t{1} << (device::kWarpSize - 1);
+
+  MOE_DEVICE void take() {
+    here_ = left_;
+    left_ &= left_ - 1;
+  }
+
   /// Every lane looks up a slot.
   MOE_DEVICE void fetch(const PieceWalk& walk) {
     using layout::Slot;
@@ -146,8 +178,8 @@ class TokenRows {
   const CombineParams& params_;
   int64_t row_bytes_;
   int group_ = 0;
-  int lane_ = 0;
-  uint32_t left_ = 0;
+  uint32_t here_ = 0;  ///< bits of the lane that knows the row and of those that know later ones
+  uint32_t left_ = 0;  ///< those of later ones
   uint64_t row_ = 0;
   Scalar weight_ = 0;
 };
@@ -162,9 +194,17 @@ struct LaneUnits {
   MOE_DEVICE void load(const std::byte* piece, int num_units) {
     load_by(piece, num_units, [](const Unit* from) { return device::load(from); });
   }
-  /// @param piece  in shared memory
+  /// @param piece      in shared memory
+  /// @param num_units  where none or less: there are none
   MOE_DEVICE void load_shared(const std::byte* piece, int num_units) {
     load_by(piece, num_units, [](const Unit* from) { return device::load_shared(from); });
+  }
+  /// Of a piece of kPieceBytes<Unit>.
+  MOE_DEVICE void load_shared(const std::byte* piece) {
+    const auto* const from = reinterpret_cast<const Unit*>(piece) + device::lane_idx();
+#pragma unroll
+    for (int i = 0; i < kUnitsPerLane; ++i)
+      units[i] = device::load_shared(from + i * device::kWarpSize);
   }
 
  private:

@@ -3,6 +3,7 @@
 #include "core/host_device.h"
 #include "device/strided.h"
 #include "device/warp.h"
+#include "kernels/staged_copies.h"
 
 namespace moe::kernels {
 
@@ -11,11 +12,6 @@ namespace {
 using device::Bytes16;
 using layout::StridedBytes;
 
-constexpr int64_t kStageBytes = 4096;
-constexpr int kNumStages = 4;
-/// Loads of a warp under way; the other stages are being stored.
-constexpr int kNumLoads = 2;
-
 /// From this many adjacent bytes on, runs are copied one after another. Shorter runs are shared out
 /// over the lanes, so that many of them are under way at once.
 constexpr int64_t kLongRunBytes = 2048;
@@ -23,96 +19,6 @@ constexpr int64_t kLongRunBytes = 2048;
 constexpr int64_t kLongUnalignedRunBytes = 256;
 /// Units of a lane under way together.
 constexpr int kUnitsAtOnce = 4;
-
-// Shared memory of a block of w warps, with bulk copies: w * kNumStages stages, then as many
-// mbarriers.
-MOE_HOST_DEVICE constexpr int64_t shared_bytes(int num_warps) {
-  return int64_t{num_warps} * kNumStages *
-         (kStageBytes + static_cast<int64_t>(sizeof(device::MBarrier)));
-}
-
-/// Copies through shared memory, one bulk copy in and one out. Lane 0 acts; all lanes call.
-class StagedCopies {
- public:
-  MOE_DEVICE StagedCopies() {
-    std::byte* const shared = device::shared_memory();
-    const int first = device::warp_idx() * kNumStages;
-    stages_ = shared + first * kStageBytes;
-    mbarriers_ = reinterpret_cast<device::MBarrier*>(shared + int64_t{device::num_warps()} *
-                                                                  kNumStages * kStageBytes) +
-                 first;
-    if (device::lane_idx() == 0) {
-      for (int stage = 0; stage < kNumStages; ++stage)
-        device::init_mbarrier(mbarriers_ + stage, 1);
-      device::fence_mbarrier_init();
-      // Sources were written, or acquired, by the kernels before.
-      device::fence_proxy_async();
-    }
-  }
-
-  /// Begins a copy of at most kStageBytes.
-  MOE_DEVICE void push(const std::byte* source, std::byte* target, int64_t bytes) {
-    if (num_loading_ == kNumLoads)
-      store_oldest();
-    if (device::lane_idx() == 0) {
-      // What this stage held before has left it: at most the stores behind that one may be pending.
-      device::await_bulk_reads<kNumStages - kNumLoads>();
-      device::MBarrier* const mbarrier = mbarriers_ + load_stage_;
-      device::arrive_expect(mbarrier, static_cast<uint32_t>(bytes));
-      device::bulk_load(
-          stages_ + load_stage_ * kStageBytes, source, static_cast<uint32_t>(bytes), mbarrier);
-    }
-    // The oldest comes first.
-    if (num_loading_ == 0) {
-      targets_[0] = target;
-      bytes_[0] = bytes;
-    } else {
-      targets_[1] = target;
-      bytes_[1] = bytes;
-    }
-    ++num_loading_;
-    load_stage_ = (load_stage_ + 1) % kNumStages;
-  }
-
-  MOE_DEVICE void store_all() {
-    while (num_loading_ > 0)
-      store_oldest();
-  }
-
-  /// Every target is written. Before the block ends.
-  MOE_DEVICE void finish() {
-    store_all();
-    if (device::lane_idx() == 0)
-      device::await_bulk_stores<0>();
-  }
-
- private:
-  static_assert(kNumLoads == 2, "the oldest load and one behind it");
-
-  MOE_DEVICE void store_oldest() {
-    if (device::lane_idx() == 0) {
-      while (!device::try_wait(mbarriers_ + store_stage_, parity_)) {
-      }
-      device::bulk_store(
-          targets_[0], stages_ + store_stage_ * kStageBytes, static_cast<uint32_t>(bytes_[0]));
-      device::commit_bulk_stores();
-    }
-    targets_[0] = targets_[1];
-    bytes_[0] = bytes_[1];
-    --num_loading_;
-    store_stage_ = (store_stage_ + 1) % kNumStages;
-    parity_ ^= store_stage_ == 0 ? 1 : 0;
-  }
-
-  std::byte* stages_;
-  device::MBarrier* mbarriers_;
-  int load_stage_ = 0;
-  int store_stage_ = 0;
-  uint32_t parity_ = 0;
-  int num_loading_ = 0;
-  std::byte* targets_[kNumLoads] = {};
-  int64_t bytes_[kNumLoads] = {};
-};
 
 /// What a warp moves at a time.
 struct Piece {
@@ -231,7 +137,7 @@ MOE_DEVICE void copy_runs(const Piece& piece, StagedCopies* staged) {
       bytes = bytes < 16 - misaligned ? bytes : 16 - misaligned;
       copy_adjacent<uint8_t>(source, target, bytes);
     } else {
-      bytes = bytes < kStageBytes ? bytes / 16 * 16 : kStageBytes;
+      bytes = bytes < StagedCopies::kStageBytes ? bytes / 16 * 16 : StagedCopies::kStageBytes;
       staged->push(source, target, bytes);
     }
     at += bytes;
@@ -348,8 +254,9 @@ MOE_KERNEL void strided_copies(const StridedCopiesParams params) {
 }  // namespace
 
 size_t strided_copies_shared_bytes(const StridedCopiesParams& params, int num_threads) {
-  return params.is_plain != 0 ? 0
-                              : static_cast<size_t>(shared_bytes(num_threads / device::kWarpSize));
+  return params.is_plain != 0
+             ? 0
+             : static_cast<size_t>(StagedCopies::shared_bytes(num_threads / device::kWarpSize));
 }
 
 void launch_strided_copies(const device::Launch& launch, const StridedCopiesParams& params) {

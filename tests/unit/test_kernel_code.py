@@ -15,13 +15,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.combine_path import count_paths, find_cuobjdump
 from benchmarks.ptxas_report import short_names
 
-FOLDER = "triton/backends/nvidia/bin"
 # A module may have code for one of them, and for others as well.
 ARCHITECTURES = ("sm_90a", "sm_100")
 MOST_INSTRUCTIONS = 8_000
 COMBINES = ("combine<BFloat16, false>", "combine<BFloat16, true>")
+# Executed by a warp for a piece of 4 KiB of a row that it adds, of which 64 adds and as many conversions
+# are left in any case, and with weights 64 multiplications.
+MOST_FOR_A_PIECE = {
+    "sm_90a": dict(zip(COMBINES, (200, 270), strict=True)),
+    "sm_100": dict(zip(COMBINES, (204, 270), strict=True)),
+}
 HAVE_BULK_COPIES = (
     *(
         "dispatch<Bytes, true>",
@@ -62,20 +68,24 @@ class Kernel:
     registers: int = 0  # of a thread
 
 
+def find_code(module: str) -> tuple[Path, str]:
+    """The file of a built module, and what takes it apart."""
+    built = importlib.util.find_spec(f"moe_comm.{module}")
+    if built is None or built.origin is None:
+        pytest.skip(f"moe_comm.{module} was built without nvcc")
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        pytest.skip("there is no cuobjdump: neither CUDA's nor Triton's is installed")
+    return Path(built.origin), cuobjdump
+
+
 @functools.cache
 def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
     """By name, the kernels in a built module."""
-    built = importlib.util.find_spec(f"moe_comm.{module}")
-    triton = importlib.util.find_spec("triton")
-    if built is None or built.origin is None:
-        pytest.skip(f"moe_comm.{module} was built without nvcc")
-    if triton is None or triton.origin is None:
-        pytest.skip("there is no cuobjdump: triton is not installed")
-    command = (Path(triton.origin).parents[1] / FOLDER / "cuobjdump", "-arch", architecture)
+    built, cuobjdump = find_code(module)
+    command = (cuobjdump, "-arch", architecture)
     found: dict[str, Kernel] = {}
-    with subprocess.Popen(
-        [*command, "-sass", built.origin], stdout=subprocess.PIPE, text=True
-    ) as dump:
+    with subprocess.Popen([*command, "-sass", built], stdout=subprocess.PIPE, text=True) as dump:
         assert dump.stdout is not None
         for line in dump.stdout:
             if "Function : " in line:
@@ -88,7 +98,7 @@ def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
     if not found:
         pytest.skip(f"moe_comm.{module} was built for other GPUs than {architecture}")
     usage = subprocess.run(
-        [*command, "-res-usage", built.origin], capture_output=True, text=True, check=True
+        [*command, "-res-usage", built], capture_output=True, text=True, check=True
     )
     for symbol, registers in re.findall(r"Function (\S+):\s+REG:(\d+)", usage.stdout):
         if symbol in found:
@@ -136,6 +146,15 @@ def test_staged_rows_are_loaded_as_shared_memory(architecture: str) -> None:
     kernels = kernels_of("_cuda", architecture)
     # A piece is 256 units of 16 bytes: eight of every lane.
     assert all(kernels[name].num_wide_shared_loads >= 8 for name in COMBINES)
+
+
+def test_a_piece_is_added_in_few_instructions(architecture: str) -> None:
+    paths = count_paths(*find_code("_cuda"), architecture)
+    if not paths:
+        pytest.skip(f"moe_comm._cuda was built for other GPUs than {architecture}")
+    most = MOST_FOR_A_PIECE[architecture]
+    assert most.keys() <= paths.keys()
+    assert {name: paths[name] for name in most if paths[name] > most[name]} == {}
 
 
 def test_rows_are_moved_by_bulk_copies(architecture: str) -> None:
