@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("80", "90a", "100")
 FLAGS = (
     *("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Icsrc"),
-    *("-Xcompiler=-Wall,-Wextra,-ffp-contract=off", "-Xptxas=-v", "-cubin"),
+    "-Xcompiler=-Wall,-Wextra,-ffp-contract=off",
 )
+TO_MACHINE_CODE = ("-Xptxas=-v", "-cubin")
 ACROSS_NODES = "internode_"
 BEGIN = "<!-- ptxas: begin -->"
 END = "<!-- ptxas: end -->"
@@ -74,22 +75,63 @@ def vocabulary_flags(source: Path, nvshmem: Path | None) -> list[str]:
     return [vocabulary, "-rdc=true", "-isystem", f"{nvshmem}/include"]
 
 
+def run_nvcc(source: Path, target: Path, architecture: str, *flags: str) -> str:
+    """What nvcc and ptxas print for a file of kernels or of PTX."""
+    done = subprocess.run(
+        ["nvcc", *flags, f"-arch={architecture}", "-o", str(target), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    if done.returncode:
+        raise SystemExit(f"{source.name} does not compile for {architecture}:\n{done.stderr}")
+    return done.stderr
+
+
 def compile_report(source: Path, architecture: str, nvshmem: Path | None) -> str:
     """What ptxas prints for a file of kernels."""
+    flags = (*FLAGS, *TO_MACHINE_CODE, *vocabulary_flags(source, nvshmem))
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [
-                *("nvcc", *FLAGS, *vocabulary_flags(source, nvshmem), f"-arch=sm_{architecture}"),
-                *("-o", f"{folder}/kernels", str(source)),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
+        return run_nvcc(source, Path(folder, "kernels"), f"sm_{architecture}", *flags)
+
+
+def compile_as_drivers(
+    virtual: str, architectures: tuple[str, ...], jobs: int = 2
+) -> dict[str, list[Kernel]]:
+    """What becomes of the PTX that `_cuda` carries on GPUs that it has no machine code for.
+
+    A driver compiles it there when the first communicator is made; here nvcc's ptxas does.
+
+    Args:
+        virtual: Compute capability that the PTX is of, as `100`.
+        architectures: Those of the GPUs.
+        jobs: How many are compiled for at a time.
+
+    Returns:
+        The kernels on every architecture.
+
+    Raises:
+        SystemExit: Something does not compile; says what.
+    """
+    sources = [
+        source
+        for source in sorted((ROOT / "csrc/kernels").glob("*.cu"))
+        if not source.name.startswith(ACROSS_NODES)
+    ]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        kernels, ptx = Path(folder, "kernels.cu"), Path(folder, "kernels.ptx")
+        kernels.write_text("".join(f'#include "kernels/{source.name}"\n' for source in sources))
+        flags = (*FLAGS, *vocabulary_flags(kernels, None))
+        run_nvcc(kernels, ptx, f"compute_{virtual}", *flags, "-ptx")
+        reports = pool.map(
+            lambda one: run_nvcc(ptx, Path(folder, one), f"sm_{one}", *TO_MACHINE_CODE),
+            architectures,
         )
-    if done.returncode:
-        raise SystemExit(f"{source.name} does not compile for sm_{architecture}:\n{done.stderr}")
-    return done.stderr
+        return {
+            one: parse(report, kernels.name)
+            for one, report in zip(architectures, reports, strict=True)
+        }
 
 
 def parse(report: str, file: str) -> list[Kernel]:
@@ -129,6 +171,16 @@ def short_names(mangled: list[str]) -> list[str]:
         name = full.split("(moe::", 1)[0].removeprefix("void ")
         names.append(re.sub(r"(?:\w+::|\(anonymous namespace\)::)+", "", name))
     return names
+
+
+def find_spills(reports: dict[str, list[Kernel]]) -> list[str]:
+    """Kernels whose registers do not suffice, in words."""
+    return [
+        f"{kernel.file}: {kernel.name} on sm_{architecture}: {kernel.spill_bytes} bytes"
+        for architecture, kernels in reports.items()
+        for kernel in kernels
+        if kernel.spill_bytes
+    ]
 
 
 def table(reports: dict[str, list[Kernel]]) -> str:
@@ -199,12 +251,7 @@ def main() -> int:
     print(text)
     if options.write:
         write_into(options.write, text)
-    spilling = [
-        f"{kernel.file}: {kernel.name} on sm_{architecture}: {kernel.spill_bytes} bytes"
-        for architecture, kernels in reports.items()
-        for kernel in kernels
-        if kernel.spill_bytes
-    ]
+    spilling = find_spills(reports)
     if options.check and (spilling or not all(reports.values())):
         print("kernels that spill:", *spilling, sep="\n", file=sys.stderr)
         return 1
