@@ -48,10 +48,12 @@ Driver find_all() {
   find("cuDeviceGetAttribute", 2000, &found.device_get_attribute);
   find("cuDevicePrimaryCtxGetState", 7000, &found.device_primary_ctx_get_state);
   find_if_there("cuModuleGetLoadingMode", 11070, &found.module_get_loading_mode);
-  find_if_there("cuFuncGetModule", 11000, &found.func_get_module);
   find_if_there("cuFuncLoad", 12040, &found.func_load);
-  find_if_there("cuModuleGetFunctionCount", 12040, &found.module_get_function_count);
-  find_if_there("cuModuleEnumerateFunctions", 12040, &found.module_enumerate_functions);
+  find("cuFuncGetModule", 11000, &found.func_get_module);
+  find("cuFuncGetAttribute", 2020, &found.func_get_attribute);
+  find("cuFuncSetAttribute", 9000, &found.func_set_attribute);
+  find("cuModuleGetFunctionCount", 12040, &found.module_get_function_count);
+  find("cuModuleEnumerateFunctions", 12040, &found.module_enumerate_functions);
   find("cuMemGetAllocationGranularity", 10020, &found.mem_get_allocation_granularity);
   find("cuMemCreate", 10020, &found.mem_create);
   find("cuMemRelease", 10020, &found.mem_release);

@@ -19,6 +19,8 @@ struct Driver {
   decltype(&::cuModuleGetLoadingMode) module_get_loading_mode;
   decltype(&::cuFuncGetModule) func_get_module;
   decltype(&::cuFuncLoad) func_load;
+  decltype(&::cuFuncGetAttribute) func_get_attribute;
+  decltype(&::cuFuncSetAttribute) func_set_attribute;
   decltype(&::cuModuleGetFunctionCount) module_get_function_count;
   decltype(&::cuModuleEnumerateFunctions) module_enumerate_functions;
   decltype(&::cuMemGetAllocationGranularity) mem_get_allocation_granularity;

@@ -18,13 +18,38 @@ bool is_eager() {
          driver().module_get_loading_mode(&mode) == CUDA_SUCCESS && mode == CU_MODULE_EAGER_LOADING;
 }
 
-void load_module(const void* kernel) {
-  for (const bool is_there : {driver().func_get_module != nullptr,
-                              driver().func_load != nullptr,
-                              driver().module_get_function_count != nullptr,
-                              driver().module_enumerate_functions != nullptr})
-    if (!is_there)
-      throw CudaError("the CUDA driver has no functions for it", cudaErrorNotSupported);
+void load(CUfunction kernel) {
+  const CUresult code =
+      driver().func_load == nullptr ? CUDA_ERROR_NOT_SUPPORTED : driver().func_load(kernel);
+  if (code == CUDA_SUCCESS || is_eager())
+    return;
+  try {
+    check_driver(code, "loading a kernel");
+  } catch (const CudaError& error) {
+    throw CudaError(
+        concat(error.what(),
+               ": kernels cannot be loaded before their first launch, which may wait for kernels "
+               "of other ranks for ever; set CUDA_MODULE_LOADING=EAGER before the process first "
+               "uses CUDA"),
+        error.code());
+  }
+}
+
+/// Lets a kernel that is loaded have all the shared memory that a block can have: here and not
+/// where it is launched, which asks the host for nothing then.
+/// @param most_bytes  of a block
+void allow_shared_memory(CUfunction kernel, int most_bytes) {
+  int static_bytes = 0;
+  check_driver(
+      driver().func_get_attribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel),
+      "asking for the static shared memory of a kernel");
+  check_driver(
+      driver().func_set_attribute(
+          kernel, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most_bytes - static_bytes),
+      "allowing a kernel all shared memory of a block");
+}
+
+void load_module(const void* kernel, int most_shared_bytes) {
   cudaFunction_t function = nullptr;
   device::check_cuda(cudaGetFuncBySymbol(&function, kernel), "looking for a kernel");
   CUmodule module = nullptr;
@@ -34,8 +59,10 @@ void load_module(const void* kernel) {
   std::vector<CUfunction> functions(num_functions);
   check_driver(driver().module_enumerate_functions(functions.data(), num_functions, module),
                "listing kernels");
-  for (CUfunction one : functions)
-    check_driver(driver().func_load(one), "loading a kernel");
+  for (CUfunction one : functions) {
+    load(one);
+    allow_shared_memory(one, most_shared_bytes);
+  }
 }
 
 int load_all(int device_idx) {
@@ -56,19 +83,10 @@ int load_all(int device_idx) {
                                     ".",
                                     minor));
   }
-  try {
-    for (const void* kernel : kernels)
-      load_module(kernel);
-  } catch (const CudaError& error) {
-    cudaGetLastError();
-    if (!is_eager())
-      throw CudaError(
-          concat("kernels cannot be loaded before their first launch, which may wait for "
-                 "kernels of other ranks for ever (",
-                 error.what(),
-                 "): set CUDA_MODULE_LOADING=EAGER before the process first uses CUDA"),
-          error.code());
-  }
+  const int most_shared_bytes =
+      device_attribute(device_idx, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+  for (const void* kernel : kernels)
+    load_module(kernel, most_shared_bytes);
   // What decided in the source (__CUDA_ARCH__), also where a driver compiled it for a newer device.
   return attributes.ptxVersion;
 }

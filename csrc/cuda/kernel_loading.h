@@ -2,7 +2,8 @@
 
 namespace moe::cuda {
 
-/// Loads every kernel of this module on a device. Idempotent.
+/// Loads every kernel of this module on a device and lets it have all shared memory of a block.
+/// Idempotent.
 ///
 /// Called when a device is made: a kernel that is loaded by its first launch may wait for an idle
 /// device, while another rank's kernel on it waits for that launch.

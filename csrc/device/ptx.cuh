@@ -532,30 +532,11 @@ MOE_DEVICE void pause(uint32_t nanoseconds) {
 
 // --- Launch -------------------------------------------------------------------------------------
 
-constexpr size_t kSharedBytesWithoutAsking = 48 * 1024;
-
-/// Lets a kernel have all the shared memory that a block can have, none of it static. The limit is
-/// the kernel's, for the whole process: one that a launch set to what it needs itself could be too
-/// low for the launch that another thread is about to make. Host state only, a fraction of a
-/// microsecond.
-/// @throws CudaError
-inline void allow_shared_memory(const void* kernel) {
-  int device_idx = 0;
-  check_cuda(cudaGetDevice(&device_idx), "asking for the current device");
-  int most_bytes = 0;
-  check_cuda(
-      cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_idx),
-      "asking for the shared memory of a block");
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes),
-             "allowing a kernel more than 48 KiB of shared memory");
-}
-
-/// Puts a kernel into its stream. It was loaded before (device/kernel_modules.cuh).
+/// Puts a kernel into its stream. It was loaded before and may have all shared memory of a block
+/// (device/kernel_modules.cuh).
 /// @throws CudaError
 template <typename Params>
 void launch(void (*kernel)(Params), const Launch& shape, const Params& params) {
-  if (shape.shared_bytes > kSharedBytesWithoutAsking)
-    allow_shared_memory(reinterpret_cast<const void*>(kernel));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.num_blocks));
   config.blockDim = dim3(static_cast<unsigned>(shape.num_threads));

@@ -283,6 +283,18 @@ static bool has_own_kernels(const Context& context) {
          });
 }
 
+/// RT, Execution Control, cudaFuncSetAttribute: without it a block has 48 KiB of shared memory.
+/// Which of the functions a kernel is, nobody here knows: so all must be allowed as much.
+static bool is_allowed(const Context& context, size_t shared_bytes) {
+  constexpr size_t kBytesWithoutAsking = 48 * 1024;
+  return shared_bytes + kStaticSharedBytes <= kBytesWithoutAsking ||
+         std::all_of(std::begin(own_functions), std::end(own_functions), [&](const char& function) {
+           const auto entry = context.shared_bytes.find(&function);
+           return entry != context.shared_bytes.end() &&
+                  shared_bytes <= static_cast<size_t>(entry->second);
+         });
+}
+
 void put_kernel(CUstream_st& stream, simt::Kernel kernel) {
   const std::string name = kernel.name;
   const bool is_captured = stream.worker->is_capturing();
@@ -382,9 +394,17 @@ void CUstream_st::launch(moe::simt::Kernel kernel) {
   use_context();
   Context& context = state().contexts[static_cast<size_t>(device_idx)];
   bool is_loaded = false;
+  bool has_shared_memory = false;
   {
     const std::lock_guard lock(state().mutex);
     is_loaded = has_own_kernels(context);
+    has_shared_memory = is_allowed(context, kernel.shape.shared_bytes);
+  }
+  if (!has_shared_memory) {
+    fail(cudaErrorInvalidValue,
+         "cudaLaunchKernelExC",
+         moe::concat(name, " with ", kernel.shape.shared_bytes, " bytes of shared memory"));
+    return;
   }
   if (!is_loaded)
     load(*this, kOwnModule, name);

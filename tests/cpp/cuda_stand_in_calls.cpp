@@ -473,6 +473,33 @@ CUresult cuFuncLoad(CUfunction function) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
+  begin("cuFuncGetAttribute");
+  if (attribute != CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "cuFuncGetAttribute", "the attribute is none");
+  *value = kStaticSharedBytes;
+  return CUDA_SUCCESS;
+}
+
+/// DR, Execution Control, cuFuncSetAttribute: static and dynamic shared memory of a kernel are at
+/// most what a block may ask for. A function is loaded by it, as by a first launch.
+CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+  begin("cuFuncSetAttribute");
+  if (!this_thread.has_context)
+    return refuse(CUDA_ERROR_INVALID_CONTEXT, "cuFuncSetAttribute", "no context is current");
+  int most_bytes = 0;
+  cuDeviceGetAttribute(
+      &most_bytes, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, this_thread.device_idx);
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value < 0 ||
+      value + kStaticSharedBytes > most_bytes)
+    return refuse(CUDA_ERROR_INVALID_VALUE, "cuFuncSetAttribute", moe::concat(value, " bytes"));
+  Context& context = use_context();
+  drain(context, "cuFuncSetAttribute");
+  const std::lock_guard lock(state().mutex);
+  context.shared_bytes[function] = value;
+  return CUDA_SUCCESS;
+}
+
 /// DR, Driver Entry Point Access, cuGetProcAddress: a version above the driver's is an invalid
 /// value. A version below the function's finds nothing.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name,
@@ -493,6 +520,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name,
       {"cuModuleGetLoadingMode", {11070, reinterpret_cast<void*>(&cuModuleGetLoadingMode)}},
       {"cuFuncGetModule", {11000, reinterpret_cast<void*>(&cuFuncGetModule)}},
       {"cuFuncLoad", {12040, reinterpret_cast<void*>(&cuFuncLoad)}},
+      {"cuFuncGetAttribute", {2020, reinterpret_cast<void*>(&cuFuncGetAttribute)}},
+      {"cuFuncSetAttribute", {9000, reinterpret_cast<void*>(&cuFuncSetAttribute)}},
       {"cuModuleGetFunctionCount", {12040, reinterpret_cast<void*>(&cuModuleGetFunctionCount)}},
       {"cuModuleEnumerateFunctions", {12040, reinterpret_cast<void*>(&cuModuleEnumerateFunctions)}},
       {"cuMemGetAllocationGranularity",

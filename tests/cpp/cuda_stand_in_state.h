@@ -103,6 +103,7 @@ struct Context {
   std::vector<std::shared_ptr<CUstream_st>> ended;  ///< destroyed, maybe with work left
   std::shared_ptr<CUstream_st> legacy;
   std::set<const void*> loaded;
+  std::map<const void*, int> shared_bytes;  ///< dynamic, that a function may have beyond the usual
 };
 
 struct State {
@@ -171,7 +172,8 @@ bool is_of_peer(const void* address);
 
 /// This package's kernels are one module, and so many functions of it that have to be loaded.
 extern const char* const kOwnModule;
-constexpr int kNumOwnFunctions = 3;  // one, and two that only enumeration finds
+constexpr int kNumOwnFunctions = 3;     // one, and two that only enumeration finds
+constexpr int kStaticSharedBytes = 64;  // of each
 extern char own_functions[kNumOwnFunctions];
 /// Stands for the first where a symbol is asked for.
 void own_kernel();

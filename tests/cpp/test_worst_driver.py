@@ -47,6 +47,7 @@ CASES = (
     "refused_ways_of_loading",
     "replay_beside_async",
     "second_buffer_beside_a_kernel",
+    "shared_memory_of_kernels",
     "streams_of_callers_alone",
     "threads_on_one_device",
     "threads_on_two_devices",

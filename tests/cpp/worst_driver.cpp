@@ -167,31 +167,32 @@ void run_alone(const std::function<void()>& body) {
 /// A driver that does not load kernels in advance is right where it has loaded them all, else
 /// refused before anything can wait.
 void refused_ways_of_loading() {
+  const auto run = [&](const char* call, bool is_eager, const char* expected) {
+    stand_in::machine().refused = call;
+    stand_in::machine().is_eager = is_eager;
+    std::string told = "nothing";
+    try {
+      cuda::CudaDevice::create(0, 0);
+    } catch (const CudaError& error) {
+      told = error.what();
+    }
+    expect(told.find(expected) != std::string::npos, concat("without ", call, ": ", told));
+    expect_no_violations();
+  };
+  // Kernels that nobody can list cannot be given their shared memory either.
   for (const char* call : {"cudaGetFuncBySymbol",
                            "cuFuncGetModule",
                            "cuModuleGetFunctionCount",
-                           "cuModuleEnumerateFunctions",
-                           "cuFuncLoad",
-                           "finding cuFuncLoad"}) {
-    const auto run = [&](bool is_eager) {
+                           "cuModuleEnumerateFunctions"})
+    for (const bool is_eager : {false, true})
+      run_alone([&] { run(call, is_eager, "kernel"); });
+  for (const char* call : {"cuFuncLoad", "finding cuFuncLoad"}) {
+    run_alone([&] { run(call, false, "CUDA_MODULE_LOADING=EAGER"); });
+    run_alone([&] {
       stand_in::machine().refused = call;
-      stand_in::machine().is_eager = is_eager;
-      if (is_eager) {
-        operations_of_threads(1);
-        return;
-      }
-      std::string told = "nothing";
-      try {
-        cuda::CudaDevice::create(0, 0);
-      } catch (const CudaError& error) {
-        told = error.what();
-      }
-      expect(told.find("CUDA_MODULE_LOADING=EAGER") != std::string::npos,
-             concat("without ", call, ": ", told));
-      expect_no_violations();
-    };
-    run_alone([&] { run(false); });
-    run_alone([&] { run(true); });
+      stand_in::machine().is_eager = true;
+      operations_of_threads(1);
+    });
   }
 }
 
@@ -963,6 +964,30 @@ void expect_violation(const std::string& name, const std::function<void()>& wron
   expect_error(violations.front(), {name});
 }
 
+/// Kernels may have the shared memory of a block on every device that was made, and a launch asks
+/// for nothing.
+void shared_memory_of_kernels() {
+  for (const int device_idx : {0, 1}) {
+    cudaSetDevice(device_idx);
+    const CallerStream stream;
+    const auto launch = [&](size_t shared_bytes) {
+      device::Launch shape;
+      shape.shared_bytes = shared_bytes;
+      static_cast<simt::Stream*>(static_cast<void*>(stream.get()))
+          ->launch({"LargeParams", shape, [] {}});
+      stream.synchronize();
+    };
+    expect_violation("LargeParams with 65536 bytes", [&] { launch(size_t{64} << 10); });
+    const auto device = cuda::CudaDevice::create(device_idx, kConnections);
+    stand_in::take_calls();
+    launch(size_t{200} << 10);
+    const auto calls = stand_in::take_calls();
+    expect(calls.at("cudaLaunchKernelExC") == 1 && !calls.contains("cuFuncSetAttribute"),
+           "a launch sets attributes");
+    expect_no_violations();
+  }
+}
+
 void wrong_calls() {
   void* data = nullptr;
   cudaSetDevice(0);
@@ -1082,6 +1107,7 @@ int main(int argc, char** argv) {
           {"refused_ways_of_loading", refused_ways_of_loading},
           {"replay_beside_async", replay_beside_async},
           {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},
+          {"shared_memory_of_kernels", shared_memory_of_kernels},
           {"streams_of_callers_alone", streams_of_callers_alone},
           {"threads_on_one_device", threads_on_one_device},
           {"threads_on_two_devices", threads_on_two_devices},

@@ -155,6 +155,26 @@ def test_every_primitive_is_the_instruction_that_it_should_be(tmp_path: Path) ->
     assert wrong == {}
 
 
+def test_a_launch_is_one_call_of_the_runtime(tmp_path: Path) -> None:
+    source = tmp_path / "launch.cu"
+    source.write_text(
+        '#include "device/ptx.cuh"\n'
+        "struct Params { int number; };\n"
+        "__global__ void kernel(Params) {}\n"
+        "void put(const moe::device::Launch& shape) {\n"
+        "  moe::device::launch(&kernel, shape, Params{1});\n"
+        "}\n"
+    )
+    target = tmp_path / "launch.o"
+    flags = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}")
+    run("nvcc", *flags, "-arch=sm_90a", "-c", "-o", str(target), str(source))
+    called = set(re.findall(r"\bU (cuda\w+)", run("nm", "-u", str(target))))
+    # What names an error is called only then; what kernels are registered with begins otherwise, and
+    # nobody calls the stub of a kernel.
+    of_errors = {"cudaGetErrorName", "cudaGetErrorString", "cudaGetLastError"}
+    assert called - of_errors == {"cudaLaunchKernelExC"}
+
+
 def test_no_primitive_is_left_out() -> None:
     text = (ROOT / "csrc/device/ptx.cuh").read_text(encoding="utf-8")
     with_assembly = set()
