@@ -33,7 +33,7 @@ struct Machine {
   int num_devices = 2;
   int driver_version = 0;  ///< 0 for that of the headers
   bool has_virtual_memory = true;
-  bool graphs_wait = true;  ///< who makes a graph or uploads it, as its first launch does
+  bool graphs_wait = true;        ///< who makes a graph or uploads it, as its first launch does
   bool loses_p2p_writes = false;  ///< copies to a peer's memory, without an error
   bool loses_p2p_reads = false;   ///< the same from it
   bool has_p2p = true;            ///< whether a process gets access to memory of another's
