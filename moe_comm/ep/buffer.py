@@ -495,12 +495,15 @@ class EpBuffer(Destroyable):
                 validation.check_handle(handle, self.buffer_id, self.generation)
                 if gradients != 0:
                     check_word(gradients)
-                elif not self._has_warned and _is_in_graph(expert_out, topk_weights, row_weights):
+                elif not self._has_warned and _is_in_graph(
+                    expert_out, topk_weights, row_weights, out
+                ):
                     self._warn_of_gradients(
                         "combine",
                         expert_out=expert_out,
                         topk_weights=topk_weights,
                         row_weights=row_weights,
+                        out=out,
                     )
             except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
                 self._backend.reject("combine", error)

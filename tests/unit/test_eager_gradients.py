@@ -53,6 +53,14 @@ def test_combine_warns_of_rows_and_of_weights(buffer: EpBuffer) -> None:
     assert "moe_comm.combine(" in said[0]
 
 
+def test_combine_warns_of_sums_written_into_a_graph(buffer: EpBuffer) -> None:
+    result = buffer.dispatch(rows(requires_grad=False), CHOICES)
+    out = rows(requires_grad=True) * 2
+    said = texts(lambda: buffer.combine(result.x, result.handle, out=out))
+    assert len(said) == 1
+    assert "out requires one" in said[0]
+
+
 def test_the_place_that_is_named_is_the_call(buffer: EpBuffer) -> None:
     with pytest.warns(UserWarning, match="records no gradient") as caught:
         buffer.dispatch(rows(requires_grad=True), CHOICES)
