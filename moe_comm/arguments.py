@@ -72,8 +72,8 @@ def check_resolved(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             f"{name} is a lazy conjugate or negation, got {tensor.dtype} with is_conj() = "
-            f"{tensor.is_conj()} and is_neg() = {tensor.is_neg()}: give "
-            f"{name}.resolve_conj().resolve_neg()"
+            f"{tensor.is_conj()} and is_neg() = {tensor.is_neg()}: give what "
+            "resolve_conj().resolve_neg() returns"
         )
 
 

@@ -64,7 +64,7 @@ const char* word_at(const void* place) {
   return word;
 }
 
-/// Places, shapes, strides and dtypes of a list of tensors as they were when this was made.
+/// Places, shapes, strides, dtypes and signs of a list of tensors as they were when this was made.
 ///
 /// Tensors are given themselves or as weak references; a weak reference to a tensor that is gone
 /// matches none.
@@ -79,7 +79,7 @@ class TensorTable {
       MOE_CHECK(object, "tensors of a table must be alive, one of ", tensors.size(), " is gone");
       const DlpackTensor now = describe(object);
       places_.push_back(place_of(now));
-      layouts_.push_back(layout_of(now));
+      layouts_.push_back(layout_of(now, object));
       shapes_.insert(shapes_.end(), now.shape, now.shape + now.num_dims);
       strides_.insert(strides_.end(), now.strides, now.strides + now.num_dims);
     }
@@ -97,7 +97,7 @@ class TensorTable {
       if (!tensor)
         return false;
       const DlpackTensor now = describe(tensor);
-      if (layout_of(now) != layouts_[i] || place_of(now) != places_[i])
+      if (layout_of(now, tensor) != layouts_[i] || place_of(now) != places_[i])
         return false;
       for (int32_t dim = 0; dim < now.num_dims; ++dim)
         if (now.shape[dim] != shape[dim] || now.strides[dim] != stride[dim])
@@ -145,9 +145,17 @@ class TensorTable {
     return reinterpret_cast<uintptr_t>(now.data) + now.byte_offset;
   }
 
-  /// Dtype, device and number of dimensions in one number.
-  static uint64_t layout_of(const DlpackTensor& now) {
-    return static_cast<uint64_t>(now.type_code) << 56 | static_cast<uint64_t>(now.type_bits) << 48 |
+  /// Whether torch only remembers that the bytes are to be negated or conjugated.
+  static bool is_lazy(const DlpackTensor& now, py::handle tensor) {
+    constexpr uint8_t kComplex = 5;  // DLPack's code
+    return is_negated(tensor) ||
+           (now.type_code == kComplex && tensor.attr("is_conj")().cast<bool>());
+  }
+
+  /// Dtype, sign, device and number of dimensions in one number.
+  static uint64_t layout_of(const DlpackTensor& now, py::handle tensor) {
+    return static_cast<uint64_t>(is_lazy(now, tensor)) << 47 |
+           static_cast<uint64_t>(now.type_code) << 56 | static_cast<uint64_t>(now.type_bits) << 48 |
            static_cast<uint64_t>(now.type_lanes) << 32 |
            (static_cast<uint64_t>(now.device_type) & 0xFF) << 24 |
            (static_cast<uint64_t>(now.device_id) & 0xFFFF) << 8 |

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding import Refit, SymmetricCopyService, mark_stale, refit
+from moe_comm.resharding import Refit, SymmetricCopyService, is_stale, mark_stale, refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import PreparedBatch
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.hold import refit_group, refit_pass, refit_services
@@ -142,6 +142,29 @@ def test_offloaded_weights_are_refused_until_they_are_back(method: Any, side: st
             f"ValueError: rank 1: up of the {side} module has elements in bytes [32"
         )
         assert text.endswith("of a storage of 0 bytes, which was freed or cut")
+
+
+@pytest.mark.parametrize("method", ["symmetric", "nvshmem"])
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_weights_that_become_a_lazy_negation_are_refused(method: Any, side: str) -> None:
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        held = Refit(src, dst, method, context.group)
+        run_and_compare(held, src, dst, 0)
+        up = (src if side == "source" else dst).up
+        bits = up.data
+        if context.rank_idx == 1:
+            up.data = torch._neg_view(bits)  # at the same place
+        text = error_of(held.run)
+        assert not is_stale(dst)
+        up.data = bits
+        run_and_compare(held, src, dst, 1)
+        return text
+
+    for text in threads(rank, 2):
+        assert text.startswith(
+            f"ValueError: rank 1: up of the {side} module is a lazy conjugate or negation"
+        )
 
 
 @pytest.mark.parametrize("method", ["symmetric", "nvshmem"])

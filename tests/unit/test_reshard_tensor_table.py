@@ -23,6 +23,7 @@ def some_tensors() -> Tensors:
         torch.zeros(()),
         torch.zeros(0, 3, dtype=torch.int64),
         torch.zeros(16, dtype=torch.float8_e4m3fn),
+        torch.zeros(2, dtype=torch.complex64),
     ]
 
 
@@ -63,6 +64,14 @@ def flatten(tensors: Tensors) -> None:
     tensors[2] = tensors[2].view(1)
 
 
+def negate(tensors: Tensors) -> None:
+    tensors[0].data = torch._neg_view(tensors[0].data)
+
+
+def conjugate(tensors: Tensors) -> None:
+    tensors[5] = tensors[5].conj()
+
+
 def drop(tensors: Tensors) -> None:
     tensors.pop()
 
@@ -76,7 +85,19 @@ def keep(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [replace_data, transpose, move_one_element, reshape, retype, flatten, drop, append]
+    "change",
+    [
+        replace_data,
+        transpose,
+        move_one_element,
+        reshape,
+        retype,
+        flatten,
+        negate,
+        conjugate,
+        drop,
+        append,
+    ],
 )
 def test_every_change_is_noticed(kind: str, change: Callable[[Tensors], None]) -> None:
     tensors = some_tensors()
@@ -163,7 +184,7 @@ def test_weak_references_are_what_they_refer_to(kind: str) -> None:
     del tensors[2]
     for has_dtensors in (False, True):
         assert not table.matches(references, has_dtensors=has_dtensors)
-    with pytest.raises(ValueError, match="must be alive, one of 5 is gone"):
+    with pytest.raises(ValueError, match="must be alive, one of 6 is gone"):
         TensorTable(references)
 
 

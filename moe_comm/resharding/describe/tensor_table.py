@@ -38,7 +38,7 @@ def _plain(tensors: Tensors) -> list[torch.Tensor] | None:
 
 
 class TensorTable:
-    """Shapes, dtypes, addresses and strides of tensors when this was made. Keeps no tensor alive.
+    """Shapes, dtypes, addresses, strides and lazy signs of tensors when this was made. Keeps no tensor alive.
 
     Args:
         tensors: Of DTensors, this rank's part counts.
@@ -90,6 +90,8 @@ def _describe(plain: list[torch.Tensor]) -> list[list[Any]]:
             list(chain.from_iterable(map(torch.Tensor.size, plain))),
             list(chain.from_iterable(map(torch.Tensor.stride, plain))),
             list(map(_DTYPE, plain)),
+            list(map(torch.Tensor.is_neg, plain)),
+            list(map(torch.Tensor.is_conj, plain)),
         ]
     except RuntimeError:
         # One has no address or strides, such as a sparse tensor. It may have changed.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from moe_comm.arguments import check_resolved
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
@@ -270,6 +271,7 @@ class PlanExecution:
                 if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
                     piece = piece.to(op.wire_dtype)
                     self.is_repeatable = False
+                check_resolved(f"{op.param_name} of the source module", piece)
                 self.is_repeatable &= not sources.is_fresh(op.param_name)
                 pieces = [piece]
             for piece, task_id in zip(pieces, _task_ids(op.task_id, len(pieces)), strict=True):
@@ -296,7 +298,9 @@ class PlanExecution:
                     functools.partial(self._transform.finalize_recv_of, op, buffers)
                 )
             elif (destination := tensors.get(op.param_name)) is not None:
-                targets = [self._target_of_piece(op, destination, name_at)]
+                target = self._target_of_piece(op, destination, name_at)
+                check_resolved(f"{op.param_name} of the destination module", target)
+                targets = [target]
             else:
                 self.skipped[op.param_name] = "destination"
                 continue
