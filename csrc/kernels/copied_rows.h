@@ -46,7 +46,11 @@ struct CopyShape {
 };
 
 /// The pieces of the rows of this rank's window that are copies of others, in order. Warps take
-/// rows in turn, whether they are copies or not. All lanes of a warp call.
+/// rows in turn, whether they are copies or not, but no places of a low-latency window that nobody
+/// fills. All lanes of a warp call.
+///
+/// Example: low latency, 2 experts with 4 places each, of which 3 and 2 are filled: rows 0, 1, 2, 4
+/// and 5 are looked at, by lanes 0 to 4 of the only warp.
 class CopyWalk {
  public:
   struct Piece {
@@ -61,8 +65,9 @@ class CopyWalk {
         peer_(params.tables.peers[params.buffer.rank_idx]),
         base_(device::load_constant(&peer_.rows)),
         num_pieces_(num_pieces),
-        next_row_(static_cast<uint32_t>(device::warp_idx() * device::num_blocks() +
-                                        device::block_idx())) {
+        place_(
+            static_cast<uint32_t>(device::warp_idx() * device::num_blocks() + device::block_idx()) +
+            (device::lane_idx() - device::kWarpSize) * step()) {
     piece_.piece_idx = num_pieces;
   }
 
@@ -77,8 +82,7 @@ class CopyWalk {
         return false;
     const int lane = device::first_bit(copies_);
     copies_ &= copies_ - 1;
-    piece_ = {
-        next_row_ - (device::kWarpSize - lane) * step(), device::shuffle(lane_origin_, lane), 0};
+    piece_ = {device::shuffle(lane_row(), lane), device::shuffle(lane_origin_, lane), 0};
     return true;
   }
   MOE_DEVICE const Piece& piece() const { return piece_; }
@@ -113,38 +117,55 @@ class CopyWalk {
 
   /// A lane looks at one row. @return false behind the last.
   MOE_DEVICE bool look_at_rows() {
-    const auto num_rows = static_cast<uint32_t>(device::load_constant(params_.tables.num_rows));
-    if (next_row_ >= num_rows)
-      return false;
-    const uint32_t row_idx = next_row_ + device::lane_idx() * step();
-    next_row_ += device::kWarpSize * step();
-    lane_origin_ = row_idx;
-    if (row_idx < num_rows && is_filled(row_idx)) {
+    const bool is_there = find_row();
+    lane_origin_ = lane_row();
+    if (is_there) {
       const std::byte* const origins = base_ + device::load_constant(&peer_.window.origins_offset);
-      lane_origin_ = device::load(reinterpret_cast<const uint32_t*>(origins) + row_idx);
+      lane_origin_ = device::load(reinterpret_cast<const uint32_t*>(origins) + lane_row());
     }
-    copies_ = device::ballot(lane_origin_ != row_idx);
-    return true;
+    copies_ = device::ballot(lane_origin_ != lane_row());
+    return device::any(is_there);
   }
 
-  /// What is not filled has an origin, too, but in a low-latency window, where nobody writes it.
-  MOE_DEVICE bool is_filled(uint32_t row_idx) const {
-    const layout::Arrangement& arrangement = params_.arrangement;
-    if (arrangement.layout != layout::RowLayout::kLowLatency)
-      return true;
-    const auto rows_per_expert = static_cast<uint32_t>(arrangement.rows_per_expert);
-    const uint32_t expert_idx = row_idx / rows_per_expert;
-    return row_idx - expert_idx * rows_per_expert <
-           device::load_constant(params_.tables.num_tokens_per_expert + expert_idx);
+  /// Moves this lane to its next row. @return false behind the last.
+  MOE_DEVICE bool find_row() {
+    place_ += device::kWarpSize * step();
+    const uint32_t num_groups =
+        is_low_latency() ? static_cast<uint32_t>(params_.buffer.num_local_experts) : 1;
+#pragma unroll 1
+    for (; group_idx_ < num_groups; ++group_idx_) {
+      const uint32_t num_rows = num_filled(group_idx_);
+      if (place_ < num_rows)
+        return true;
+      place_ -= num_rows;
+    }
+    return false;
+  }
+
+  /// Rows of a group that have an origin. They are at its beginning: what is not filled has one,
+  /// too, but in a low-latency window, where nobody writes it.
+  MOE_DEVICE uint32_t num_filled(uint32_t group_idx) const {
+    return static_cast<uint32_t>(
+        is_low_latency() ? device::load_constant(params_.tables.num_tokens_per_expert + group_idx)
+                         : device::load_constant(params_.tables.num_rows));
+  }
+
+  MOE_DEVICE uint32_t lane_row() const {
+    return group_idx_ * static_cast<uint32_t>(params_.arrangement.rows_per_expert) + place_;
+  }
+  MOE_DEVICE bool is_low_latency() const {
+    return params_.arrangement.layout == layout::RowLayout::kLowLatency;
   }
 
   const ReceiveParams& params_;
   const Peer& peer_;
   std::byte* base_;
   int32_t num_pieces_;
-  uint32_t next_row_;         ///< of lane 0, in the batch that is looked at next
-  uint32_t lane_origin_ = 0;  ///< of this lane's row in the last
-  uint32_t copies_ = 0;       ///< lanes of the last whose rows are still to be copied
+  /// The row that this lane looked at last: of an expert in low latency, else of the one group.
+  uint32_t group_idx_ = 0;
+  uint32_t place_;            ///< in its group
+  uint32_t lane_origin_ = 0;  ///< of that row
+  uint32_t copies_ = 0;       ///< lanes whose rows are still to be copied
   Piece piece_;
 };
 

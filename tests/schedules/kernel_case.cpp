@@ -14,7 +14,7 @@ layout::Arrangement KernelCase::arrangement() const {
   arrangement.layout = layout;
   arrangement.expert_alignment = expert_alignment;
   if (layout == layout::RowLayout::kLowLatency)
-    arrangement.rows_per_expert = num_ranks * num_max_tokens;
+    arrangement.rows_per_expert = num_ranks * (num_max_tokens + num_spare_tokens);
   arrangement.has_origins = has_origins();
   return arrangement;
 }

@@ -35,7 +35,8 @@ struct KernelCase {
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
   int num_topk = 2;
-  int64_t num_max_tokens = 5;  ///< of a rank; every step draws how many
+  int64_t num_max_tokens = 5;    ///< of a rank; every step draws how many
+  int64_t num_spare_tokens = 0;  ///< of a rank, low-latency: places for more, which nobody fills
   DType dtype = DType::kBFloat16;
   int64_t hidden = 16;
   bool is_quantized = false;

@@ -202,6 +202,12 @@ void KernelWorld::count_crossing(int rank_idx, const ExpectedDispatch& expected)
   for (const int64_t num_tokens : expected.received.num_tokens_per_expert)
     num_rows += is_low_latency ? num_tokens : 0;
   traffic_.window_loaded += shape_.has_origins() ? 4 * num_rows : 0;
+  // It finds them by the number of every expert, which each thread passes once, however many places
+  // there are. The host looks at each.
+  const int64_t num_threads = int64_t{shape_.num_blocks} * shape_.num_threads;
+  const auto num_experts = static_cast<int64_t>(expected.received.num_tokens_per_expert.size());
+  if (is_low_latency && shape_.has_origins())
+    traffic_.counts_loaded += 8 * ((num_threads + 1) * num_experts + num_rows);
 }
 
 /// Of a token's rows on a rank of another device each crosses; where ranks add first their sum

@@ -81,6 +81,10 @@ void run_operations(Run& run, const KernelCase& shape, int num_rounds, bool has_
   // A message in place of counts makes a row longer.
   if (!shape.has_bad_choice)
     expect_bytes("put to other nodes", put_bytes, traffic.put);
+  if (shape.layout == layout::RowLayout::kLowLatency && shape.has_origins())
+    expect_bytes("numbers of rows loaded",
+                 run.guest().bytes_loaded("num_tokens_per_expert"),
+                 traffic.counts_loaded);
   expect_bytes("rows pulled", run.guest().bytes_loaded("expert output"), traffic.outputs_loaded);
   if (shape.num_local_ranks > 0)
     return;

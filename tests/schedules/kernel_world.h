@@ -123,6 +123,7 @@ class KernelWorld {
     int64_t window_stored = 0;  ///< every byte that has a value once, then what the host wrote over
     int64_t window_stored_across = 0;  ///< from other devices: see docs/emulator.md
     int64_t window_loaded = 0;         ///< by who copies rows, then by the host
+    int64_t counts_loaded = 0;         ///< the same of how many rows experts have: low latency
     int64_t outputs_loaded = 0;
     int64_t outputs_loaded_across = 0;  ///< what a combine pulls from other devices
     int64_t sums_loaded_across = 0;     ///< the same where ranks add first, with what they ask

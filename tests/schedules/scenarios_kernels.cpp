@@ -227,6 +227,17 @@ MOE_SCENARIO(devices_low_latency, "the same where most rows of a window are nobo
   run_operations(run, on_devices(run, draw_case(run, shape)), 1);
 }
 
+MOE_SCENARIO(devices_low_latency_wide, "the same with many more places than are looked at") {
+  KernelCase shape;
+  shape.layout = RowLayout::kLowLatency;
+  shape.hidden = 8;
+  shape.num_spare_tokens = 100;
+  shape = on_devices(run, draw_case(run, shape));
+  shape.num_ranks = 2;
+  shape.num_threads = 32;
+  run_operations(run, shape, 1, true);
+}
+
 MOE_SCENARIO(devices_quantized, "the same with scale factors, which are copied with their row") {
   const bool is_mx = run.random().chance(1, 2);
   run_operations(
