@@ -80,6 +80,8 @@ struct Buffer {
   uint64_t first_epoch = 1;       ///< after a recovery: flags of earlier epochs mean nothing
   /// host [num_ranks, kMaxSegments]: address here of every peer's segment, 0 until it is known.
   const uint64_t* segment_bases = nullptr;
+  /// device, of the same shape: entries of it that kernels have read, which never change; else 0.
+  uint64_t* found_bases = nullptr;
 
   MOE_HOST_DEVICE layout::Workspace workspace(std::byte* base) const {
     return layout::Workspace(base, num_ranks, num_experts, depth);

@@ -133,7 +133,8 @@ MOE_DEVICE void show_phase(const Buffer& buffer, layout::Phase phase) {
       &workspace(buffer, buffer.rank_idx).activity().phase, static_cast<int32_t>(phase));
 }
 
-/// Address here of a place in a peer's heap; waits until the peer's segment is known here.
+/// Address here of a place in a peer's heap; waits until the peer's segment is known here. Host
+/// memory is read for the first offer of a segment alone.
 /// @return false when the kernel is to leave.
 MOE_DEVICE bool resolve(const Buffer& buffer,
                         const WaitSite& site,
@@ -144,12 +145,17 @@ MOE_DEVICE bool resolve(const Buffer& buffer,
     leave(buffer, Cause::kTimedOut, peer_rank, site, Buffer::kMaxSegments, offer.segment_idx);
     return false;
   }
-  const uint64_t* const base =
-      buffer.segment_bases + int64_t{peer_rank} * Buffer::kMaxSegments + offer.segment_idx;
-  if (!await_flag(buffer, site, peer_rank, base, 1, buffer.stall_limit_ns))
-    return false;
-  const uint64_t address = device::load_relaxed<device::Scope::kSystem>(base) + offer.offset;
-  *place = reinterpret_cast<std::byte*>(address);
+  const int64_t entry = int64_t{peer_rank} * Buffer::kMaxSegments + offer.segment_idx;
+  // Several threads may find the same.
+  uint64_t base = device::load_relaxed<device::Scope::kDevice>(buffer.found_bases + entry);
+  if (base == 0) {
+    const uint64_t* const told = buffer.segment_bases + entry;
+    if (!await_flag(buffer, site, peer_rank, told, 1, buffer.stall_limit_ns))
+      return false;
+    base = device::load_relaxed<device::Scope::kSystem>(told);
+    device::store_relaxed<device::Scope::kDevice>(buffer.found_bases + entry, base);
+  }
+  *place = reinterpret_cast<std::byte*>(base + offer.offset);
   return true;
 }
 

@@ -432,6 +432,7 @@ kernels::Buffer DeviceEndpoint::buffer() const {
   buffer.abort_generation = group().generation();
   buffer.first_epoch = first_epoch();
   buffer.segment_bases = bases_->table();
+  buffer.found_bases = bases_->found();
   return buffer;
 }
 

@@ -13,6 +13,7 @@ SegmentBases::SegmentBases(std::shared_ptr<group::Group> group,
     : group_(std::move(group)),
       memory_(std::move(memory)),
       table_(device.allocate_host(int64_t{8} * Buffer::kMaxSegments * group_->num_ranks())),
+      found_(device.allocate(int64_t{8} * Buffer::kMaxSegments * group_->num_ranks())),
       num_known_(static_cast<size_t>(group_->num_ranks())),
       listener_id_(group_->link()->add_listener([this] { refresh_from_link(); })) {}
 

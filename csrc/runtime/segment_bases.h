@@ -25,6 +25,8 @@ class SegmentBases {
 
   /// [num_ranks, kernels::Buffer::kMaxSegments]
   const uint64_t* table() const { return reinterpret_cast<const uint64_t*>(table_.get()); }
+  /// The same in device memory, of kernels alone: what they have read there.
+  uint64_t* found() const { return reinterpret_cast<uint64_t*>(found_.get()); }
 
   /// Looks for segments that are new. Never blocks. Called by the link's thread whenever a peer
   /// announces one, and by the thread that has made the own heap grow.
@@ -37,6 +39,7 @@ class SegmentBases {
   std::shared_ptr<group::Group> group_;
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<std::byte> table_;
+  std::shared_ptr<std::byte> found_;
   std::mutex mutex_;
   std::vector<uint32_t> num_known_;  ///< by rank
   int listener_id_;

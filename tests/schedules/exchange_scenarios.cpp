@@ -34,7 +34,9 @@ ExchangeWorldShape draw_shape(Random& random) {
 }
 
 /// Operations one after the other on every rank, each rank at its own pace.
-void run_operations(Run& run, int num_operations) {
+/// @param are_repeated  all of them follow once more, with the same segments and without the host's
+///   table of them
+void run_operations(Run& run, int num_operations, bool are_repeated = false) {
   Random& random = run.random();
   ExchangeWorld world(run, draw_shape(random));
   const auto& shape = world.shape();
@@ -49,16 +51,21 @@ void run_operations(Run& run, int num_operations) {
     auto& own = memories[static_cast<size_t>(rank_idx)];
     for (size_t i = 0; i < cases.size(); ++i)
       own.push_back(world.prepare(cases[i], rank_idx, shape.first_epoch + i));
+    if (are_repeated) {
+      world.rank(rank_idx).buffer.segment_bases = nullptr;
+      for (size_t i = 0; i < cases.size(); ++i)
+        own.push_back(world.prepare(cases[i], rank_idx, shape.first_epoch + cases.size() + i));
+    }
     const int num_threads = 32 * static_cast<int>(random.between(1, 3));
     run.start_host(rank_idx, "caller", [&world, &cases, &own, rank_idx, num_threads] {
-      for (size_t i = 0; i < cases.size(); ++i)
-        world.launch(cases[i], rank_idx, own[i], num_threads);
+      for (size_t i = 0; i < own.size(); ++i)
+        world.launch(cases[i % cases.size()], rank_idx, own[i], num_threads);
     });
   }
   run.scheduler().run();
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx)
     for (size_t i = 0; i < memories[static_cast<size_t>(rank_idx)].size(); ++i)
-      world.check(cases[i], rank_idx, memories[static_cast<size_t>(rank_idx)][i]);
+      world.check(cases[i % cases.size()], rank_idx, memories[static_cast<size_t>(rank_idx)][i]);
 }
 
 MOE_SCENARIO(exchange, "random exchanges, counted or cached, held to the spec, as layout/ is") {
@@ -67,6 +74,11 @@ MOE_SCENARIO(exchange, "random exchanges, counted or cached, held to the spec, a
 
 MOE_SCENARIO(exchange_reuse, "more exchanges than the ring has entries") {
   run_operations(run, 5);
+}
+
+MOE_SCENARIO(exchange_in_known_segments,
+             "no memory of the host is read for segments that were offered before") {
+  run_operations(run, ExchangeWorld::kNumSegments, true);
 }
 
 /// What a rank's kernels say of why they left, as its host reads it.

@@ -149,6 +149,8 @@ ExchangeWorld::ExchangeWorld(Run& run, ExchangeWorldShape shape)
     buffer.arrival_limit_ns = shape_.arrival_limit_ns;
     buffer.first_epoch = shape_.first_epoch;
     buffer.segment_bases = own.segment_bases;
+    buffer.found_bases = allocate<uint64_t>(
+        num_ranks * kernels::Buffer::kMaxSegments, Ownership::kDevice, rank_idx, "found bases");
   }
 }
 

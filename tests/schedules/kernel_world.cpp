@@ -147,6 +147,10 @@ void KernelWorld::make_rank(int rank_idx) {
   buffer.stall_limit_ns = kStallLimitNs;
   buffer.arrival_limit_ns = kArrivalLimitNs;
   buffer.segment_bases = segment_bases_[static_cast<size_t>(rank_idx)];
+  buffer.found_bases = zeros<uint64_t>(rank_idx,
+                                       Ownership::kDevice,
+                                       "found bases",
+                                       int64_t{shape_.num_ranks} * kernels::Buffer::kMaxSegments);
   for (int i = 0; i < kNumWindows; ++i) {
     const int64_t bytes = most_window_bytes();
     add_segment(rank_idx,
