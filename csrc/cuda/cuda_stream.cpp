@@ -65,10 +65,10 @@ class SpareEvents {
 
 }  // namespace
 
-CudaEvent::CudaEvent(int device_idx, cudaStream_t stream)
+CudaEvent::CudaEvent(int device_idx, cudaStream_t stream, bool is_captured)
     : device_idx_(device_idx),
       event_(SpareEvents::get().take(device_idx)),
-      is_captured_(cuda::is_captured(stream)) {
+      is_captured_(is_captured) {
   const cudaError_t code = cudaEventRecord(event_, stream);
   if (code != cudaSuccess) {
     cudaEventDestroy(event_);
@@ -120,7 +120,12 @@ CudaStream::~CudaStream() {
 
 std::shared_ptr<runtime::Event> CudaStream::record() {
   const auto current_device = current();
-  return std::make_shared<CudaEvent>(device_idx_, stream_);
+  return std::make_shared<CudaEvent>(device_idx_, stream_, is_captured(stream_));
+}
+
+std::shared_ptr<runtime::Event> CudaStream::record_uncaptured() {
+  const auto current_device = current();
+  return std::make_shared<CudaEvent>(device_idx_, stream_, false);
 }
 
 void CudaStream::wait(const runtime::Event& event) {

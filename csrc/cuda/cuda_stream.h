@@ -17,8 +17,9 @@ namespace moe::cuda {
 class CudaEvent final : public runtime::Event {
  public:
   /// Records one in @p stream, of @p device_idx.
+  /// @param is_captured  Whether the stream is.
   /// @throws CudaError
-  CudaEvent(int device_idx, cudaStream_t stream);
+  CudaEvent(int device_idx, cudaStream_t stream, bool is_captured);
   ~CudaEvent() override;
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
@@ -61,6 +62,7 @@ class CudaStream final : public runtime::Stream {
 
   void* handle() const override { return stream_; }
   std::shared_ptr<runtime::Event> record() override;
+  std::shared_ptr<runtime::Event> record_uncaptured() override;
   void wait(const runtime::Event& event) override;
   void take(runtime::Baton& baton) override;
   void give(runtime::Baton& baton) override;

@@ -101,4 +101,40 @@ bool has_context(int device_idx) noexcept {
   }
 }
 
+namespace {
+
+thread_local int t_current = -1;      ///< device of the innermost CurrentDevice; -1 for none
+thread_local uint64_t t_was_current;  ///< devices that one has made current on this thread, by bit
+
+bool sees_one_device() {
+  static const bool sees_one = [] {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count == 1;
+  }();
+  return sees_one;
+}
+
+}  // namespace
+
+CurrentDevice::CurrentDevice(int device_idx) : enclosing_(t_current) {
+  const uint64_t bit = device_idx < 64 ? uint64_t{1} << device_idx : 0;
+  const bool was_current = (t_was_current & bit) != 0;
+  if (t_current != device_idx && !(was_current && sees_one_device())) {
+    int previous = 0;
+    device::check_cuda(cudaGetDevice(&previous), "asking for the current device");
+    if (previous != device_idx || !was_current)
+      device::check_cuda(cudaSetDevice(device_idx), "making a device current");
+    if (previous != device_idx)
+      previous_ = previous;
+    t_was_current |= bit;
+  }
+  t_current = device_idx;
+}
+
+CurrentDevice::~CurrentDevice() {
+  t_current = enclosing_;
+  if (previous_ >= 0 && has_context(previous_))
+    cudaSetDevice(previous_);
+}
+
 }  // namespace moe::cuda

@@ -73,23 +73,20 @@ class RelaxedCapture {
 /// runtime says of its current device. A device that was current by default only, and that this
 /// process does not use, is not made current again: that would make a context on it, which takes
 /// hundreds of MiB there.
+///
+/// Nothing is asked where another of the thread makes the same device current, nor, from a thread's
+/// second on, where the process sees one device only.
 class CurrentDevice {
  public:
-  explicit CurrentDevice(int device_idx) {
-    device::check_cuda(cudaGetDevice(&previous_), "asking for the current device");
-    device::check_cuda(cudaSetDevice(device_idx), "making a device current");
-    has_changed_ = previous_ != device_idx;
-  }
-  ~CurrentDevice() {
-    if (has_changed_ && has_context(previous_))
-      cudaSetDevice(previous_);
-  }
+  /// @throws CudaError
+  explicit CurrentDevice(int device_idx);
+  ~CurrentDevice();
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
-  int previous_ = 0;
-  bool has_changed_ = false;
+  int enclosing_;      ///< what the one around this has made current; -1 for none
+  int previous_ = -1;  ///< to be made current again; -1 for none
 };
 
 }  // namespace moe::cuda

@@ -83,7 +83,7 @@ class CombineSteps {
   /// For rows that peers pull; see EndpointBase::take_window().
   std::shared_ptr<Window> allocate(uint64_t bytes) {
     if (plan_.layout() == layout::RowLayout::kLowLatency)
-      if (auto window = endpoint_.take_window(bytes))
+      if (auto window = endpoint_.take_window(bytes, false))
         return window;
     return exchange_.allocate(bytes);
   }

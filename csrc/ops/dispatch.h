@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "layout/capacity.h"
@@ -68,6 +69,7 @@ struct DispatchParams {
   /// The caller asks for the end later, by DispatchOutcome::end where there is one: rows for this
   /// rank may be on their way when the call returns.
   bool is_async = false;
+  std::optional<bool> is_captured;  ///< EndpointBase::is_capturing(), where that was asked
   /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
   std::shared_ptr<const void> caller_mark;
 

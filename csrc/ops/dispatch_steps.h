@@ -119,7 +119,7 @@ class DispatchSteps {
   /// Before anything is said; rejects the operation where there is no room.
   std::shared_ptr<Window> allocate(uint64_t bytes) {
     if (is_low_latency())
-      if (auto window = endpoint_.take_window(bytes))
+      if (auto window = endpoint_.take_window(bytes, false))
         return window;
     try {
       return exchange_.allocate(bytes);

@@ -80,7 +80,10 @@ class EndpointBase : public BufferBase {
   virtual SymmetricMemory& memory() const = 0;
   /// A window for the rows of a low-latency dispatch, or of its combine, among those that the
   /// buffer has; null where it has none that is free and large enough.
-  virtual std::shared_ptr<Window> take_window(uint64_t /*bytes*/) { return nullptr; }
+  /// @param is_captured  is_capturing(), as the caller knows
+  virtual std::shared_ptr<Window> take_window(uint64_t /*bytes*/, bool /*is_captured*/) {
+    return nullptr;
+  }
   /// DLPack's type and number of the device whose memory that is.
   virtual int32_t dlpack_device_type() const = 0;
   virtual int32_t device_idx() const = 0;

@@ -32,7 +32,6 @@ class Capture {
               ": async_op has no meaning in a capture, the graph says when it runs");
     ops::check_rails(endpoint.group(), operation);
     endpoint.group().check_usable(operation);
-    endpoint.device().activate();
     endpoint.settle_receive({});
     if (const std::exception_ptr error = endpoint.settle_verdict({}))
       std::rethrow_exception(error);
@@ -60,7 +59,7 @@ class Capture {
   std::shared_ptr<Window> allocate_window(int64_t bytes, RowLayout layout) {
     const auto size = static_cast<uint64_t>(bytes);
     return hold(layout == RowLayout::kLowLatency
-                    ? endpoint_.take_window(size)
+                    ? endpoint_.take_window(size, true)
                     : endpoint_.take_captured_window(kCapturedRows, size));
   }
   /// Before the first kernel; see CapturedMemory.

@@ -41,6 +41,8 @@ class Stream {
   /// What device::Launch::stream wants.
   virtual void* handle() const = 0;
   virtual std::shared_ptr<Event> record() = 0;
+  /// The same of a stream that is not captured, as the caller knows, so that nobody has to ask.
+  virtual std::shared_ptr<Event> record_uncaptured() { return record(); }
   /// Work put in from now on runs after @p event. Does not block the host, except on a stream that
   /// stands for the host itself.
   virtual void wait(const Event& event) = 0;

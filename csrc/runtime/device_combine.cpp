@@ -99,6 +99,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
 ops::CombineOutcome combine(DeviceEndpoint& endpoint,
                             const ops::CombineParams& params,
                             const group::InterruptCheck& interrupt_check) {
+  const auto active = endpoint.device().activate_for_now();
   if (endpoint.is_capturing())
     return capture_combine(endpoint, params);
   check_has_counts(static_cast<const DevicePlan&>(*params.plan));

@@ -201,7 +201,8 @@ std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
 ops::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
                               const ops::DispatchParams& params,
                               const group::InterruptCheck& interrupt_check) {
-  if (endpoint.is_capturing())
+  const auto active = endpoint.device().activate_for_now();
+  if (params.is_captured ? *params.is_captured : endpoint.is_capturing())
     return capture_dispatch(endpoint, params);
   if (params.plan)
     check_has_counts(static_cast<const DevicePlan&>(*params.plan));

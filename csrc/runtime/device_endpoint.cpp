@@ -109,6 +109,7 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<group::Group> group,
       memory_(std::move(memory)),
       device_(std::move(device)),
       stream_(make_stream(*device_)),
+      may_be_captured_(device_->has_host_caller()),
       num_sms_(config.shape.num_sms > 0 ? config.shape.num_sms : device_->num_sms()),
       num_threads_(config.shape.num_threads),
       tokens_per_chunk_(config.shape.tokens_per_chunk > 0 ? config.shape.tokens_per_chunk
@@ -287,13 +288,13 @@ void DeviceEndpoint::check_windows(const std::vector<Announcement>& announced) c
 /// Kernels are behind the caller's stream, and other streams may use what was dropped, too. Those
 /// that called this buffer are waited for as well; others may hold operations of other buffers, in
 /// which peers may wait for this one.
-std::shared_ptr<Window> DeviceEndpoint::take_reserved_window(uint64_t bytes) {
+std::shared_ptr<Window> DeviceEndpoint::take_reserved_window(uint64_t bytes, bool is_captured) {
   std::vector<std::shared_ptr<Stream>> busy;
   for (auto& stream : device_->caller_streams())
     if (stream != caller_stream_ && !stream->is_idle())
       busy.push_back(std::move(stream));
   const bool can_wait =
-      busy.empty() || (!is_capturing() && std::ranges::all_of(busy, [this](const auto& stream) {
+      busy.empty() || (!is_captured && std::ranges::all_of(busy, [this](const auto& stream) {
         return !stream->is_capturing() && std::ranges::count(former_callers_, stream) > 0;
       }));
   auto window = can_wait ? windows_.take(bytes) : nullptr;
@@ -303,14 +304,14 @@ std::shared_ptr<Window> DeviceEndpoint::take_reserved_window(uint64_t bytes) {
   return window;
 }
 
-std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes) {
-  if (!is_capturing())
-    return take_reserved_window(bytes);
+std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes, bool is_captured) {
+  if (!is_captured)
+    return take_reserved_window(bytes, false);
   // Of one size, whatever the rows are. The buffer's own go to graphs for good: an eager result
   // that a replay wrote to would tell nobody.
   const uint64_t size = std::max(bytes, windows_.bytes());
   return captured_.take<Window>(kCapturedRows, static_cast<int64_t>(size), [&] {
-    auto window = take_reserved_window(size);
+    auto window = take_reserved_window(size, true);
     return window != nullptr ? window : allocate_window(size);
   });
 }
@@ -497,15 +498,29 @@ void DeviceEndpoint::wait_for_caller(const void* mark) {
   if (mark != nullptr)
     stream_->wait(*static_cast<const Event*>(mark));
   else
-    stream_->wait(*caller_stream().record());
+    stream_->wait(*caller_stream().record_uncaptured());
   if (has_graphs())
     stream_->take(*baton_);
+}
+
+/// Its own stream is captured behind the caller's only; a capture of another stream that the caller
+/// has left meanwhile may be open.
+bool DeviceEndpoint::is_capturing() const {
+  if (caller_stream().is_capturing())
+    return true;
+  if (!may_be_captured_.load(std::memory_order_relaxed))
+    return false;
+  const bool is_captured = stream_->is_capturing();
+  if (!is_captured && !is_host_caller())
+    may_be_captured_.store(false, std::memory_order_relaxed);
+  return is_captured;
 }
 
 /// Where the caller is the host, graphs run in the stream.
 void DeviceEndpoint::enter_capture() {
   if (is_host_caller())
     return;
+  may_be_captured_.store(true, std::memory_order_relaxed);
   const bool is_first = !stream_->is_capturing();
   if (is_first && !has_graphs())
     stream_->give(*baton_);
@@ -536,7 +551,7 @@ std::shared_ptr<ops::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Str
 }
 
 std::shared_ptr<Event> DeviceEndpoint::leave_running() {
-  auto end = stream_->record();
+  auto end = stream_->record_uncaptured();
   go_before_graphs();
   watch_->follow(end);
   return end;

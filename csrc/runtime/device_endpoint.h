@@ -63,7 +63,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   ~DeviceEndpoint() override;
 
   SymmetricMemory& memory() const override { return *memory_; }
-  std::shared_ptr<Window> take_window(uint64_t bytes) override;
+  std::shared_ptr<Window> take_window(uint64_t bytes, bool is_captured) override;
   std::shared_ptr<Window> take_captured_window(int64_t kind, uint64_t bytes);
   int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
   int32_t device_idx() const override { return device_->device_idx(); }
@@ -181,9 +181,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   }
 
   /// Whether operations are being recorded into a graph.
-  bool is_capturing() const override {
-    return stream_->is_capturing() || caller_stream().is_capturing();
-  }
+  bool is_capturing() const override;
   /// Keeps what a captured operation needs unchanged until the buffer is destroyed.
   void keep(std::shared_ptr<const void> owned) { kept_.push_back(std::move(owned)); }
   /// What it needs until the next one.
@@ -253,7 +251,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   void make_tables();
   std::shared_ptr<Window> reserve_memory();
   uint64_t low_latency_bytes() const;
-  std::shared_ptr<Window> take_reserved_window(uint64_t bytes);
+  std::shared_ptr<Window> take_reserved_window(uint64_t bytes, bool is_captured);
   std::shared_ptr<Window> allocate_window(uint64_t bytes);
   void reserve_windows(Announcement* own);
   void check_windows(const std::vector<Announcement>& announced) const;
@@ -271,6 +269,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> stream_;
+  /// Whether the stream may be captured, which has to be asked; else it is not.
+  mutable std::atomic<bool> may_be_captured_;
   std::shared_ptr<Baton> baton_;                         ///< of operations beside graphs
   mutable std::shared_ptr<Stream> side_stream_;          ///< made when it is first needed
   mutable std::shared_ptr<Stream> caller_stream_;        ///< null until it is first needed

@@ -23,7 +23,6 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                layout::Operation operation,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
-  endpoint_.device().activate();
   endpoint_.settle_receive(interrupt_check);
   late_error_ = endpoint_.settle_verdict(interrupt_check);
   LateVerdict::hear_before(endpoint_, interrupt_check);
@@ -299,6 +298,7 @@ void reject_operation(DeviceEndpoint& endpoint,
                       RowStatus status,
                       const std::string& message,
                       const group::InterruptCheck& interrupt_check) {
+  const auto active = endpoint.device().activate_for_now();
   // Peers hear of nothing while a graph is recorded.
   if (endpoint.is_capturing()) {
     if (status == RowStatus::kInvalidType)

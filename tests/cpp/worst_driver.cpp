@@ -807,24 +807,40 @@ void captured_for_all_threads() {
   captured_of(RowLayout::kLowLatency, cudaStreamCaptureModeGlobal);
 }
 
-/// Calls that put work into a stream, or ask about it; the others only look at the host's state.
-/// A host that waits long for rows records one event more and asks for it, which is not counted.
-int num_of_work(const std::map<std::string, int>& calls) {
-  int sum = 0;
-  for (const auto& [call, number] : calls)
-    if (call != "cudaSetDevice" && call != "cudaGetDevice" && call != "cudaStreamIsCapturing" &&
-        call != "cudaThreadExchangeStreamCaptureMode" && call != "cudaEventQuery")
-      sum += number;
-  return calls.contains("cudaEventQuery") ? sum - 1 : sum;
-}
+/// Calls that put work into a stream, and those that only look at the host's state. A host that
+/// waits long for rows asks for a capture, records one event more and asks for that, which is not
+/// counted.
+struct NumCalls {
+  explicit NumCalls(const std::map<std::string, int>& calls) {
+    for (const auto& [call, number] : calls)
+      if (call == "cudaSetDevice" || call == "cudaGetDevice" || call == "cudaStreamIsCapturing")
+        of_state += number;
+      else if (call != "cudaThreadExchangeStreamCaptureMode" && call != "cudaEventQuery")
+        of_work += number;
+    if (calls.contains("cudaEventQuery")) {
+      --of_work;
+      --of_state;
+    }
+  }
+  auto operator<=>(const NumCalls&) const = default;
 
-/// What the calling thread calls for an operation as a rule: a line for each, with all calls, those
-/// with work, and which they are. Now and then streams are asked what memory they are done with.
-void host_calls_on(int num_devices) {
+  int of_work = 0;
+  int of_state = 0;
+};
+
+/// What the calling thread calls for an operation as a rule: a line for each, with calls of work,
+/// of the host's state, and which they are. Now and then streams are asked what memory they are
+/// done with.
+/// @param has_default_streams  Callers use the default streams of their devices.
+void host_calls_on(int num_devices, bool has_default_streams) {
   constexpr size_t kNumRounds = 9;
   std::vector<std::string> lines;
   run_ranks(2, num_devices, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
-    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    Caller caller(rank_idx,
+                  borrow(*rank.group),
+                  gpu,
+                  kNumTokens,
+                  has_default_streams ? CallerStream(rank_idx) : CallerStream());
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
     const auto count = [&](const std::string& name, const std::function<void()>& operation) {
@@ -841,16 +857,14 @@ void host_calls_on(int num_devices) {
       expect(!rounds.empty(), concat("every ", name, " asks its streams for memory"));
       const auto& usual =
           *std::min_element(rounds.begin(), rounds.end(), [](const auto& a, const auto& b) {
-            return num_of_work(a) < num_of_work(b);
+            return NumCalls(a) < NumCalls(b);
           });
-      int sum = 0;
+      const NumCalls num_calls(usual);
       std::string names;
-      for (const auto& [call, number] : usual) {
-        sum += number;
+      for (const auto& [call, number] : usual)
         names += concat(" ", call, "=", number);
-      }
       if (rank_idx == 0)
-        lines.push_back(concat(name, " ", sum, " ", num_of_work(usual), names));
+        lines.push_back(concat(name, " ", num_calls.of_work, " ", num_calls.of_state, names));
     };
     ops::DispatchOutcome outcome;
     for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency}) {
@@ -859,9 +873,11 @@ void host_calls_on(int num_devices) {
       count("combine" + suffix, [&] { caller.combine(outcome); });
       count("cached_dispatch" + suffix, [&] { caller.dispatch(layout, outcome.plan); });
     }
-    Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
-    recorded.make(caller);
-    count("replay", [&] { cudaGraphLaunch(recorded.executable, caller.stream.get()); });
+    if (!has_default_streams) {  // which are not captured
+      Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+      recorded.make(caller);
+      count("replay", [&] { cudaGraphLaunch(recorded.executable, caller.stream.get()); });
+    }
     caller.stream.synchronize();
     caller.endpoint->destroy({});
   });
@@ -869,12 +885,17 @@ void host_calls_on(int num_devices) {
     std::puts(line.c_str());
 }
 
-void host_calls() {
-  host_calls_on(1);
+void host_calls_with_one_device() {
+  stand_in::machine().num_devices = 1;
+  host_calls_on(1, false);
 }
 
 void host_calls_on_two_devices() {
-  host_calls_on(2);
+  host_calls_on(2, false);
+}
+
+void host_calls_of_default_streams() {
+  host_calls_on(2, true);
 }
 
 // --- The stand-in itself: what it must find -----------------------------------------------------
@@ -1086,8 +1107,9 @@ int main(int argc, char** argv) {
            first_operation_beside_create_on_two_devices},
           {"foreign_kernel_that_is_loaded", foreign_kernel_that_is_loaded},
           {"graph_behind_former_operations", graph_behind_former_operations},
-          {"host_calls", host_calls},
+          {"host_calls_of_default_streams", host_calls_of_default_streams},
           {"host_calls_on_two_devices", host_calls_on_two_devices},
+          {"host_calls_with_one_device", host_calls_with_one_device},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
           {"more_streams_than_connections", more_streams_than_connections},
           {"nothing_waits_in_operations", nothing_waits_in_operations},

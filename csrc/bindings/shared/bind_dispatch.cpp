@@ -100,12 +100,13 @@ void take_window(ops::EndpointBase& endpoint, ops::DispatchParams* params) {
     return;
   }
   const auto bytes = static_cast<uint64_t>(ops::low_latency_window(endpoint, *params).bytes);
+  params->is_captured = endpoint.is_capturing();
   try {
     // What may become part of a graph is not kept: it would keep the graph.
     if (kept != nullptr && params->gradients == 0)
       params->window = kept->rows.take(endpoint.memory(), bytes);
     else
-      params->window = endpoint.take_window(bytes);
+      params->window = endpoint.take_window(bytes, *params->is_captured);
     if (params->window == nullptr)
       params->window = endpoint.memory().allocate(bytes);
   } catch (const CapacityError&) {
