@@ -20,6 +20,15 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+bool has_ended(cudaEvent_t event) {
+  const RelaxedCapture relaxed;
+  const cudaError_t code = cudaEventQuery(event);
+  if (code == cudaErrorNotReady)
+    return false;
+  device::check_cuda(code, "asking whether work has ended");
+  return true;
+}
+
 cudaEvent_t make_event(int device_idx) {
   const CurrentDevice current(device_idx);
   cudaEvent_t event = nullptr;
@@ -84,20 +93,17 @@ CudaEvent::~CudaEvent() {
 }
 
 bool CudaEvent::is_complete() const {
-  if (is_captured_)
-    return false;
-  const RelaxedCapture relaxed;
-  const cudaError_t code = cudaEventQuery(event_);
-  if (code == cudaErrorNotReady)
-    return false;
-  device::check_cuda(code, "asking whether work has ended");
-  return true;
+  return !is_captured_ && has_ended(event_);
 }
 
 CudaBaton::CudaBaton(int device_idx) : event_(make_event(device_idx)) {}
 
 CudaBaton::~CudaBaton() {
   cudaEventDestroy(event_);  // who waits for it still does
+}
+
+bool CudaBaton::is_complete() const {
+  return has_ended(event_);
 }
 
 CudaStream::CudaStream(int device_idx) : device_idx_(device_idx), is_own_(true) {

@@ -44,6 +44,8 @@ class CudaBaton final : public runtime::Baton {
   CudaBaton(const CudaBaton&) = delete;
   CudaBaton& operator=(const CudaBaton&) = delete;
 
+  /// @throws CudaError  what ran before it failed.
+  bool is_complete() const override;
   cudaEvent_t event() const { return event_; }
 
  private:

@@ -25,6 +25,8 @@ class Event {
 class Baton {
  public:
   virtual ~Baton() = default;
+  /// Whether everything has ended before which it was given last, by now. Never blocks.
+  virtual bool is_complete() const = 0;
 };
 
 /// All that streams had put into a graph by some time.

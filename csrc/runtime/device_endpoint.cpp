@@ -734,13 +734,23 @@ void DeviceEndpoint::drain() noexcept {
   }
 }
 
+void DeviceEndpoint::drain_graphs() noexcept {
+  try {
+    if (has_graphs() && !is_host_caller())
+      stream_->take(*baton_);
+  } catch (...) {
+    // As there.
+  }
+  drain();
+}
+
 bool DeviceEndpoint::is_idle() const {
   if (!EndpointBase::is_idle())
     return false;
   // Who asks wants it to become so.
   if (const auto phase = receive_phase())
     phase->start();
-  if (!EndpointBase::is_idle() || !stream_->is_idle())
+  if (!EndpointBase::is_idle() || !stream_->is_idle() || !have_graphs_ended())
     return false;
   // What a rank said counts though recover() excludes it.
   if (const auto verdict = late_verdict())
@@ -776,7 +786,7 @@ group::Recoverable::Epochs DeviceEndpoint::epochs() const {
 }
 
 void DeviceEndpoint::end_device_operations() {
-  drain();
+  drain_graphs();
   watch_->stop();
   try {
     keep_untold_error(settle_verdict({}));

@@ -195,6 +195,10 @@ class DeviceEndpoint : public ops::EndpointBase {
   size_t num_captured() const { return num_captured_; }
   /// Work put into the stream so far runs on with nobody waiting for it. @return its end.
   std::shared_ptr<Event> leave_running();
+  /// Whether the runs of graphs that were put into streams have ended.
+  bool have_graphs_ended() const {
+    return !has_graphs() || is_host_caller() || baton_->is_complete();
+  }
   /// Runs of graphs that are put into any stream from now on go behind what the stream holds.
   void go_before_graphs();
   /// Whether there are graphs, which may have advanced the epoch on the device beyond what the host
@@ -224,6 +228,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   void synchronize();
   /// The same where nobody can be told: what kernels wait for comes, or they leave.
   void drain() noexcept;
+  /// The same, and until the runs of graphs have ended, in whichever streams.
+  void drain_graphs() noexcept;
 
  private:
   /// What a rank tells the others when the buffer is made.

@@ -414,6 +414,11 @@ void StreamEvent::await() const {
     progress_->await(number_);
 }
 
+bool StreamBaton::is_complete() const {
+  const auto end = last();
+  return end == nullptr || end->is_complete();
+}
+
 void StreamBaton::give(std::shared_ptr<StreamEvent> end) {
   const std::lock_guard<std::mutex> lock(mutex_);
   last_ = std::move(end);

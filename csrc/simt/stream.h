@@ -217,6 +217,7 @@ class StreamEvent final : public runtime::Event {
 /// Which work gave it last.
 class StreamBaton final : public runtime::Baton, public std::enable_shared_from_this<StreamBaton> {
  public:
+  bool is_complete() const override;
   void give(std::shared_ptr<StreamEvent> end);
   /// Null before anybody has.
   std::shared_ptr<StreamEvent> last() const;

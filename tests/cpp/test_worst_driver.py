@@ -23,6 +23,7 @@ CASES = (
     "default_streams",
     "driver_of_an_earlier_version",
     "eager_of_another_stream_behind_a_graph",
+    "end_behind_a_replay",
     "event_of_outside_a_capture",
     "first_operation_beside_create",
     "first_operation_beside_create_on_two_devices",

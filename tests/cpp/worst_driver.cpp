@@ -795,6 +795,40 @@ void graph_behind_former_operations() {
   });
 }
 
+/// Who ends a buffer, or takes up its group again, waits for replays in other streams as well.
+void end_behind_a_replay() {
+  static std::atomic<bool> may_end;
+  static std::atomic<int> num_ended;
+  g_foreign = stand_in::make_foreign_kernel("the caller's", [] {
+    while (!may_end)
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ++num_ended;
+  });
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    Recorded recorded(caller, RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
+    recorded.make(caller);
+    may_end = true;
+    launch_foreign(caller.stream.get());  // loads it
+    recorded.replay(caller);
+    expect(caller.endpoint->is_idle(), "a buffer is busy behind a replay that has ended");
+    rank.group->all_gather("", {});
+    may_end = false;
+    num_ended = 0;
+    rank.group->all_gather("", {});
+    launch_foreign(caller.stream.get());
+    device::check_cuda(cudaGraphLaunch(recorded.executable, caller.stream.get()), "a graph");
+    const bool is_idle = caller.endpoint->is_idle();
+    rank.group->all_gather("", {});
+    may_end = true;
+    caller.endpoint->destroy({});
+    expect(!is_idle, "a buffer is idle beside a replay");
+    expect_equal(num_ended.load(), 2 * simt::kWarpSize, "threads of both ranks that have ended");
+    caller.stream.synchronize();
+  });
+}
+
 void captured() {
   captured_of(RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
 }
@@ -1101,6 +1135,7 @@ int main(int argc, char** argv) {
           {"default_streams", default_streams},
           {"driver_of_an_earlier_version", driver_of_an_earlier_version},
           {"eager_of_another_stream_behind_a_graph", eager_of_another_stream_behind_a_graph},
+          {"end_behind_a_replay", end_behind_a_replay},
           {"event_of_outside_a_capture", event_of_outside_a_capture},
           {"first_operation_beside_create", first_operation_beside_create},
           {"first_operation_beside_create_on_two_devices",
