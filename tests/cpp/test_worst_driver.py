@@ -39,6 +39,7 @@ CASES = (
     "nothing_waits_for_large_operations",
     "nothing_waits_in_operations",
     "operation_behind_a_graph",
+    "other_stream_beside_a_capture",
     "pairs_of_operations",
     "pairs_of_operations_on_two_devices",
     "processes",

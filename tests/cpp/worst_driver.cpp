@@ -217,6 +217,9 @@ void default_streams() {
       outcome.end->join({});
       caller.check_rows(outcome);
       caller.check_sums(caller.combine(outcome));
+      int device_idx = -1;
+      cudaGetDevice(&device_idx);
+      expect_equal(device_idx, 1 - rank_idx, "the device that was current");
     }
     gpu.device->activate();
     caller.endpoint->destroy({});
@@ -260,6 +263,31 @@ void event_of_outside_a_capture() {
     expect_error(message_of<InvalidArgument>([&] { caller->wait(*event); }), {"outside a graph"});
     expect_error(stand_in::take_violations().at(0), {"cudaStreamWaitEvent"});
     cudaStreamEndCapture(stream.get(), &graph);
+  });
+}
+
+/// A buffer that takes part in a capture is called from another stream meanwhile.
+void other_stream_beside_a_capture() {
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    const CallerStream other;
+    const auto call_from = [&](const CallerStream& stream) {
+      caller.endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
+    };
+    cudaGraph_t graph = nullptr;
+    cudaStreamBeginCapture(caller.stream.get(), cudaStreamCaptureModeThreadLocal);
+    const ops::DispatchOutcome outcome = caller.dispatch(RowLayout::kLowLatency);
+    call_from(other);
+    expect_error(message_of<InvalidArgument>([&] { caller.dispatch(RowLayout::kLowLatency); }),
+                 {"outside a graph"});
+    call_from(caller.stream);
+    cudaStreamEndCapture(caller.stream.get(), &graph);
+    rank.group->all_gather("", {});
+    if (rank_idx == 0)
+      for (const std::string& violation : stand_in::take_violations())
+        expect_error(violation, {"cudaStreamWaitEvent"});
+    caller.run_all(RowLayout::kLowLatency);
+    caller.endpoint->destroy({});
   });
 }
 
@@ -1155,6 +1183,7 @@ int main(int argc, char** argv) {
           {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
           {"operation_behind_a_graph", operation_behind_a_graph},
+          {"other_stream_beside_a_capture", other_stream_beside_a_capture},
           {"pairs_of_operations", pairs_of_operations},
           {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
           {"processes", processes},
