@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import urllib.error
 from pathlib import Path
 
@@ -144,8 +145,10 @@ def test_unasked_vllm_is_as_it_is_alone(checkpoint: str, tmp_path: Path) -> None
         assert "Using MoEPrepareAndFinalizeNaiveDPEPModular" in said
 
 
-def in_groups_of_vllm(context: RankContext) -> None:
+def in_groups_of_vllm(context: RankContext, identifier: str) -> None:
     """The manager says of its groups what vLLM says."""
+    # As a worker of vLLM does: ranks on this machine name the memory that they share by it.
+    os.environ["VLLM_DIST_IDENT"] = identifier  # noqa: TID251
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(
             context.num_ranks, context.rank_idx, "env://", context.rank_idx, "gloo"
@@ -171,7 +174,7 @@ def in_groups_of_vllm(context: RankContext) -> None:
     ran="in the groups of vLLM",
 )
 def test_the_manager_has_the_groups_of_vllm() -> None:
-    run_ranks(in_groups_of_vllm, 2, fresh=True)
+    run_ranks(in_groups_of_vllm, 2, str(os.getpid()), fresh=True)
 
 
 def over_a_store(context: RankContext, path: str) -> list[float]:
