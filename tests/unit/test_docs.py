@@ -25,6 +25,7 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+LINKED_PAGE = re.compile(r"\[([\w.]+)\]\([^)]*\1[^)]*\)")
 CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TABLE_ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \|", re.MULTILINE)
 
@@ -77,7 +78,8 @@ FACES = ("deep_ep", "dispatcher", "megatron", "sglang", "torchtitan", "transform
 
 @pytest.mark.parametrize("document", ["README.md", *(f"docs/{face}.md" for face in FACES)])
 def test_pages_say_alike_what_no_gpu_has_run(document: str) -> None:
-    assert " ".join((ROOT / document).read_text().split()).count(NOT_RUN_ON_GPUS) == 1
+    text = LINKED_PAGE.sub(r"\1", (ROOT / document).read_text())
+    assert " ".join(text.split()).count(NOT_RUN_ON_GPUS) == 1
 
 
 def test_index_lists_every_page() -> None:
