@@ -191,7 +191,8 @@ class EpConfig:
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
         num_low_latency_windows: Windows for rows of LOW_LATENCY that a buffer of GPUs has from its making
             on, as many as results are held at a time, and one more for rows that a combine has to copy
-            in; see docs/gpu.md. None for 2 where `num_max_tokens_per_rank` is at most 1024, else 0.
+            in; see docs/gpu.md. None for 2 where `num_max_tokens_per_rank` is at most 1024, else 0. More
+            than 0 need `num_max_tokens_per_rank`, `hidden` and `dtype`, which say how large they are.
             Further results get memory of their own. Nothing changes for ranks of CPUs.
         node_reduction: Whether rows are added on the node they lie on before they cross to their
             token's: one partial sum, rounded to the rows' dtype, crosses instead of every row, in
@@ -250,6 +251,12 @@ class EpConfig:
             raise ValueError(
                 f"a row must be a multiple of {ROW_BYTES_MULTIPLE} bytes, got hidden={self.hidden} "
                 f"x {self.dtype.itemsize} bytes ({self.dtype}) = {self.row_bytes}"
+            )
+        sizes = (self.num_max_tokens_per_rank, self.hidden, self.dtype)
+        if self.num_low_latency_windows and None in sizes:
+            raise ValueError(
+                "num_low_latency_windows needs num_max_tokens_per_rank, hidden and dtype, got "
+                f"{self.num_low_latency_windows} with {sizes[0]}, {sizes[1]} and {sizes[2]}"
             )
         if self.expert_rank is not None:
             placement = torch.as_tensor(self.expert_rank, device="cpu")

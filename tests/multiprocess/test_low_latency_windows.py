@@ -109,11 +109,11 @@ def test_windows_that_do_not_fit_are_refused_on_every_rank() -> None:
 
 
 def test_how_many_windows_there_are() -> None:
-    def number(num_max_tokens: int | None, num_windows: int | None) -> int:
+    def number(num_max_tokens: int | None, num_windows: int | None, hidden: int | None = 16) -> int:
         return EpConfig(
             num_experts=4,
             num_topk=2,
-            hidden=16,
+            hidden=hidden,
             num_max_tokens_per_rank=num_max_tokens,
             num_low_latency_windows=num_windows,
         ).num_windows_to_reserve
@@ -122,3 +122,7 @@ def test_how_many_windows_there_are() -> None:
     assert [number(4096, windows) for windows in (0, 1, 5)] == [0, 1, 5]
     with pytest.raises(ValueError, match="num_low_latency_windows must be >= 0, got -1"):
         number(128, -1)
+    assert number(128, 0, None) == number(None, 0) == 0
+    for num_max_tokens, hidden in ((None, 16), (128, None)):
+        with pytest.raises(ValueError, match=f"got 3 with {num_max_tokens}, {hidden} and torch.bf"):
+            number(num_max_tokens, 3, hidden)
