@@ -191,7 +191,7 @@ def _mpi() -> Finding:
             name="MPI",
             is_present=False,
             detail="not complete",
-            remedy=f"a peer of the benchmark; {missing}",
+            remedy=f'rail="mpi" between nodes and a peer of the benchmark; {missing}',
         )
     detail = f"{mpi.version} ({mpi.path}), mpi4py {importlib.metadata.version('mpi4py')}"
     return Finding(name="MPI", is_present=True, detail=detail)

@@ -135,11 +135,11 @@ LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
         (HYBRID_EP, {"num_threads": 2}, "got 2 and True"),
         (HYBRID_EP, {"with_huge_pages": False}, "got None and False"),
         (HYBRID_EP, {"num_local_ranks": 1}, "got local ranks 1"),
-        (SMALL, {"num_sms": 2}, "got 2 and backend host"),
+        (SMALL, {"num_sms": 2}, "is for backend cuda, got num_sms 2 and backend host"),
         (SMALL, {"num_local_ranks": 2}, "must divide ranks, got 2 and 3"),
         (SMALL, {"num_local_ranks": 1, "backend": "collective"}, "got local ranks 1 and backend"),
         (SMALL, {"rail": "gloo"}, "got rail gloo and no local ranks"),
-        (CHECKED, {}, "messages between nodes are checked, got no local ranks"),
+        (CHECKED, {}, "check_messages needs local ranks, got none"),
         (SMALL, {"peers": ("collective",), "backend": "collective"}, "compared with itself"),
     ],
 )

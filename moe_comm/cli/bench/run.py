@@ -135,8 +135,7 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
         )
     if options.num_sms is not None and options.backend != "cuda":
         raise ValueError(
-            f"SMs are of a GPU: num_sms is not given, got {options.num_sms} and backend "
-            f"{options.backend}"
+            f"num_sms is for backend cuda, got num_sms {options.num_sms} and backend {options.backend}"
         )
     if options.peers and case.layout != Layout.EXPERT_MAJOR:
         raise ValueError(f"peers give expert-major rows, got layout {case.layout.name}")
@@ -189,9 +188,13 @@ def _check_nodes(case: BenchCase, options: BenchOptions) -> None:
     num_local_ranks = options.num_local_ranks
     if num_local_ranks is None:
         if options.rail != "auto":
-            raise ValueError(f"a rail joins nodes, got rail {options.rail} and no local ranks")
+            raise ValueError(
+                f"a rail joins nodes: it needs local ranks, got rail {options.rail} and no local ranks"
+            )
         if case.check_messages:
-            raise ValueError("messages between nodes are checked, got no local ranks")
+            raise ValueError(
+                "messages between nodes are checked: check_messages needs local ranks, got none"
+            )
         return
     if options.backend != "host":
         raise ValueError(
