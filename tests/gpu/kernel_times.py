@@ -32,6 +32,7 @@ from moe_comm.cli.bench.case import (  # noqa: E402
     make_topk_weights,
     make_x,
 )
+from moe_comm.cli.bench.side import synchronize  # noqa: E402
 from moe_comm.cli.bench.traffic import (  # noqa: E402
     combine_bytes,
     dispatch_bytes,
@@ -90,6 +91,9 @@ class Operations:
         self._handle = self._dispatch(None).handle
         # Experts give rows of bfloat16, whatever crossed; as many as those of a fixed size.
         self._fixed_handle = self._dispatch(self._capacity).handle
+        # The first launch of a kernel of torch's may wait for kernels of every rank, too.
+        synchronize(device)
+        barrier.wait()
         self._expert_out, self._fixed_out = (
             buffer.empty_expert_output(handle).normal_()
             for handle in (self._handle, self._fixed_handle)
@@ -271,6 +275,8 @@ def measure(context: RankContext, case: BenchCase, barrier: threading.Barrier) -
         found["host_us"] = host_times_us(calls, settle, barrier, NUM_HOST_CALLS)
 
         sums = operations.both_of_fixed_size()
+        settle()
+        barrier.wait()  # as more memory may wait for kernels of every rank
         communicator.reserve(2 * (found["bytes"]["dispatch"] + sums.nbytes))
         graph = capture(operations.both_of_fixed_size, settle, barrier)
         found["captured_us"] = {

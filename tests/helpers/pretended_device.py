@@ -23,7 +23,7 @@ from moe_comm.ep.autograd import operators
 from moe_comm.ep.backends import simt
 from moe_comm.ep.backends.simt import SimtBackend
 
-__all__ = ["DEVICE", "Stream", "on_pretended_device", "pretend"]
+__all__ = ["DEVICE", "PretendedCommunicator", "Stream", "on_pretended_device", "pretend"]
 
 DEVICE = torch.device("meta")
 """The one kind of device of which every build of torch can make tensors that this module fills."""
@@ -206,7 +206,7 @@ class _PretendedBackend(SimtBackend):
         return made
 
 
-class _PretendedCommunicator(Communicator):
+class PretendedCommunicator(Communicator):
     """`host` for the CPU, the emulator for `DEVICE`."""
 
     def __init__(self, group: Any, device: Any = "cpu", *, backend: str = "auto") -> None:
@@ -225,7 +225,7 @@ class _PretendedCommunicator(Communicator):
 
 def pretend(patch: pytest.MonkeyPatch) -> None:
     """Let surfaces that know their group alone find `DEVICE`. For all ranks that are threads of this process."""
-    patch.setattr("moe_comm.ep.group_buffers.Communicator", _PretendedCommunicator)
+    patch.setattr("moe_comm.ep.group_buffers.Communicator", PretendedCommunicator)
     patch.setattr("moe_comm.compat.deep_ep.streams.cuda", _Cuda)
     patch.setattr("moe_comm.compat.deep_ep.streams.GPU", DEVICE.type)
     device_for = group_buffers._device_for

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
 from moe_comm.cli.bench import sweep, worker
+from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase, make_x
 from moe_comm.cli.bench.exchange import NativeExchange, Received
 from moe_comm.cli.bench.internode_traffic import internode_bytes
@@ -415,7 +416,9 @@ def test_low_latency_takes_turns_with_expert_major(tmp_path: Path) -> None:
     assert rows["dispatch+combine"]["speedup"]["expert_major"] > 0.0
 
 
-def test_wrong_quantized_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_quantized_rows_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     case = dataclasses.replace(CASE, num_ranks=1, quantization=FP8_BLOCK128)
     plain = NativeExchange.dispatch
 
@@ -425,12 +428,15 @@ def test_wrong_quantized_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
             result.x_sf[-1, -1] += 1.0
         return result
 
+    shared = tmp_path / "barrier"
+    shared.write_bytes(bytes(SpinBarrier.file_bytes(case.num_ranks)))
+    barrier = SpinBarrier(shared, 0, case.num_ranks)
     with Communicator(RankThreads(1)[0], backend="reference") as communicator:
         x = make_x(case, 0)
         side = Side(case, 0, NativeExchange(communicator, case, 0, x), x)
-        assert side.check(None) is None
+        assert side.check(None, barrier) is None
         monkeypatch.setattr(NativeExchange, "dispatch", dispatch)
-        assert "differs from rank 0" in str(side.check(None))
+        assert "differs from rank 0" in str(side.check(None, barrier))
 
 
 def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

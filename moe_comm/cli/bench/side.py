@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -55,38 +56,56 @@ class Side:
         self.sums: torch.Tensor
         self.roof: Roof | DeviceRoof | None = None
 
-    def check(self, scratch: Side | None) -> str | None:
+    def check(self, scratch: Side | None, barrier: SpinBarrier) -> str | None:
         """Compare a dispatch and both combines with the oracle, then prepare the timed calls.
 
         Args:
             scratch: Whose expert outputs to share where they have the same shape: they are large.
+            barrier: Of the ranks.
 
         Returns:
             None, or what is wrong.
         """
         case = self.case
         result = self.exchange.dispatch()
-        x, x_sf = result.x.cpu(), _on_cpu(result.x_sf)  # the oracle's side; themselves on the CPU
-        problem = check_dispatch(case, self.rank_idx, x, x_sf, _on_cpu(result.topk_weights))
-        if problem is not None and result.x.shape[0] != self.traffic.num_window_rows:
-            return problem
-        self.handle = result.handle
-        if scratch is not None and scratch.expert_out.shape == result.x.shape:
-            self.expert_out, self.ordinary_out = scratch.expert_out, scratch.ordinary_out
-        else:
-            self.expert_out = self.exchange.empty_expert_output(self.handle)
-            self.ordinary_out = torch.empty_like(self.expert_out)
-        expert_out = self.expert_out.cpu()
-        run_experts(case, self.rank_idx, x, expert_out, x_sf)
-        if expert_out is not self.expert_out:
-            self.expert_out.copy_(expert_out)
-        self.ordinary_out.copy_(self.expert_out)
+        with self._without_kernels(barrier):
+            x, x_sf = result.x.cpu(), _on_cpu(result.x_sf)  # the oracle's; themselves on the CPU
+            problem = check_dispatch(case, self.rank_idx, x, x_sf, _on_cpu(result.topk_weights))
+            if problem is not None and result.x.shape[0] != self.traffic.num_window_rows:
+                return problem
+            self.handle = result.handle
+            if scratch is not None and scratch.expert_out.shape == result.x.shape:
+                self.expert_out, self.ordinary_out = scratch.expert_out, scratch.ordinary_out
+            else:
+                self.expert_out = self.exchange.empty_expert_output(self.handle)
+                self.ordinary_out = torch.empty_like(self.expert_out)
+            expert_out = self.expert_out.cpu()
+            run_experts(case, self.rank_idx, x, expert_out, x_sf)
+            if expert_out is not self.expert_out:
+                self.expert_out.copy_(expert_out)
+            self.ordinary_out.copy_(self.expert_out)
         # The window goes back, as in a model whose experts have read it.
         del result, x, x_sf
         for expert_out in (self.expert_out, self.ordinary_out):
             self.sums = self.exchange.combine(expert_out, self.handle)
-            problem = problem or check_combine(case, self.rank_idx, self.sums.cpu())
+            with self._without_kernels(barrier):
+                problem = problem or check_combine(case, self.rank_idx, self.sums.cpu())
         return problem
+
+    @contextlib.contextmanager
+    def _without_kernels(self, barrier: SpinBarrier) -> Iterator[None]:
+        """All ranks are within at once, and none of them has a kernel that waits for another rank.
+
+        On a GPU that ranks share as threads, copies of pageable memory and allocations may wait for
+        the kernels of every rank.
+        """
+        if self.x.device.type == "cpu":
+            yield
+            return
+        synchronize(self.x.device)
+        barrier.wait()
+        yield
+        barrier.wait()
 
     def call(self, operation: str) -> Callable[[], None]:
         """What is timed as `operation`."""

@@ -78,10 +78,10 @@ class SweepWorker(Worker):
                 )
             exchange = NativeExchange(self._of_threads[number], case, self.rank_idx, self.x)
             self._by_threads[number] = Side(case, self.rank_idx, exchange, self.x)
-        problem = self.sides[0].check(None)
+        problem = self.sides[0].check(None, self.barrier)
         for side in (self._traced, *self._by_threads.values()):
             # All ranks check all of it: a check is collective.
-            problem = side.check(None) or problem
+            problem = side.check(None, self.barrier) or problem
             del side.expert_out, side.ordinary_out, side.sums
         return problem
 

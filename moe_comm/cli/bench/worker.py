@@ -136,7 +136,7 @@ class Worker:
         """
         first: Side | None = None
         for side in self.sides:
-            problem = side.check(first)
+            problem = side.check(first, self.barrier)
             if problem is not None:
                 return problem
             first = first or side
@@ -246,7 +246,7 @@ class Worker:
         communicator = Communicator(backend="collective")
         exchange = NativeExchange(communicator, self.case, self.rank_idx, self.x)
         self.collective = Side(self.case, self.rank_idx, exchange, self.x)
-        problem = self.collective.check(self.sides[0])
+        problem = self.collective.check(self.sides[0], self.barrier)
         if problem is not None:
             raise AssertionError(problem)
 
