@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -40,9 +41,14 @@ constexpr uint64_t kGrowthDivisor = 2048;
 /// Segments that this process has mapped, its own and its peers': ranks that are threads share
 /// them.
 struct ProcessSegments {
+  /// Heap, number, and the device that alone reaches the mapping; kAnyDevice where allow() opens it
+  /// to others.
+  using Key = std::tuple<Token, uint32_t, int>;
+  static constexpr int kAnyDevice = -1;
+
   std::mutex mutex;
   Token token = heap::random_token();
-  std::map<std::pair<Token, uint32_t>, std::weak_ptr<DeviceSegment>> segments;
+  std::map<Key, std::weak_ptr<DeviceSegment>> segments;
 
   static ProcessSegments& get() {
     static auto* instance = new ProcessSegments;  // threads may use it during exit
@@ -357,7 +363,7 @@ void IpcHeap::add_segment(uint64_t window_bytes) {
   ProcessSegments& process = ProcessSegments::get();
   {
     const std::lock_guard lock(process.mutex);
-    process.segments[{token_, segment_idx}] = made.segment;
+    process.segments[{token_, segment_idx, ProcessSegments::kAnyDevice}] = made.segment;
     made.description.process_token = process.token;
   }
   made.description.heap_token = token_;
@@ -553,21 +559,24 @@ std::shared_ptr<DeviceSegment> IpcHeap::open_once(const heap::AnnouncedMemory& m
   ProcessSegments& process = ProcessSegments::get();
   const std::lock_guard lock(process.mutex);
   std::erase_if(process.segments, [](const auto& entry) { return entry.second.expired(); });
-  const auto key = std::make_pair(description.heap_token, memory.segment_idx);
-  const auto known = process.segments.find(key);
-  std::shared_ptr<DeviceSegment> segment =
-      known == process.segments.end() ? nullptr : known->second.lock();
-  if (segment == nullptr && description.process_token == process.token)
+  const bool is_foreign = description.process_token != process.token;
+  const bool is_by_device = is_foreign && description.sharing == Sharing::kIpc;
+  const auto mapping = [&](uint32_t segment_idx) -> std::weak_ptr<DeviceSegment>& {
+    return process.segments[{description.heap_token,
+                             segment_idx,
+                             is_by_device ? device_idx : ProcessSegments::kAnyDevice}];
+  };
+  std::shared_ptr<DeviceSegment> segment = mapping(memory.segment_idx).lock();
+  if (segment == nullptr && !is_foreign)
     return nullptr;
   if (segment == nullptr) {
-    const auto before = process.segments.find({description.heap_token, memory.segment_idx - 1});
-    const auto last = before == process.segments.end() ? nullptr : before->second.lock();
+    const auto last = mapping(memory.segment_idx - 1).lock();
     segment = open_device_segment(description,
                                   memory.fd == nullptr ? -1 : memory.fd->get(),
                                   memory.bytes,
                                   device_idx,
                                   last == nullptr ? nullptr : last->range());
-    process.segments[key] = segment;
+    mapping(memory.segment_idx) = segment;
   }
   segment->allow(device_idx);
   return segment;

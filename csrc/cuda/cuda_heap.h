@@ -13,7 +13,8 @@ namespace moe::cuda {
 /// Memory of GPUs that reach each other: one NVLink or PCIe domain, or several ranks on one GPU, as
 /// processes or as threads of one process.
 ///
-/// Segments are announced over the mesh and opened by its service thread, each once per process.
+/// Segments are announced over the mesh and opened by its service thread, each once per process, or
+/// per device of a process where they are shared by IPC.
 /// Windows stay valid when the heap is gone; after the last of them this rank's memory is unmapped.
 /// A window that is given back is handed out again once all work has ended that was then in any
 /// stream the device knows: those it made, and those that callers named. Giving back synchronizes

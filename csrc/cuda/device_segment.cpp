@@ -99,7 +99,7 @@ class MappedSegment final : public DeviceSegment {
   std::set<int> allowed_;
 };
 
-/// Memory of cudaMalloc: this process's own, or opened by its IPC handle.
+/// Memory of cudaMalloc: this process's own, or opened by its IPC handle for one device.
 class IpcSegment final : public DeviceSegment {
  public:
   IpcSegment(int device_idx, void* data, uint64_t bytes, bool is_own)
@@ -110,16 +110,25 @@ class IpcSegment final : public DeviceSegment {
   ~IpcSegment() override {
     if (origin_.is_forked_child())
       return;
-    const RelaxedCapture relaxed;
-    if (is_own_)
-      cudaFree(data_);
-    else
-      cudaIpcCloseMemHandle(data_);
+    try {
+      const CurrentDevice current(device_idx_);  // each device has a mapping of its own
+      const RelaxedCapture relaxed;
+      if (is_own_)
+        cudaFree(data_);
+      else
+        cudaIpcCloseMemHandle(data_);
+    } catch (const CudaError&) {  // as in MappedSegment::release()
+    }
   }
 
   void allow(int device_idx) override {
     if (device_idx == device_idx_)
       return;
+    MOE_CHECK(is_own_,
+              "a peer's memory that was opened for device ",
+              device_idx_,
+              " is not reached from device ",
+              device_idx);
     const CurrentDevice current(device_idx);
     const cudaError_t code = cudaDeviceEnablePeerAccess(device_idx_, 0);
     if (code == cudaErrorPeerAccessAlreadyEnabled)
@@ -130,7 +139,7 @@ class IpcSegment final : public DeviceSegment {
 
  private:
   heap::ForkOrigin origin_;
-  int device_idx_;  ///< that holds the memory, or through which this process opened it
+  int device_idx_;  ///< that holds the memory, or for which this process opened it
   bool is_own_;
 };
 

@@ -70,7 +70,8 @@ class AddressRange {
   uint64_t bytes_;
 };
 
-/// Memory of a device mapped into this process, once for all ranks in it.
+/// Memory of a device mapped into this process, once for all ranks in it; a peer's that is shared
+/// by IPC, once for those of a device.
 class DeviceSegment {
  public:
   virtual ~DeviceSegment() = default;
@@ -85,7 +86,8 @@ class DeviceSegment {
   uint64_t end() const { return offset() + bytes_; }
 
   /// Lets kernels of a device of this process reach it. Idempotent.
-  /// @throws CudaError  the devices do not reach each other.
+  /// @throws CudaError        the devices do not reach each other.
+  /// @throws InvalidArgument  it was opened by IPC for another one.
   virtual void allow(int device_idx) = 0;
 
  protected:

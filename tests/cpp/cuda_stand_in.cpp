@@ -360,8 +360,14 @@ bool can_access(const void* address, int device_idx) {
   if (entry == state().memory.begin())
     return false;
   --entry;
-  return start < entry->first + entry->second.bytes &&
-         (entry->second.kind != Memory::kDevice || entry->second.devices.contains(device_idx));
+  const Memory& memory = entry->second;
+  const auto reaches = [&](int owner_idx) {
+    return owner_idx == device_idx ||
+           (!memory.is_of_peer && state().peers.contains({device_idx, owner_idx}));
+  };
+  return start < entry->first + memory.bytes &&
+         (memory.kind != Memory::kDevice ||
+          std::any_of(memory.devices.begin(), memory.devices.end(), reaches));
 }
 
 const void* make_foreign_kernel(const std::string& name, std::function<void()> body) {

@@ -180,7 +180,7 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t 
 // --- Memory that processes share ----------------------------------------------------------------
 
 /// RT, Device Management, cudaIpcOpenMemHandle: not in the process that made the handle, and with
-/// peer access enabled lazily.
+/// peer access enabled lazily, between the device that is current and the one that has the memory.
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data) {
   begin("cudaIpcGetMemHandle");
   const std::lock_guard lock(state().mutex);
@@ -208,7 +208,7 @@ cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigne
   *data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (fd < 0 || *data == MAP_FAILED)
     return answer(cudaErrorMapBufferObjectFailed);
-  add_memory(*data, {Memory::kDevice, bytes, fd, {this_thread.device_idx}});
+  add_memory(*data, {Memory::kDevice, bytes, fd, {this_thread.device_idx}, true});
   return cudaSuccess;
 }
 

@@ -218,16 +218,19 @@ inline void run_ranks(int num_ranks,
   expect_no_violations();
 }
 
-/// Ranks whose GPU sees memory of the others may use it, by what this process asked for.
+/// Memory of every rank is open to the GPU of this one, by what this process asked for.
 inline void expect_access(const RankGpu& gpu, group::Group& group) {
   const auto window = gpu.heap->allocate(8);
-  const std::byte* const own = window->data();
-  for (const std::string& said :
-       group.all_gather(std::string(reinterpret_cast<const char*>(&own), sizeof own), {})) {
-    const std::byte* theirs = nullptr;
-    std::memcpy(&theirs, said.data(), sizeof theirs);
-    expect(stand_in::can_access(theirs, gpu.device->device_idx()), "memory of a peer is closed");
+  const auto said = group.all_gather(
+      std::string(reinterpret_cast<const char*>(&window->offer()), sizeof(Offer)), {});
+  for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
+    Offer offer;
+    std::memcpy(&offer, said[static_cast<size_t>(rank_idx)].data(), sizeof offer);
+    const std::byte* const there = group.resolve(*gpu.heap, rank_idx, offer, {});
+    expect(stand_in::can_access(there, gpu.device->device_idx()),
+           concat("memory of rank ", rank_idx, " is closed"));
   }
+  group.all_gather("", {});  // nobody gives memory back before
 }
 
 /// What processes tell each other before they are ranks.
@@ -255,46 +258,68 @@ class Pipe {
   int ends_[2];
 };
 
-/// Ranks that are processes, each of which sees @p masks of the devices.
-inline void run_processes(const std::vector<std::string>& masks,
+/// Ranks of one process are threads, each with one of the devices that the process sees.
+struct RankProcess {
+  std::string mask;  ///< of devices
+  int num_ranks = 1;
+};
+
+/// Ranks in @p processes, numbered in their order.
+inline void run_processes(const std::vector<RankProcess>& processes,
                           const std::function<void(int, group::ThreadRank&, RankGpu&)>& body) {
-  const auto num_ranks = static_cast<int>(masks.size());
-  std::vector<Pipe> to_parent(masks.size());
-  std::vector<Pipe> to_rank(masks.size());
-  std::vector<pid_t> processes;
-  for (int rank_idx = 0; rank_idx < num_ranks; ++rank_idx) {
-    const auto idx = static_cast<size_t>(rank_idx);
-    processes.push_back(::fork());
-    if (processes.back() != 0)
-      continue;
+  size_t num_ranks = 0;
+  for (const RankProcess& process : processes)
+    num_ranks += static_cast<size_t>(process.num_ranks);
+  std::vector<Pipe> to_parent(num_ranks);
+  std::vector<Pipe> to_rank(num_ranks);
+  const auto run = [&](size_t idx, int device_idx) {
+    const auto rank_idx = static_cast<int>(idx);
     try {
-      ::setenv("CUDA_VISIBLE_DEVICES", masks[idx].c_str(), 1);
       group::ThreadRank rank;
       rank.mesh = heap::PeerMesh::create();
       to_parent[idx].send(rank.mesh->address());
       std::vector<std::string> addresses;
-      for (int i = 0; i < num_ranks; ++i)
+      for (size_t i = 0; i < num_ranks; ++i)
         addresses.push_back(to_rank[idx].receive());
       rank.connect(rank_idx, addresses);
       rank.make_group();
       {
-        RankGpu gpu(rank, 0, 0);
+        RankGpu gpu(rank, device_idx, 0);
         body(rank_idx, rank, gpu);
       }
       rank.leave();
-      expect_no_violations();
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", rank_idx, error.what());
       std::_Exit(1);
     }
-    std::_Exit(0);
+  };
+  std::vector<pid_t> started;
+  size_t first = 0;
+  for (const RankProcess& process : processes) {
+    started.push_back(::fork());
+    if (started.back() == 0) {
+      ::setenv("CUDA_VISIBLE_DEVICES", process.mask.c_str(), 1);
+      std::vector<std::thread> ranks;
+      for (int i = 0; i < process.num_ranks; ++i)
+        ranks.emplace_back(run, first + static_cast<size_t>(i), i);
+      for (std::thread& rank : ranks)
+        rank.join();
+      try {
+        expect_no_violations();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        std::_Exit(1);
+      }
+      std::_Exit(0);
+    }
+    first += static_cast<size_t>(process.num_ranks);
   }
   for (const Pipe& from : to_parent) {
     const std::string address = from.receive();
     for (const Pipe& to : to_rank)
       to.send(address);
   }
-  for (const pid_t process : processes) {
+  for (const pid_t process : started) {
     int status = 0;
     ::waitpid(process, &status, 0);
     expect_equal(status, 0, "the status of a rank");

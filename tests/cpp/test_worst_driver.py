@@ -51,6 +51,7 @@ CASES = (
     "second_buffer_beside_a_kernel",
     "shared_memory_of_kernels",
     "streams_of_callers_alone",
+    "threads_and_a_process_on_three_devices",
     "threads_on_one_device",
     "threads_on_two_devices",
     "wrong_calls",

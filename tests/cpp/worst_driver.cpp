@@ -44,13 +44,14 @@ void threads_on_two_devices() {
 
 /// What every rank finds of the devices: the first of those it sees is another one on each.
 void operations_of_processes(const std::string& sharing) {
-  run_processes({"0", "1"}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+  run_processes({{"0"}, {"1"}}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     const std::string& uuid = gpu.device->info().uuid;
     const auto uuids = rank.group->all_gather(uuid, {});
     expect(uuids[0] != uuids[1], "both processes use one device");
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     expect(caller.endpoint->spans_devices(), "ranks do not see that they lie on two devices");
     expect_equal(gpu.heap->sharing(), sharing, "the way to share memory");
+    expect_access(gpu, *rank.group);
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
     // Windows that begin in one segment and end in another.
@@ -70,10 +71,24 @@ void processes_without_virtual_memory() {
   operations_of_processes("ipc");
 }
 
+/// Memory of a process is opened for each device of another that sees two.
+void threads_and_a_process_on_three_devices() {
+  stand_in::machine().num_devices = 3;
+  stand_in::machine().has_virtual_memory = false;
+  run_processes({{"0"}, {"1,2", 2}}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    expect_equal(gpu.heap->sharing(), std::string("ipc"), "the way to share memory");
+    expect_access(gpu, *rank.group);
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.run_all(RowLayout::kLowLatency);
+    caller.endpoint->destroy({});
+  });
+}
+
 /// GPUs that do not reach each other, of processes that see one each.
 void processes_without_p2p() {
   stand_in::machine().has_p2p = false;
-  run_processes({"0", "1"}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+  run_processes({{"0"}, {"1"}}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     std::string told = "nothing";
     try {
       Caller caller(rank_idx, borrow(*rank.group), gpu);
@@ -87,7 +102,7 @@ void processes_without_p2p() {
 
 /// Both ranks hear what the first finds.
 void expect_wrong_p2p(const std::string& finding) {
-  run_processes({"0", "1"}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+  run_processes({{"0"}, {"1"}}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     std::string told = "nothing";
     try {
       const Caller caller(rank_idx, borrow(*rank.group), gpu);
@@ -1195,6 +1210,7 @@ int main(int argc, char** argv) {
           {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},
           {"shared_memory_of_kernels", shared_memory_of_kernels},
           {"streams_of_callers_alone", streams_of_callers_alone},
+          {"threads_and_a_process_on_three_devices", threads_and_a_process_on_three_devices},
           {"threads_on_one_device", threads_on_one_device},
           {"threads_on_two_devices", threads_on_two_devices},
           {"wrong_calls", wrong_calls},
