@@ -385,6 +385,8 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle,
                                         void* shareable,
                                         CUmemAllocationHandleType type) {
   begin("cuMemImportFromShareableHandle");
+  if (is_refused("cuMemImportFromShareableHandle"))
+    return CUDA_ERROR_NOT_SUPPORTED;
   const int fd = ::dup(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
   if (fd < 0 || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
     return refuse(

@@ -42,6 +42,7 @@ CASES = (
     "other_stream_beside_a_capture",
     "pairs_of_operations",
     "pairs_of_operations_on_two_devices",
+    "process_that_may_not_import",
     "processes",
     "processes_with_wrong_p2p",
     "processes_without_p2p",

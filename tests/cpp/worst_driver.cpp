@@ -100,6 +100,24 @@ void processes_without_p2p() {
   });
 }
 
+/// A sandbox in which one process may open no memory of another's: all ranks hear which way failed.
+void process_that_may_not_import() {
+  run_processes({{"0"}, {"1"}, {"0"}}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    if (rank_idx == 1)
+      stand_in::machine().refused = "cuMemImportFromShareableHandle";
+    rank.group->all_gather("", {});  // nobody shares memory before
+    std::string told = "nothing";
+    try {
+      const Caller caller(rank_idx, borrow(*rank.group), gpu);
+    } catch (const std::exception& error) {
+      told = error.what();
+    }
+    expect(told.find("of rank 0 cannot be opened on rank 1: ") != std::string::npos &&
+               told.find("opening a peer's memory by its descriptor") != std::string::npos,
+           told);
+  });
+}
+
 /// Both ranks hear what the first finds.
 void expect_wrong_p2p(const std::string& finding) {
   run_processes({{"0"}, {"1"}}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -1201,6 +1219,7 @@ int main(int argc, char** argv) {
           {"other_stream_beside_a_capture", other_stream_beside_a_capture},
           {"pairs_of_operations", pairs_of_operations},
           {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
+          {"process_that_may_not_import", process_that_may_not_import},
           {"processes", processes},
           {"processes_with_wrong_p2p", processes_with_wrong_p2p},
           {"processes_without_p2p", processes_without_p2p},
