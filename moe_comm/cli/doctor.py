@@ -222,7 +222,7 @@ def _default_backend() -> Finding:
         name="default backend",
         is_present=False,
         detail=problem,
-        remedy='see the findings above; without the host backend, backend="collective" needs only torch',
+        remedy="see the findings above",
         is_required=True,
     )
 
@@ -277,7 +277,10 @@ def _with_time_limit(test: Callable[[], str | None], timeout_s: float) -> str | 
     outcome: list[str | None] = [f"did not end within {timeout_s} s"]
 
     def run() -> None:
-        outcome[0] = test()
+        try:
+            outcome[0] = test()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the finding
+            outcome[0] = f"{type(error).__name__}: {error}"
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from moe_comm.cli import doctor
 from moe_comm.cli.app import app
+from tests.helpers.fresh_python import run_python
 
 
 def test_every_missing_thing_has_a_remedy() -> None:
@@ -43,6 +44,20 @@ def test_doctor_fails_without_the_native_module(monkeypatch: pytest.MonkeyPatch)
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "does not work" in done.output
+
+
+def test_the_command_says_that_the_native_module_is_missing() -> None:
+    """In a process that has imported nothing yet."""
+    hide = "import sys; sys.modules['moe_comm._host'] = None; sys.argv = ['moe-comm', 'doctor', '--json']"
+    done = run_python("-c", f"{hide}; import moe_comm_command; moe_comm_command.main()")
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    found = {finding["name"]: finding for finding in document["findings"]}
+    assert not document["works"]
+    assert found["native module"]["detail"] == "moe_comm._host cannot be imported"
+    assert found["default backend"]["detail"].startswith(
+        "ModuleNotFoundError: import of moe_comm._host"
+    )
 
 
 def test_self_test_reports_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding.describe import tensor_table
 from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
 from tests.helpers.described_tensors import HAS_DESCRIBED_TENSORS
 
@@ -34,7 +33,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         def describe_none(_: object) -> None:
             raise ValueError
 
-        monkeypatch.setattr(tensor_table._host, "TensorTable", describe_none)
+        monkeypatch.setattr("moe_comm._host.TensorTable", describe_none)
     elif not HAS_DESCRIBED_TENSORS:
         pytest.skip("this torch describes no tensors in C")
     return str(request.param)

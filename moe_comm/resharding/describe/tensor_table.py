@@ -9,21 +9,34 @@ import contextlib
 import operator
 import weakref
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from moe_comm import _host
+if TYPE_CHECKING:
+    from moe_comm import _host
 
 __all__ = ["TensorTable", "Tensors", "any_has", "hold_same"]
-
-any_has = _host.any_has
-hold_same = _host.hold_same
 
 Tensors: TypeAlias = "list[torch.Tensor] | list[weakref.ref[torch.Tensor]]"
 
 _DTYPE = operator.attrgetter("dtype")
+
+
+# The command line imports this where the native module cannot be loaded, too, and says so.
+def any_has(modules: list[Any], key: str) -> bool:
+    """Whether one of the modules has an attribute of its own of this name."""
+    from moe_comm import _host
+
+    return _host.any_has(modules, key)
+
+
+def hold_same(modules: list[Any], keys: list[str], values: list[Any]) -> bool:
+    """Whether the modules still hold, under these names, these very objects."""
+    from moe_comm import _host
+
+    return _host.hold_same(modules, keys, values)
 
 
 def _plain(tensors: Tensors) -> list[torch.Tensor] | None:
@@ -48,6 +61,8 @@ class TensorTable:
     """
 
     def __init__(self, tensors: Tensors) -> None:
+        from moe_comm import _host
+
         plain = _plain(tensors)
         if plain is None:
             raise ValueError(f"tensors of a table must be alive, one of {len(tensors)} is gone")
