@@ -427,6 +427,7 @@ def test_parts_are_of_the_middle_half_of_the_calls() -> None:
         (SMALL, {"operations": ("dispatch",)}, "no operations, got dispatch"),
         (SMALL, {"num_threads": 2}, "no threads, which it compares, got 2"),
         (SMALL, {"num_local_ranks": 1}, "no local ranks, got 1"),
+        (SMALL, {"num_sms": 4}, "no SMs, got 4"),
         (SMALL, {"mode": "threads"}, "got mode threads"),
         (SMALL, {"rail": "gloo"}, "rail gloo"),
         (HYBRID_EP, {}, "got one compared with native"),

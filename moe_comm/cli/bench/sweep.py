@@ -47,6 +47,7 @@ def check_sweep(case: BenchCase, options: BenchOptions) -> None:
         ("operations", ", ".join(options.operations)),
         ("threads, which it compares", options.num_threads),
         ("local ranks", options.num_local_ranks),
+        ("SMs", options.num_sms),
     ):
         if value:
             raise ValueError(f"a sweep has no {name}, got {value}")
