@@ -200,7 +200,8 @@ class EpConfig:
             ranks and nodes. Nothing changes where there is one node.
         rank_reduction: Whether the same is done on each rank, of ranks that share a node: of a token's
             rows on a rank, its own rank too, one sum crosses. Sums have other bits, equal for equal
-            placements of experts. RANK_MAJOR has one row there, so that nothing changes.
+            placements of experts. RANK_MAJOR has one row there, so that nothing changes. Worth it on
+            GPUs where tokens choose about as many experts as there are ranks: see docs/gpu.md.
 
     Raises:
         ValueError: A size breaks a rule above; the message has the value. Or both reductions are
