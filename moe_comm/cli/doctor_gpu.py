@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from moe_comm import env
 from moe_comm.cli.finding import Finding
@@ -104,47 +104,51 @@ def _device(native: ModuleType, device_idx: int, count: int) -> Finding:
     peers = [
         str(idx) for idx in range(count) if idx != device_idx and native.can_reach(device_idx, idx)
     ]
+    code = _code_for(native.ARCHITECTURES, major, minor)
     detail = (
         f"{found['name']} at {found['pci_bus']}, compute capability {major}.{minor}, "
         f"{found['num_sms']} SMs, {found['memory_bytes'] / 1e9:.0f} GB; "
         f"reaches {'cuda:' + ', cuda:'.join(peers) if peers else 'no other device'}"
     )
+    if code == "PTX":
+        detail += (
+            f"; the driver compiles the kernels where its cache has none, as the first communicator is "
+            f"made: some 15 s of a core in every process, nothing if built with "
+            f"MOE_COMM_CUDA_ARCHS={major}{minor}"
+        )
     return Finding(
         name=f"cuda:{device_idx}",
-        is_present=_runs_on(native.ARCHITECTURES, major, minor),
+        is_present=code is not None,
         detail=detail,
         remedy=f"kernels were compiled for {native.ARCHITECTURES}: build with "
         f"MOE_COMM_CUDA_ARCHS={major}{minor}",
     )
 
 
-def _runs_on(architectures: str, major: int, minor: int) -> bool:
-    """Whether code for one of "80, 90a, 100" runs there: as machine code, or compiled by the driver.
+def _code_for(architectures: str, major: int, minor: int) -> Literal["machine code", "PTX"] | None:
+    """Return what a device runs of code for "80, 90a, 100"; its driver compiles PTX. None: nothing.
 
     Args:
         architectures: As CMake names them, with commas or spaces between. A number alone is machine code with
-            intermediate code, of which `-real` keeps the former and `-virtual` the latter: machine code runs on
-            devices of the same major number, intermediate code on all later ones. `a` at the end is for one
-            compute capability only, `f` for those of its family. Any other word counts as code that runs.
+            PTX, of which `-real` keeps the former and `-virtual` the latter: machine code runs on devices
+            of the same major number, PTX on all later ones. `a` at the end is for one compute capability
+            only, `f` for those of its family. Any other word counts as machine code that runs.
         major: Of the device's compute capability.
         minor: The same.
     """
     capability = 10 * major + minor
+    found: Literal["PTX"] | None = None
     for architecture in re.split(r"[\s,;]+", architectures.strip()):
         parts = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
         if parts is None:
-            return True
+            return "machine code"
         number = int(parts[1])
         is_of_family = number // 10 == major and number <= capability
-        if parts[2] == "a":
-            runs = number == capability
-        elif parts[2] == "f" or parts[3] == "-real":
-            runs = is_of_family
-        else:
-            runs = number <= capability
-        if runs:
-            return True
-    return False
+        if number == capability if parts[2] == "a" else is_of_family and parts[3] != "-virtual":
+            return "machine code"
+        if not parts[2] and parts[3] != "-real" and number <= capability:
+            found = "PTX"
+    return found
 
 
 def _mps() -> Finding:

@@ -171,28 +171,31 @@ class TestDoctorOnGpus:
         assert found["cuda:1"].detail.endswith("reaches no other device")
 
     @pytest.mark.parametrize(
-        ("architectures", "runs"),
+        ("architectures", "runs", "compiles"),
         [
-            ("90a", True),
-            ("100a", False),
-            ("80", True),
-            ("100", False),
-            ("80, 100", True),
-            ("100, 120", False),
-            ("80-real, 100", False),
-            ("80-virtual", True),
-            ("90-real", True),
-            ("100f, 90f", True),
-            ("100f", False),
-            ("all-major", True),
+            ("90a", True, False),
+            ("100a", False, False),
+            ("80", True, True),
+            ("100", False, False),
+            ("80, 100", True, True),
+            ("80, 90", True, False),
+            ("100, 120", False, False),
+            ("80-real, 100", False, False),
+            ("80-virtual", True, True),
+            ("90-virtual", True, True),
+            ("90-real", True, False),
+            ("100f, 90f", True, False),
+            ("100f", False, False),
+            ("all-major", True, False),
         ],
     )
     def test_missing_kernels_are_named(
-        self, native: types.SimpleNamespace, architectures: str, runs: bool
+        self, native: types.SimpleNamespace, architectures: str, runs: bool, compiles: bool
     ) -> None:
         native.ARCHITECTURES = architectures
         found = {finding.name: finding for finding in doctor_gpu.examine_gpus()}
         assert found["cuda:0"].is_present is runs
+        assert ("the driver compiles the kernels" in found["cuda:0"].detail) is compiles
         assert "MOE_COMM_CUDA_ARCHS=90" in found["cuda:0"].remedy
 
     @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
