@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -56,12 +55,6 @@ py::object dict_of(py::handle module) {
     PyErr_Clear();
   MOE_CHECK(dict != nullptr, "modules have attributes, got ", type_name(found.ptr()));
   return py::reinterpret_steal<py::object>(dict);
-}
-
-const char* word_at(const void* place) {
-  const char* word;
-  std::memcpy(&word, place, sizeof word);
-  return word;
 }
 
 /// Places, shapes, strides, dtypes and signs of a list of tensors as they were when this was made.

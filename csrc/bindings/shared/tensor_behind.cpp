@@ -3,8 +3,6 @@
 #include <dlfcn.h>
 #include <pybind11/gil_safe_call_once.h>
 
-#include <cstring>
-
 #include "bindings/shared/exchange_api.h"
 
 namespace moe::bindings {
@@ -24,13 +22,6 @@ Function torch_function(const char* name) {
   return found;
 }
 
-/// The first word behind the header of a Python object.
-const char* first_word(PyObject* object) {
-  const char* word;
-  std::memcpy(&word, object + 1, sizeof word);
-  return word;
-}
-
 bool is_tensor_in_first_word() {
   // As in exchange_api.cpp: what runs Python may let go of the GIL.
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<bool> found;
@@ -38,7 +29,7 @@ bool is_tensor_in_first_word() {
       .call_once_and_store_result([] {
         const py::object tensor = py::module_::import("torch").attr("Tensor")();
         return tensor.attr("_cdata").cast<uintptr_t>() ==
-               reinterpret_cast<uintptr_t>(first_word(tensor.ptr()));
+               reinterpret_cast<uintptr_t>(word_at(tensor.ptr() + 1));
       })
       .get_stored();
 }
@@ -62,7 +53,7 @@ const char* tensor_behind(PyObject* object) {
   constexpr auto kLeastBytes = static_cast<Py_ssize_t>(sizeof(PyObject) + sizeof(void*));
   if (!is_tensor_in_first_word() || Py_TYPE(object)->tp_basicsize < kLeastBytes)
     return nullptr;
-  return first_word(object);
+  return word_at(object + 1);
 }
 
 std::optional<StorageView> storage_behind(py::handle tensor) {

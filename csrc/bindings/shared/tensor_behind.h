@@ -3,12 +3,20 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 
 // Torch's own tensor behind a Python object, asked without Python: a tenth of the time, which
 // operations on a few tokens notice. Nothing here where a torch keeps it elsewhere.
 
 namespace moe::bindings {
+
+/// The address that a word holds.
+inline const char* word_at(const void* place) {
+  const char* word;
+  std::memcpy(&word, place, sizeof word);
+  return word;
+}
 
 /// Torch's tensor behind the Python object of one; null on a torch that does not keep it in the
 /// first word behind the header.
