@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/call_tensors.h"
 #include "bindings/shared/make_tensor.h"
-#include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"

@@ -29,6 +29,7 @@ enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1, kLowLatency =
 
 /// What happens to rows beyond a capacity.
 enum class OnOverflow : int32_t { kGrow = 0, kDrop = 1, kRaise = 2 };
+inline constexpr const char* kOnOverflowNames[] = {"grow", "drop", "raise"};
 
 enum class RowStatus : int32_t {
   kOk = 0,

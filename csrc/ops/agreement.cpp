@@ -201,9 +201,8 @@ std::string describe(const layout::OperationArguments& arguments) {
     text += concat(", float", arguments.weight_bytes * 8, " weights");
   else
     text += ", no weights";
-  constexpr const char* kOnOverflow[] = {"grow", "drop", "raise"};
   if (arguments.on_overflow > 0 && arguments.on_overflow < 3)
-    text += concat(", on_overflow=", kOnOverflow[arguments.on_overflow]);
+    text += concat(", on_overflow=", layout::kOnOverflowNames[arguments.on_overflow]);
   if (arguments.expert_capacity >= 0)
     text += concat(", num_rows_per_expert=", arguments.expert_capacity);
   if (arguments.plan_hash != 0)

@@ -11,21 +11,25 @@
 
 namespace moe::ops {
 
-struct CombineParams {
+/// The options of a combine: a CombineOptions of moe_comm/ep/options.py.
+struct CombineOptions {
+  CopyOut copy_out = CopyOut::kAuto;
+  bool is_async = false;  ///< as in DispatchOptions
+  int32_t gradients = 0;  ///< layout::GradientWord without bytes of weights
+};
+
+struct CombineParams : CombineOptions {
   const std::byte* x = nullptr;    ///< [M, row_bytes]; null to pull weights only
   bool has_rows = false;           ///< whether rows move; x may be null when M is 0
   DType dtype = DType::kBFloat16;  ///< of x
   int64_t hidden = 0;
   const std::byte* weights = nullptr;  ///< [num_tokens, num_topk], applied while adding, or null
   int32_t weight_bytes = 0;            ///< of `weights`: 4, 8, or 0
-  const std::byte* row_weights = nullptr;  ///< [M] or [M, num_recv_topk], pulled
-  int32_t row_weight_bytes = 0;            ///< 4, 8, or 0 when none are pulled
-  std::byte* out = nullptr;                ///< [num_tokens, row_bytes], or null
-  int32_t gradients = 0;                   ///< layout::GradientWord without bytes of weights
-  std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
-  std::shared_ptr<Window> window;          ///< for what sums_window() lays out; null for a new one
-  CopyOut copy_out = CopyOut::kAuto;
-  bool is_async = false;                    ///< as in DispatchParams
+  const std::byte* row_weights = nullptr;   ///< [M] or [M, num_recv_topk], pulled
+  int32_t row_weight_bytes = 0;             ///< 4, 8, or 0 when none are pulled
+  std::byte* out = nullptr;                 ///< [num_tokens, row_bytes], or null
+  std::shared_ptr<const PlanHeader> plan;   ///< of the endpoint's own kind
+  std::shared_ptr<Window> window;           ///< for what sums_window() lays out; null for a new one
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };
 

@@ -35,7 +35,24 @@ class CallerJoin {
   virtual std::vector<int64_t> waited_ns() const { return {}; }
 };
 
-struct DispatchParams {
+/// The options of a dispatch: a DispatchOptions of moe_comm/ep/options.py but for how rows are
+/// quantized.
+struct DispatchOptions {
+  layout::RowLayout layout = layout::RowLayout::kExpertMajor;
+  int64_t expert_alignment = 1;
+  layout::CapacityRule capacity;
+  int64_t fixed_rows = -1;        ///< rows of this rank's result; -1 for as many as arrive
+  std::vector<int> masked_ranks;  ///< low-latency
+  CopyOut copy_out = CopyOut::kAuto;
+  /// The caller asks for the end later, by DispatchOutcome::end where there is one: rows for this
+  /// rank may be on their way when the call returns.
+  bool is_async = false;
+  int32_t gradients = 0;  ///< layout::GradientWord
+
+  bool has_capacity() const { return fixed_rows >= 0 || capacity.expert_capacity >= 0; }
+};
+
+struct DispatchParams : DispatchOptions {
   const std::byte* x = nullptr;        ///< [num_tokens, source_row_bytes]
   const int64_t* topk_idx = nullptr;   ///< [num_tokens, num_topk], uncached
   const std::byte* weights = nullptr;  ///< [num_tokens, num_topk] of weight_bytes, or null
@@ -57,19 +74,9 @@ struct DispatchParams {
   int64_t scale_row_stride = 0;       ///< bytes from a row's scale factors to the next row's
   int64_t scale_step = 0;             ///< bytes from a scale factor to the next
 
-  layout::RowLayout layout = layout::RowLayout::kExpertMajor;
-  int64_t expert_alignment = 1;
-  layout::CapacityRule capacity;
-  int64_t fixed_rows = -1;         ///< rows of this rank's result; -1 for as many as arrive
-  int32_t gradients = 0;           ///< layout::GradientWord
-  std::vector<int> masked_ranks;   ///< low-latency
   std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
   std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
-  CopyOut copy_out = CopyOut::kAuto;
-  /// The caller asks for the end later, by DispatchOutcome::end where there is one: rows for this
-  /// rank may be on their way when the call returns.
-  bool is_async = false;
-  std::optional<bool> is_captured;  ///< EndpointBase::is_capturing(), where that was asked
+  std::optional<bool> is_captured;         ///< EndpointBase::is_capturing(), where that was asked
   /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
   std::shared_ptr<const void> caller_mark;
 

@@ -91,10 +91,9 @@ void check_fixed(const ops::DispatchParams& params) {
             "a dispatch in a capture has a result of fixed size: it takes Layout.LOW_LATENCY or a "
             "Capacity with num_rows and on_overflow \"drop\" or \"raise\", got num_rows = ",
             params.fixed_rows,
-            " (-1 for none) and on_overflow ",
-            params.capacity.on_overflow == layout::OnOverflow::kGrow   ? "\"grow\""
-            : params.capacity.on_overflow == layout::OnOverflow::kDrop ? "\"drop\""
-                                                                       : "\"raise\"");
+            " (-1 for none) and on_overflow \"",
+            layout::kOnOverflowNames[static_cast<int>(params.capacity.on_overflow)],
+            "\"");
 }
 
 /// What a rank says of gradients in a capture, which the host does not hear from the others: it

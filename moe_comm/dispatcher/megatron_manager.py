@@ -20,7 +20,7 @@ from moe_comm.dispatcher.permuted import (
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import rejects_unbound
 from moe_comm.ep.group_buffers import group_buffers
-from moe_comm.ep.validation import check_alignment
+from moe_comm.ep.options import check_alignment
 from moe_comm.peers import missed_calls
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.tensors.quantization import Quantization

@@ -11,14 +11,16 @@ from typing import NamedTuple, cast
 import torch
 
 from moe_comm.arguments import as_dense
-from moe_comm.dispatcher.routing_map import dense_of_topk, topk_of_routing_map
 from moe_comm.ep.autograd import formulas, operators
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.backends.base import Plan
-from moe_comm.ep.backends.gradients import NEEDS_ANY
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.gradients import NEEDS_ANY
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.routing_map import dense_of_topk, list_choices
+from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -205,55 +207,34 @@ def start_dispatch(
         ValueError: Shapes do not fit, on every rank; see also `EpBuffer.dispatch`.
         TypeError: A dtype is wrong, on every rank.
     """
-    result = listed = None
-    if num_rows is None and not (async_op or _is_seen(routing_map, probs)):
-        result = buffer.dispatch_plain(
-            *(x, routing_map, probs, Layout.EXPERT_MAJOR, expert_alignment, gradients),
-            is_map=True,
-            quantization=quantization,
-        )
-    if result is None:
-        result, listed = _dispatch_list(
-            *(buffer, x, routing_map, probs, expert_alignment, num_rows),
-            *(quantization, async_op, gradients),
-        )
+    listed = None
+    try:
+        capacity = None
+        if num_rows is not None:
+            capacity = Capacity(num_rows=num_rows, on_overflow="drop")
+        as_dense("routing_map", routing_map)
+        if routing_map.dtype is not torch.bool:
+            raise TypeError(f"routing_map must be torch.bool, got {routing_map.dtype}")
+        choices, weights = routing_map, probs
+        if _is_seen(routing_map, probs):
+            listed, weights = list_choices(buffer.config, x, routing_map, probs)
+            choices = listed
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+        buffer.reject("dispatch", error)
+    # By hand: the constructors of named tuples take twice as long.
+    options = tuple.__new__(
+        DispatchOptions,
+        (
+            *(Layout.EXPERT_MAJOR, expert_alignment, quantization, capacity),
+            *((), "auto", async_op, gradients),
+        ),
+    )
+    result = buffer.run_dispatch(x, choices, weights, None, options, takes_strides=True)
     probs_dtype = None if probs is None else probs.dtype
     return tuple.__new__(
         PermutedDispatch,
         (buffer, result, listed, quantization, probs_dtype, num_rows is not None),
     )
-
-
-def _dispatch_list(
-    buffer: EpBuffer,
-    x: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None,
-    expert_alignment: int,
-    num_rows: int | None,
-    quantization: Quantization | None,
-    async_op: bool,
-    gradients: int,
-) -> tuple[DispatchResult, torch.Tensor]:
-    """`start_dispatch` of any arguments; the map as a list beside the result."""
-    try:
-        topk_idx, weights = _choices(buffer, x, routing_map, probs)
-        capacity = None
-        if num_rows is not None:
-            capacity = Capacity(num_rows=num_rows, on_overflow="drop")
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("dispatch", error)
-    result = buffer.dispatch(
-        _detached(x).contiguous(),
-        topk_idx,
-        weights,
-        expert_alignment=expert_alignment,
-        quantization=quantization,
-        capacity=capacity,
-        async_op=async_op,
-        gradients=gradients,
-    )
-    return result, topk_idx
 
 
 def padded_tokens_per_expert(result: DispatchResult) -> torch.Tensor:
@@ -278,16 +259,18 @@ def start_combine(
             `autograd.agreement.combine_word`.
     """
     buffer, places, *_ = handle
-    if not async_op:
-        summed = buffer.combine_plain(rows, places, None, gradients)
-        if summed is not None:
-            return PermutedCombine(summed, handle)
-    try:
-        plain = _plain(rows)
-    except TypeError as error:
-        buffer.reject("combine", error)
-    result = buffer.combine(plain, places, async_op=async_op, gradients=gradients)
-    return PermutedCombine(result if isinstance(result, CombineResult) else (result, 0), handle)
+    if type(rows) is not torch.Tensor:
+        try:
+            rows = _plain(rows)
+        except TypeError as error:
+            buffer.reject("combine", error)
+    options = tuple.__new__(CombineOptions, ("auto", async_op, gradients))
+    combined = buffer.run_combine(
+        rows, places, None, None, None, options, as_sums=True, takes_strides=True
+    )
+    return PermutedCombine(
+        combined if isinstance(combined, tuple) else CombineResult(combined), handle
+    )
 
 
 def gradient_of_dispatch(
@@ -324,7 +307,7 @@ def check_no_transform() -> None:
 
 def _is_seen(routing_map: torch.Tensor, probs: torch.Tensor | None) -> bool:
     """Whether the operators that list the choices of a map may be looked at."""
-    return torch.compiler.is_compiling() or formulas.is_watched(routing_map, probs)
+    return torch.compiler.is_compiling() or is_watched(routing_map, probs)
 
 
 def _listed(listed: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -352,28 +335,3 @@ def _plain(rows: torch.Tensor) -> torch.Tensor:
     if isinstance(rows, QuantizedRows):
         rows = rows.dequantize()
     return rows.contiguous()
-
-
-def _choices(
-    buffer: EpBuffer, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The map as top-k, and the probs in a dtype that travels."""
-    as_dense("x", x)
-    as_dense("routing_map", routing_map)
-    if probs is not None:
-        as_dense("probs", probs)
-    shape = x.shape
-    expected = (shape[0] if shape else 0, buffer.config.num_experts)
-    if routing_map.shape != expected:
-        raise ValueError(
-            f"routing_map must have shape (num_tokens, num_experts) = {expected}, got "
-            f"{tuple(routing_map.shape)}"
-        )
-    if probs is not None:
-        dtype = probs.dtype
-        if not dtype.is_floating_point:
-            raise TypeError(f"probs must be floating-point, got {dtype}")
-        probs = _detached(probs)
-        if dtype is not torch.float32 and not (dtype is x.dtype is torch.float64):
-            probs = probs.float()
-    return topk_of_routing_map(routing_map.contiguous(), probs)

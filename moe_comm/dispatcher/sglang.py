@@ -35,7 +35,7 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.validation import check_alignment
+from moe_comm.ep.options import check_alignment
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors.quantization import Quantization

@@ -12,25 +12,27 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
-from moe_comm.arguments import as_utf8, check_bool, text_of
+from moe_comm.arguments import as_utf8, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
-from moe_comm.ep.backends.base import DispatchOutput, Operation, PlanTensors
-from moe_comm.ep.backends.gradients import check_word
-from moe_comm.ep.config import Capacity, CombineOptions, DispatchOptions, EpConfig, Layout
+from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan, PlanTensors
+from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
+from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions, check_options
+from moe_comm.ep.routing_map import list_choices
 from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
-from moe_comm.peers.exclusive_use import ExclusiveUse
+from moe_comm.peers.exclusive_use import ExclusiveUse, in_use
+from moe_comm.tensors.memory import as_bytes
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
 
-CopyOut = bool | Literal["auto"]
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+_NOTHING = 0  # said of gradients; one object, and quicker to know than by its value
 
 # The operator registry: torch.library operators carry a buffer as an int64 id.
 _buffers: weakref.WeakValueDictionary[int, EpBuffer] = weakref.WeakValueDictionary()
@@ -106,8 +108,6 @@ class EpBuffer(Destroyable):
         self.generation = 0
         self._reference = weakref.ref(self)
         self._busy = threading.Lock()
-        self._in_dispatch = ExclusiveUse(self._busy, "dispatch")
-        self._in_combine = ExclusiveUse(self._busy, "combine")
         self._is_destroyed = False
         self._has_warned = False
         self._masked_ranks: tuple[int, ...] = ()
@@ -159,10 +159,12 @@ class EpBuffer(Destroyable):
                 `[num_tokens, hidden]` of a one-byte dtype, contiguous, and sf
                 `[num_tokens, num_scales]` of elements of 1, 2, 4 or 8 bytes, any strides; both travel
                 as they are.
-            topk_idx: int64 `[num_tokens, num_topk]`, contiguous; -1 marks an unused choice. None
-                with `handle`.
+            topk_idx: int64 `[num_tokens, num_topk]`, contiguous; -1 marks an unused choice. Or a routing
+                map, bool `[num_tokens, num_experts]`: a token goes to its experts in ascending order.
+                None with `handle`.
             topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when x is float64), or
-                None. Forwarded, not applied.
+                None. Forwarded, not applied. Of a map `[num_tokens, num_experts]`, read where it is
+                true; of any floating dtype, and float32 on its way.
             layout: Order of received rows.
             expert_alignment: Rows per local expert are padded with zero rows to a multiple of this.
                 RANK_MAJOR: affects `expert_offsets` only. LOW_LATENCY: 1.
@@ -181,7 +183,7 @@ class EpBuffer(Destroyable):
                 overwritten; attributes of the result wait for their shape.
             gradients: For a caller with a backward of its own, what it says of gradients: 0 that it
                 runs none; 1 that it can; 2 more where it needs the gradient of x, 4 more where it needs
-                that of the weights (`moe_comm.ep.backends.gradients`). `result.gradients` is what all
+                that of the weights (`moe_comm.ep.gradients`). `result.gradients` is what all
                 ranks say together: where that needs any, every rank runs the backward.
 
         Returns:
@@ -201,119 +203,77 @@ class EpBuffer(Destroyable):
             2 ranks, 2 experts, `topk_idx = [[1], [0]]` on rank 0 and `[[1], [1]]` on rank 1: rank 1
             receives 3 rows in the order (rank 0, token 0), (rank 1, token 0), (rank 1, token 1).
         """
-        self._check_alive()
-        with self._in_dispatch:
-            self.communicator.latest_buffer = self._reference
-            if missed_calls.kept.calls:
-                self.communicator.tell_missed("dispatch", self._backend.reject)
-            try:
-                copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                if async_op is not False:
-                    check_bool("async_op", async_op)
-                if type(expert_alignment) is not int or expert_alignment != 1:
-                    expert_alignment = validation.check_alignment(expert_alignment)
-                if gradients != 0:
-                    check_word(gradients)
-                elif not self._has_warned and _is_in_graph(x, topk_weights):
-                    self._warn_of_gradients("dispatch", x=x, topk_weights=topk_weights)
-            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-                self._backend.reject("dispatch", error)
-            operation = None
-            if handle is None and capacity is None and copy is None and async_op is False:
-                operation = self._dispatch_at_a_glance(
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    layout,
-                    expert_alignment,
-                    gradients,
-                    False,
-                    quantization,
-                )
-            if operation is None:
-                masked = self._masked_ranks
-                if masked and (handle is not None or layout is not Layout.LOW_LATENCY):
-                    masked = ()  # the plan of a handle has its masks
-                # By hand: the constructor of a named tuple takes twice as long.
-                options = tuple.__new__(
-                    DispatchOptions,
-                    (
-                        layout,
-                        expert_alignment,
-                        quantization,
-                        capacity,
-                        masked,
-                        copy,
-                        async_op,
-                        gradients,
-                    ),
-                )
-                operation = self._dispatch_by_rules(x, topk_idx, topk_weights, handle, options)
-            output = None if async_op else operation.early
-            maker = (self.buffer_id, self.generation)
-        return DispatchResult(operation, output, capacity, maker=maker, handle=handle)
+        says_nothing = gradients is _NOTHING
+        if says_nothing and not self._has_warned and _is_in_graph(x, topk_weights):
+            self._warn_of_gradients("dispatch", x=x, topk_weights=topk_weights)
+        # By hand: the constructor of a named tuple takes twice as long.
+        options = tuple.__new__(
+            DispatchOptions,
+            (layout, expert_alignment, quantization, capacity, (), copy_out, async_op, gradients),
+        )
+        return self.run_dispatch(x, topk_idx, topk_weights, handle, options)
 
-    def dispatch_plain(
+    def run_dispatch(
         self,
-        x: object,
-        topk_idx: object,
-        topk_weights: object,
-        layout: object,
-        expert_alignment: object,
-        gradients: int,
-        is_map: bool = False,
-        quantization: object = None,
-    ) -> DispatchResult | None:
-        """`dispatch` for callers with a backward, where a glance shows that the arguments are right.
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        handle: DispatchHandle | None,
+        options: DispatchOptions,
+        takes_strides: bool = False,
+    ) -> DispatchResult:
+        """Run `dispatch` for callers that hand its options on whole.
 
         Args:
             x: As in `dispatch`.
-            topk_idx: As in `dispatch`, or a routing map, bool `[num_tokens, num_experts]`.
-            topk_weights: As in `dispatch`; of a map `[num_tokens, num_experts]`, read where it is true.
-            layout: As in `dispatch`.
-            expert_alignment: As in `dispatch`.
-            gradients: As in `dispatch`; not checked.
-            is_map: Whether `topk_idx` is a routing map: a token goes to its experts in ascending order.
-            quantization: As in `dispatch`.
-
-        Returns:
-            None, where nothing has been done: `dispatch` decides, and words what is wrong.
+            topk_idx: As in `dispatch`.
+            topk_weights: As in `dispatch`.
+            handle: As in `dispatch`.
+            options: The others, but for `masked_ranks`, which are this buffer's.
+            takes_strides: Tensors of any strides are taken, and lazy conjugates and negations.
         """
-        self._check_alive()
-        with self._in_dispatch:
-            self.communicator.latest_buffer = self._reference
-            if missed_calls.kept.calls:
-                self.communicator.tell_missed("dispatch", self._backend.reject)
-            operation = self._dispatch_at_a_glance(
-                x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map, quantization
-            )
+        self._enter("dispatch")
+        try:
+            if self._masked_ranks and handle is None and options.layout is Layout.LOW_LATENCY:
+                options = options._replace(masked_ranks=self._masked_ranks)
+            operation = plan = None
+            if handle is None or (plan := self._plan_of(handle)) is not None:
+                operation = self._backend.dispatch_unchecked(
+                    x, topk_idx, topk_weights, plan, options
+                )
             if operation is None:
-                return None
+                operation = self._dispatch_by_rules(
+                    x, topk_idx, topk_weights, handle, options, takes_strides
+                )
+            output = None if options.async_op else operation.early
             maker = (self.buffer_id, self.generation)
-        return DispatchResult(operation, operation.early, maker=maker)
+        finally:
+            self._busy.release()
+        return DispatchResult(operation, output, options.capacity, maker=maker, handle=handle)
 
-    def _dispatch_at_a_glance(
-        self,
-        x: object,
-        topk_idx: object,
-        topk_weights: object,
-        layout: object,
-        expert_alignment: object,
-        gradients: int,
-        is_map: bool,
-        quantization: object,
-    ) -> Operation[DispatchOutput] | None:
-        """The backend's `dispatch_plain`, of arguments of any type."""
+    def _enter(self, operation: str) -> None:
+        """Begin a collective call of this buffer: `_busy` is held, for the caller to release."""
+        if self._is_destroyed or self.communicator.is_forked():
+            self._check_alive()
+        if not self._busy.acquire(False):  # by hand: a context manager takes twice as long
+            raise in_use(operation)
+        self.communicator.latest_buffer = self._reference
+        if missed_calls.kept.calls:
+            try:
+                self.communicator.tell_missed(operation, self._backend.reject)
+            except BaseException:
+                self._busy.release()
+                raise
+
+    def _plan_of(self, handle: object) -> Plan | None:
+        """The plan of a handle of this buffer; None for anything else."""
         if (
-            type(layout) is not Layout
-            or type(expert_alignment) is not int
-            or expert_alignment < 1
-            or self._masked_ranks
+            isinstance(handle, DispatchHandle)
+            and handle.buffer_id == self.buffer_id
+            and handle.generation == self.generation
         ):
-            return None
-        return self._backend.dispatch_plain(
-            x, topk_idx, topk_weights, layout, expert_alignment, gradients, is_map, quantization
-        )
+            return handle.plan
+        return None
 
     def _dispatch_by_rules(
         self,
@@ -322,11 +282,16 @@ class EpBuffer(Destroyable):
         topk_weights: torch.Tensor | None,
         handle: DispatchHandle | None,
         options: DispatchOptions,
+        takes_strides: bool,
     ) -> Operation[DispatchOutput]:
         """A dispatch that is checked rule by rule; an error on every rank where one is broken."""
         try:
+            options = check_options(options)
             if handle is not None:
                 validation.check_handle(handle, self.buffer_id, self.generation)
+            if takes_strides:
+                x = (as_bytes(x[0]), *x[1:]) if isinstance(x, tuple) and x else as_bytes(x)
+                topk_idx, topk_weights = as_bytes(topk_idx), as_bytes(topk_weights)
             rows, scales = validation.check_rows(x, options.quantization)
             validation.check_devices(
                 self.communicator.device,
@@ -335,6 +300,8 @@ class EpBuffer(Destroyable):
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
             )
+            if isinstance(topk_idx, torch.Tensor) and topk_idx.dtype is torch.bool:
+                topk_idx, topk_weights = list_choices(self.config, rows, topk_idx, topk_weights)
             if handle is None:
                 validation.check_dispatch(
                     *(self.config, rows, topk_idx, topk_weights, options),
@@ -483,84 +450,87 @@ class EpBuffer(Destroyable):
             PeerTimeoutError: A peer stopped progressing.
             RuntimeError: Another thread is using this buffer.
         """
-        self._check_alive()
-        with self._in_combine:
-            self.communicator.latest_buffer = self._reference
-            if missed_calls.kept.calls:
-                self.communicator.tell_missed("combine", self._backend.reject)
-            try:
-                copy = None if copy_out == "auto" else validation.check_copy_out(copy_out)
-                if async_op is not False:
-                    check_bool("async_op", async_op)
-                validation.check_handle(handle, self.buffer_id, self.generation)
-                if gradients != 0:
-                    check_word(gradients)
-                elif not self._has_warned and _is_in_graph(
-                    expert_out, topk_weights, row_weights, out
-                ):
-                    self._warn_of_gradients(
-                        "combine",
-                        expert_out=expert_out,
-                        topk_weights=topk_weights,
-                        row_weights=row_weights,
-                        out=out,
-                    )
-            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-                self._backend.reject("combine", error)
-            if row_weights is None and gradients == 0 and copy is None and async_op is False:
-                summed = self._backend.combine_plain(expert_out, handle.plan, topk_weights, out, 0)
-                if summed is not None:
-                    return summed[0]
-            self._check_combine(handle, expert_out, topk_weights, row_weights, out)
-            # By hand, as in dispatch.
-            options = tuple.__new__(CombineOptions, (copy, async_op, gradients))
-            operation = self._backend.combine(
-                expert_out, handle.plan, topk_weights, row_weights, out, options
-            )
-            if async_op or gradients or row_weights is not None:
-                return CombineResult(operation, None if async_op else operation.early)
-            output = operation.early
-        assert output is not None
-        assert output.x is not None
-        return output.x
-
-    def combine_plain(
-        self, expert_out: object, handle: DispatchHandle, topk_weights: object, gradients: int
-    ) -> tuple[torch.Tensor, int] | None:
-        """The sums of a `combine`, as `dispatch_plain` is to `dispatch`, and what all ranks say of gradients."""
-        self._check_alive()
-        with self._in_combine:
-            self.communicator.latest_buffer = self._reference
-            if missed_calls.kept.calls:
-                self.communicator.tell_missed("combine", self._backend.reject)
-            try:
-                validation.check_handle(handle, self.buffer_id, self.generation)
-            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-                self._backend.reject("combine", error)
-            return self._backend.combine_plain(
-                expert_out, handle.plan, topk_weights, None, gradients
-            )
-
-    def _check_combine(
-        self,
-        handle: DispatchHandle,
-        expert_out: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        row_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> None:
-        """An error on every rank where a rule is broken."""
-        try:
-            validation.check_devices(
-                self.communicator.device,
+        says_nothing = gradients is _NOTHING
+        if (
+            says_nothing
+            and not self._has_warned
+            and _is_in_graph(expert_out, topk_weights, row_weights, out)
+        ):
+            self._warn_of_gradients(
+                "combine",
                 expert_out=expert_out,
                 topk_weights=topk_weights,
                 row_weights=row_weights,
                 out=out,
             )
-            validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            self._backend.reject("combine", error)
+        # By hand, as in dispatch.
+        options = tuple.__new__(CombineOptions, (copy_out, async_op, gradients))
+        as_sums = row_weights is None and says_nothing
+        combined = self.run_combine(
+            expert_out, handle, topk_weights, row_weights, out, options, as_sums
+        )
+        if isinstance(combined, tuple):
+            return combined[0]
+        return CombineResult(combined, None if async_op else combined.early)
+
+    def run_combine(
+        self,
+        expert_out: torch.Tensor | None,
+        handle: DispatchHandle,
+        topk_weights: torch.Tensor | None,
+        row_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        options: CombineOptions,
+        as_sums: bool,
+        takes_strides: bool = False,
+    ) -> Operation[CombineOutput] | tuple[torch.Tensor, int]:
+        """Run `combine` for callers that hand its options on whole.
+
+        Args:
+            expert_out: As in `combine`.
+            handle: As in `combine`.
+            topk_weights: As in `combine`.
+            row_weights: As in `combine`.
+            out: As in `combine`.
+            options: The others.
+            as_sums: Return the sums and what all ranks say of gradients, where it is not asynchronous.
+            takes_strides: As in `run_dispatch`.
+        """
+        self._enter("combine")
+        try:
+            combined = None
+            if (plan := self._plan_of(handle)) is not None:
+                combined = self._backend.combine_unchecked(
+                    expert_out, plan, topk_weights, row_weights, out, options, as_sums
+                )
+            if combined is not None:
+                return combined
+            try:
+                options = check_options(options)
+                validation.check_handle(handle, self.buffer_id, self.generation)
+                if takes_strides:
+                    expert_out, topk_weights = as_bytes(expert_out), as_bytes(topk_weights)
+                validation.check_devices(
+                    self.communicator.device,
+                    expert_out=expert_out,
+                    topk_weights=topk_weights,
+                    row_weights=row_weights,
+                    out=out,
+                )
+                validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
+            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
+                self._backend.reject("combine", error)
+            operation = self._backend.combine(
+                expert_out, handle.plan, topk_weights, row_weights, out, options
+            )
+            if options.async_op or not as_sums:
+                return operation
+            output = operation.early
+            assert output is not None
+            assert output.x is not None
+            return output.x, output.gradients
+        finally:
+            self._busy.release()
 
     def empty_expert_output(
         self,
@@ -655,11 +625,14 @@ class EpBuffer(Destroyable):
         """Say once that what an eager operation returns has no gradient, where one is expected."""
         self._has_warned = True
         name = next(name for name, tensor in tensors.items() if _is_in_graph(tensor))
-        warnings.warn(
-            f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
-            f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
-            stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
-        )
+        try:
+            warnings.warn(
+                f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
+                f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
+                stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
+            )
+        except Exception as error:  # noqa: BLE001 - where a filter makes an error of it, for peers too
+            self.reject(operation, error)
 
 
 def _is_in_graph(*tensors: object) -> bool:

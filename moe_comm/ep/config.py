@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -16,8 +16,6 @@ from moe_comm.tensors.quantization import Quantization
 __all__ = [
     "ON_OVERFLOW",
     "Capacity",
-    "CombineOptions",
-    "DispatchOptions",
     "EpConfig",
     "Layout",
     "check_num_experts",
@@ -101,49 +99,6 @@ class Capacity:
                 f'num_rows_per_expert = {self.num_rows_per_expert} needs on_overflow "drop" or '
                 f'"raise", got "grow"'
             )
-
-
-class DispatchOptions(NamedTuple):
-    """How the rows of one dispatch go, which an `EpBuffer` has checked and hands its backend whole.
-
-    Args:
-        layout: Order of received rows. Of a cached dispatch it is the plan's that holds, as are the
-            alignment, the capacity and the masks.
-        expert_alignment: As in `EpBuffer.dispatch`.
-        quantization: How to quantize x, or None. Where x is quantized already it only says whether the
-            scale factors arrive column-major.
-        capacity: Limits; None for none.
-        masked_ranks: LOW_LATENCY: ranks that take no part in this operation, united over all ranks:
-            nothing goes to them or comes from them.
-        copy_out: Whether results are copied out of the heap; None means the backend decides.
-        async_op: Return before the end.
-        gradients: What this rank says of gradients, see `moe_comm.ep.backends.gradients`. Ranks read it
-            in what they exchange before rows move: the output has what all say, and where they clash
-            every rank raises ValueError.
-    """
-
-    layout: Layout = Layout.EXPERT_MAJOR
-    expert_alignment: int = 1
-    quantization: Quantization | None = None
-    capacity: Capacity | None = None
-    masked_ranks: tuple[int, ...] = ()
-    copy_out: bool | None = None
-    async_op: bool = False
-    gradients: int = 0
-
-
-class CombineOptions(NamedTuple):
-    """How the sums of one combine come back, which an `EpBuffer` has checked and hands its backend whole.
-
-    Args:
-        copy_out: As in `DispatchOptions`, for the sums.
-        async_op: As in `DispatchOptions`.
-        gradients: As in `DispatchOptions`; weights that are applied belong to what ranks compare.
-    """
-
-    copy_out: bool | None = None
-    async_op: bool = False
-    gradients: int = 0
 
 
 def numbers_of(capacity: Capacity | None) -> tuple[int, int, int]:

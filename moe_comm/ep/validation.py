@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from moe_comm.arguments import as_dense, as_int, check_resolved, shown
-from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, DispatchOptions, EpConfig, Layout
+from moe_comm.arguments import as_dense, check_resolved
+from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Capacity, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
+from moe_comm.ep.options import DispatchOptions
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
 __all__ = [
-    "check_alignment",
     "check_apart",
     "check_cached_dispatch",
     "check_capacity",
     "check_combine",
-    "check_copy_out",
     "check_devices",
     "check_dispatch",
     "check_handle",
@@ -30,15 +27,6 @@ __all__ = [
 
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
-
-
-def check_copy_out(copy_out: bool | Literal["auto"]) -> bool | None:
-    """True or False as given, None for "auto"."""
-    if copy_out is True or copy_out is False:
-        return copy_out
-    if isinstance(copy_out, str) and copy_out == "auto":
-        return None
-    raise ValueError(f'copy_out must be True, False or "auto", got {shown(copy_out)}')
 
 
 def check_apart(name: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
@@ -76,8 +64,6 @@ def check_rows(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], quantization: Quantization | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows and their scale factors as given, or None where rows are not quantized yet."""
-    if quantization is not None and not isinstance(quantization, Quantization):
-        raise TypeError(f"quantization must be a Quantization, got {quantization!r}")
     if not isinstance(x, tuple):
         is_tensor = isinstance(x, torch.Tensor)
         if quantization is not None and is_tensor and x.dtype not in QUANTIZABLE_DTYPES:
@@ -152,9 +138,6 @@ def check_dispatch(
     if num_topk < 1:
         raise ValueError(f"topk_idx must have at least one column, got {tuple(topk_idx.shape)}")
     _check_weights(topk_weights, num_tokens, num_topk, x.dtype)
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Layout, got {layout!r}")
-    check_alignment(expert_alignment)
     if layout is Layout.LOW_LATENCY:
         if most_tokens is None:
             raise ValueError(
@@ -172,8 +155,6 @@ def check_capacity(capacity: Capacity | None, layout: Layout, expert_alignment: 
     """Limits that go with a layout and an alignment."""
     if capacity is None:
         return
-    if not isinstance(capacity, Capacity):
-        raise TypeError(f"capacity must be a Capacity, got {capacity!r}")
     if layout is Layout.LOW_LATENCY:
         raise ValueError("Layout.LOW_LATENCY has a shape of its own, capacity must be None")
     if layout is Layout.RANK_MAJOR and (
@@ -213,7 +194,7 @@ def check_cached_dispatch(
         raise ValueError("topk_idx must be None with a handle, which already holds the choices")
     if layout is not Layout.EXPERT_MAJOR and layout != handle.layout:
         raise ValueError(f"layout is {layout!r}, the handle's is {handle.layout!r}")
-    if as_int("expert_alignment", expert_alignment) not in (1, handle.expert_alignment):
+    if expert_alignment not in (1, handle.expert_alignment):
         raise ValueError(
             f"expert_alignment is {expert_alignment}, the handle's is {handle.expert_alignment}"
         )
@@ -361,14 +342,6 @@ def _check_weight_dtype(name: str, weights: torch.Tensor, rows_dtype: torch.dtyp
     raise TypeError(
         f"{name} must be torch.float32 (or torch.float64 with float64 rows), got {weights.dtype}"
     )
-
-
-def check_alignment(expert_alignment: int) -> int:
-    """An alignment that is one, as an int."""
-    expert_alignment = as_int("expert_alignment", expert_alignment)
-    if not 1 <= expert_alignment < 2**31:
-        raise ValueError(f"expert_alignment must be in [1, 2**31), got {expert_alignment}")
-    return expert_alignment
 
 
 def _place_of(tensor: torch.Tensor) -> str:

@@ -348,13 +348,17 @@ class Communicator(ElasticRanks, Destroyable):
             raise ValueError(f"the {self.backend} backend has no heap")
         return self.native
 
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that made the communicator."""
+        return forks.generation != self._fork_generation
+
     def check_process(self, what: str) -> None:
         """Refuse `what` in a forked child, which has neither the peers nor the memory.
 
         Raises:
             ValueError: This process was forked from the one that made the communicator.
         """
-        if forks.generation != self._fork_generation:
+        if self.is_forked():
             raise ValueError(
                 f"{what}: the communicator belongs to process {self._process_id} and this is its "
                 f"forked child {os.getpid()}"

@@ -5,7 +5,14 @@ from __future__ import annotations
 import threading
 import types
 
-__all__ = ["ExclusiveUse"]
+__all__ = ["ExclusiveUse", "in_use"]
+
+
+def in_use(operation: str) -> RuntimeError:
+    """The error of a second caller, who wanted `operation`."""
+    return RuntimeError(
+        f"{operation}: another thread is using this EpBuffer; give each thread its own"
+    )
 
 
 class ExclusiveUse:
@@ -24,9 +31,7 @@ class ExclusiveUse:
 
     def __enter__(self) -> None:
         if not self._busy.acquire(False):
-            raise RuntimeError(
-                f"{self._operation}: another thread is using this EpBuffer; give each thread its own"
-            )
+            raise in_use(self._operation)
 
     def __exit__(
         self,

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
 import torch
 
-__all__ = ["check_memory", "problem_with_memory"]
+__all__ = ["as_bytes", "check_memory", "problem_with_memory"]
+
+TensorT = TypeVar("TensorT")
+
+
+def as_bytes(tensor: TensorT) -> TensorT:
+    """Return the same numbers, contiguous, and none of them a lazy conjugate or negation.
+
+    Anything but a dense tensor is returned as it is, for others to refuse.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return tensor
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return cast("TensorT", tensor.contiguous().resolve_conj().resolve_neg())
 
 
 def problem_with_memory(tensor: torch.Tensor) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_comm.ep.backends.base import Backend, CombineOutput, DispatchOutput, Operation, Plan
-from moe_comm.ep.config import CombineOptions, DispatchOptions
+from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput
 
@@ -21,7 +21,7 @@ def dispatch(
     mine: RankInput,
     *,
     has_weights: bool = True,
-    copy_out: bool | None = None,
+    copy_out: CopyOut = "auto",
     async_op: bool = False,
     **changes: Any,
 ) -> Operation[DispatchOutput]:
@@ -53,7 +53,7 @@ def dispatch_cached(
     *,
     x_sf: torch.Tensor | None = None,
     quantization: Quantization | None = None,
-    copy_out: bool | None = None,
+    copy_out: CopyOut = "auto",
     gradients: int = 0,
 ) -> DispatchOutput:
     """Dispatch to the places of a plan, and wait."""
@@ -74,7 +74,7 @@ def combine(
     row_weights: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
-    copy_out: bool | None = None,
+    copy_out: CopyOut = "auto",
     async_op: bool = False,
     gradients: int = 0,
 ) -> Operation[CombineOutput]:

@@ -10,7 +10,6 @@ import torch
 from moe_comm import fused_a2a
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
-from moe_comm.dispatcher.routing_map import routing_map_of_topk
 from moe_comm.dispatcher.sglang import (
     DeepEPLLCombineInput,
     DeepEPNormalCombineInput,
@@ -22,6 +21,7 @@ from moe_comm.dispatcher.vllm import VllmPrepareAndFinalize
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import GroupBuffers
+from moe_comm.ep.routing_map import routing_map_of_topk
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.testing.dispatcher_cases import (
     DispatcherCase,

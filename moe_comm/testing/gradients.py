@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput
-from moe_comm.ep.backends.gradients import (
+from moe_comm.ep.config import Layout
+from moe_comm.ep.gradients import (
     ENABLED,
     LEAVES_DISPATCH,
     NEEDS_ROWS,
     NEEDS_WEIGHTS,
     REACHES_DISPATCH,
 )
-from moe_comm.ep.config import Layout
 from moe_comm.testing import calls
 from moe_comm.testing.case_data import CaseData
 from moe_comm.testing.cases import Case, case_inputs

@@ -8,6 +8,7 @@ import torch
 
 from moe_comm.ep.backends.base import Backend, DispatchOutput, Plan
 from moe_comm.ep.config import Layout
+from moe_comm.ep.options import CopyOut
 from moe_comm.ep.spec import Received
 from moe_comm.tensors.arithmetic import dot_rows, scale_rows
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, QUANTIZABLE_DTYPES
@@ -21,7 +22,7 @@ from moe_comm.testing.target import Target
 __all__ = ["compare_dispatch", "run_case"]
 
 # Whether outputs may stay in the backend's own memory; every choice must give the same bits.
-_COPY_OUT = (None, False, True)
+_COPY_OUT: tuple[CopyOut, ...] = ("auto", False, True)
 
 
 def run_case(context: RankContext, target: Target, case: Case, num_rounds: int = 3) -> list[str]:
@@ -56,7 +57,7 @@ class _Round:
         self.expected = expected
         self.data = CaseData(case, case_inputs(case, round_idx))
         self.mine: RankInput = self.data.inputs[rank_idx]
-        self.copy_out = _COPY_OUT[round_idx % len(_COPY_OUT)]
+        self.copy_out: CopyOut = _COPY_OUT[round_idx % len(_COPY_OUT)]
         self.num_combines = 0
 
     def dispatch(self, backend: Backend) -> None:

@@ -106,33 +106,22 @@ def recorded_operations(*buffers: EpBuffer) -> Iterator[list[str]]:
     operations: list[str] = []
 
     def recorded(method: Any, name: Any) -> Any:
-        def record(rows: Any, *args: Any, **kwargs: Any) -> Any:
-            operations.append(name(rows, kwargs))
-            return method(rows, *args, **kwargs)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            operations.append(name(*args))
+            return method(*args, **kwargs)
 
         return record
 
-    def recorded_if_done(method: Any, name: str) -> Any:
-        def record(*args: Any) -> Any:
-            done = method(*args)
-            operations.extend([] if done is None else [name])
-            return done
+    def dispatch_name(_x: Any, _topk_idx: Any, _topk_weights: Any, handle: Any, *_: Any) -> str:
+        return "dispatch" if handle is None else "cached dispatch"
 
-        return record
-
-    def dispatch_name(_: Any, kwargs: dict[str, Any]) -> str:
-        return "dispatch" if kwargs.get("handle") is None else "cached dispatch"
-
-    def combine_name(rows: Any, _: dict[str, Any]) -> str:
+    def combine_name(rows: Any, *_: Any) -> str:
         return "combine" if rows is not None else "combine weights"
 
     with pytest.MonkeyPatch.context() as patch:
         for buffer in buffers:
-            patch.setattr(buffer, "dispatch", recorded(buffer.dispatch, dispatch_name))
-            patch.setattr(buffer, "combine", recorded(buffer.combine, combine_name))
-            for name in ("dispatch", "combine"):
-                plain = f"{name}_plain"
-                patch.setattr(buffer, plain, recorded_if_done(getattr(buffer, plain), name))
+            patch.setattr(buffer, "run_dispatch", recorded(buffer.run_dispatch, dispatch_name))
+            patch.setattr(buffer, "run_combine", recorded(buffer.run_combine, combine_name))
         yield operations
 
 

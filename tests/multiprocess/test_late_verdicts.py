@@ -27,8 +27,8 @@ from moe_comm import (
     PeerFailedError,
     PeerTimeoutError,
 )
-from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ROWS
 from moe_comm.ep.backends.simt import Stream, use_stream
+from moe_comm.ep.gradients import ENABLED, NEEDS_ROWS
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.failing_ranks import interrupt_when_waiting, wait_for, when_waiting

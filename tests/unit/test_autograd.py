@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.autograd.options import encode_dispatch
 from moe_comm.ep.backends import BACKEND_CLASSES
-from moe_comm.ep.backends.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
+from moe_comm.ep.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
+from moe_comm.ep.options import DispatchOptions, encode_dispatch
 from tests.helpers.moe_layer import (
     MoeLayer,
     assert_same_bits,
@@ -337,7 +337,7 @@ def test_opcheck(buffer: EpBuffer, layout: Layout, place: str) -> None:
     alignment = 1 if layout is Layout.LOW_LATENCY else 4
     arguments = (
         *(x, None, topk_idx, sent, buffer.id_tensor, sizes),
-        *encode_dispatch(layout, alignment, None, None),
+        *encode_dispatch(DispatchOptions(layout, alignment)),
         *(ENABLED | NEEDS_ANY, buffer.gradient_anchor),
     )
     torch.library.opcheck(operators.DISPATCH, arguments, test_utils=utilities)
@@ -403,7 +403,7 @@ def test_operators_end_with_their_buffer(communicator: Communicator) -> None:
     buffer = EpBuffer(communicator, config)
     id_tensor = buffer.id_tensor
     arguments = (torch.zeros(1, 8).bfloat16(), None, torch.zeros(1, 2).long(), None)
-    options = ([1, 4, 4, 2, 4], *encode_dispatch(Layout.EXPERT_MAJOR, 1, None, None), 0, None)
+    options = ([1, 4, 4, 2, 4], *encode_dispatch(DispatchOptions()), 0, None)
     operators.DISPATCH(*arguments, id_tensor, *options)
     del buffer
     with pytest.raises(ValueError, match=f"no living EpBuffer has id {int(id_tensor)}"):

@@ -24,7 +24,7 @@ from moe_comm import (
     ScaleFormat,
 )
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.autograd.options import encode_dispatch, encode_quantization
+from moe_comm.ep.options import DispatchOptions, encode_dispatch, encode_quantization
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 4, 2, 160  # the last block of 128 is shorter
@@ -426,7 +426,7 @@ def test_a_pair_has_no_gradient_and_its_weights_have(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_opcheck(buffer: EpBuffer, quantization: Quantization, layout: Layout) -> None:
     x, topk_idx, topk_weights = (tensor.detach() for tensor in inputs())
-    encoded = encode_dispatch(layout, alignment(layout), quantization, None)
+    encoded = encode_dispatch(DispatchOptions(layout, alignment(layout), quantization))
     sizes = [1, NUM_EXPERTS, NUM_EXPERTS, NUM_TOPK, 16]
     utilities = ("test_faketensor",)  # that of the schema cannot compare FP8
     arguments = (topk_idx, topk_weights, buffer.id_tensor, sizes, *encoded, 0, None)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm.dispatcher import routing_map as module
-from moe_comm.dispatcher.routing_map import (
+from moe_comm.ep import routing_map as module
+from moe_comm.ep.routing_map import (
     dense_of_topk,
     routing_map_of_topk,
     topk_of_routing_map,

@@ -3,9 +3,10 @@
 #include <memory>
 #include <utility>
 
+#include "bindings/shared/call_options.h"
+#include "bindings/shared/call_tensors.h"
 #include "bindings/shared/count_writes.h"
 #include "bindings/shared/kept_results.h"
-#include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "ops/combine.h"
@@ -68,8 +69,20 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
 /// Adds SubmittedCombine to @p module, known to no other.
 void bind_submitted_combine(py::module_& module);
 
-/// @param values  a CombineOptions of moe_comm/ep/config.py
-void read_options(const py::tuple& values, ops::CombineParams* params);
+/// Arguments of the method combine() of an endpoint; see moe_comm/ep/backends/native_endpoint.py.
+struct CombineArguments {
+  py::handle x;
+  std::shared_ptr<const ops::PlanHeader> plan;
+  py::handle topk_weights;
+  py::handle row_weights;
+  py::handle out;
+  const py::tuple& options;
+  std::optional<int32_t> dtype;  ///< of arguments that have passed every rule
+};
+
+/// Nothing where a glance at arguments that nobody has checked does not suffice.
+std::optional<ops::CombineParams> read_combine(const ops::EndpointBase& endpoint,
+                                               const CombineArguments& arguments);
 
 /// Sums of low-latency rows have the size of those before.
 void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params);
@@ -89,74 +102,40 @@ std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endp
       params);
 }
 
-/// Adds SubmittedCombine to @p module, combine() and combine_plain() to @p endpoint_class.
+/// Adds SubmittedCombine to @p module, combine() to @p endpoint_class.
 /// Operations run by combine(EndpointT&, const ops::CombineParams&, const group::InterruptCheck&).
 template <typename EndpointT, typename PlanT>
 void bind_combine(py::module_& module,
                   py::class_<EndpointT, std::shared_ptr<EndpointT>>& endpoint_class) {
   bind_submitted_combine(module);
-  endpoint_class.def("combine",
-                     [](std::shared_ptr<EndpointT> endpoint,
-                        py::object x,
-                        std::shared_ptr<PlanT> plan,
-                        py::object topk_weights,
-                        py::object row_weights,
-                        py::object out,
-                        int32_t dtype,
-                        const py::tuple& options) {
-                       endpoint->group().check_process("combine");
-                       const TensorView rows = view_tensor(x);
-                       const TensorView weights = view_tensor(topk_weights);
-                       const TensorView pulled = view_tensor(row_weights);
-                       ops::CombineParams params;
-                       params.x = rows.data;
-                       params.has_rows = !x.is_none();
-                       params.dtype = static_cast<DType>(dtype);
-                       params.hidden = rows.row_elements;
-                       params.weights = weights.data;
-                       params.weight_bytes = static_cast<int32_t>(weights.element_bytes);
-                       params.row_weights = pulled.data;
-                       params.row_weight_bytes = static_cast<int32_t>(pulled.element_bytes);
-                       params.out = view_tensor(out).data;
-                       params.plan = std::move(plan);
-                       read_options(options, &params);
-                       if (params.is_async)
-                         params.caller_mark = endpoint->mark_caller();
-                       // Another thread may write for as long as an asynchronous one is under way,
-                       // which counts from here on.
-                       return counting_write(out, [&] {
-                         return submit_combine(std::move(endpoint), params, [&] {
-                           return py::make_tuple(x, topk_weights, row_weights, out);
-                         });
-                       });
-                     });
-  endpoint_class.def("combine_plain",
-                     [](std::shared_ptr<EndpointT> endpoint,
-                        py::handle x,
-                        std::shared_ptr<PlanT> plan,
-                        py::handle topk_weights,
-                        py::handle out,
-                        int32_t gradients) -> py::object {
-                       endpoint->group().check_process("combine");
-                       const auto plain =
-                           view_plain_combine(*endpoint, *plan, x, topk_weights, out);
-                       if (!plain)
-                         return py::none();
-                       ops::CombineParams params;
-                       params.x = plain->rows.data;
-                       params.has_rows = true;
-                       params.dtype = plain->dtype;
-                       params.hidden = plain->rows.row_elements;
-                       params.weights = plain->weights.data;
-                       params.weight_bytes = static_cast<int32_t>(plain->weights.element_bytes);
-                       params.out = plain->out.data;
-                       params.plan = std::move(plan);
-                       params.gradients = gradients;
-                       return counting_write(out, [&] {
-                         const auto tensors = [&] { return py::make_tuple(x, topk_weights, out); };
-                         return submit_combine(std::move(endpoint), params, tensors)->summed(out);
-                       });
-                     });
+  endpoint_class.def(
+      "combine",
+      [](std::shared_ptr<EndpointT> endpoint,
+         py::handle x,
+         std::shared_ptr<PlanT> plan,
+         py::handle topk_weights,
+         py::handle row_weights,
+         py::handle out,
+         const py::tuple& options,
+         std::optional<int32_t> dtype,
+         bool as_sums) -> py::object {
+        endpoint->group().check_process("combine");
+        auto params = read_combine(
+            *endpoint, {x, std::move(plan), topk_weights, row_weights, out, options, dtype});
+        if (!params)
+          return py::none();
+        if (params->is_async)
+          params->caller_mark = endpoint->mark_caller();
+        const bool is_summed = as_sums && !params->is_async;
+        // Another thread may write for as long as an asynchronous one is under way, which counts
+        // from here on.
+        return counting_write(out, [&]() -> py::object {
+          auto made = submit_combine(std::move(endpoint), std::move(*params), [&] {
+            return py::make_tuple(x, topk_weights, row_weights, out);
+          });
+          return is_summed ? py::object(made->summed(out)) : py::cast(std::move(made));
+        });
+      });
 }
 
 }  // namespace moe::bindings

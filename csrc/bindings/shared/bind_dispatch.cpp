@@ -52,42 +52,15 @@ TensorTypes describe_scales(const py::tuple& arguments,
   return scales.types;
 }
 
-/// @param values  a DispatchOptions, whose quantization and capacity come apart, in native forms.
-void read_options(const py::tuple& values, ops::DispatchParams* params) {
-  enum {
-    kLayout,
-    kExpertAlignment,
-    kQuantization,
-    kCapacity,
-    kMaskedRanks,
-    kCopyOut,
-    kAsyncOp,
-    kGradients,
-    kNumOptions
-  };
-  const OptionTuple options(values, "dispatch", kNumOptions);
-  params->layout = static_cast<layout::RowLayout>(options.at(kLayout).cast<int>());
-  params->expert_alignment = options.at(kExpertAlignment).cast<int64_t>();
-  if (PyTuple_GET_SIZE(options.at(kMaskedRanks).ptr()) > 0)
-    params->masked_ranks = options.at(kMaskedRanks).cast<std::vector<int>>();
-  params->copy_out = options.copy_out(kCopyOut);
-  params->is_async = options.at(kAsyncOp).cast<bool>();
-  params->gradients = options.at(kGradients).cast<int32_t>();
-}
-
-ops::DispatchParams params_of(const TensorView& rows,
-                              const TensorView& choices,
-                              const TensorView& weights) {
-  ops::DispatchParams params;
-  params.x = rows.data;
-  params.topk_idx = reinterpret_cast<const int64_t*>(choices.data);
-  params.weights = weights.data;
-  params.num_tokens = rows.num_rows;
-  params.num_topk = choices.row_elements;
-  params.source_row_bytes = rows.row_bytes();
-  params.row_bytes = rows.row_bytes();
-  params.weight_bytes = static_cast<int32_t>(weights.element_bytes);
-  return params;
+/// Of arguments that have passed every rule.
+DispatchTensors view_dispatch(const DispatchArguments& arguments) {
+  DispatchTensors tensors;
+  tensors.row_type = *arguments.row_type;
+  tensors.rows = view_tensor(arguments.x);
+  tensors.scales = view_tensor(arguments.x_sf);
+  tensors.choices = view_tensor(arguments.topk_idx);
+  tensors.weights = view_tensor(arguments.topk_weights);
+  return tensors;
 }
 
 /// The window of a low-latency dispatch does not wait for counts.
@@ -116,45 +89,37 @@ void take_window(ops::EndpointBase& endpoint, ops::DispatchParams* params) {
 
 }  // namespace
 
-ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
-                                       DispatchArguments& arguments,
-                                       TensorTypes* types) {
-  const TensorView rows = view_tensor(arguments.x);
-  ops::DispatchParams params =
-      params_of(rows, view_tensor(arguments.topk_idx), view_tensor(arguments.topk_weights));
-  params.dtype = arguments.dtype;
-  read_options(arguments.options, &params);
-  types->rows = params.dtype >= kFirstOpaqueType ? dlpack_type(DType::kBytes) : params.dtype;
+bool read_dispatch(ops::EndpointBase& endpoint,
+                   const DispatchArguments& arguments,
+                   DispatchCall* call) {
+  const bool are_checked = arguments.row_type.has_value();
+  const ops::DispatchOptions* const options = dispatch_options(arguments.options, are_checked);
+  if (options == nullptr)
+    return false;
+  ops::DispatchParams& params = call->params;
+  static_cast<ops::DispatchOptions&>(params) = *options;
+  params.plan = arguments.plan;
+  const auto tensors =
+      are_checked
+          ? view_dispatch(arguments)
+          : see_dispatch(endpoint, arguments.x, arguments.topk_idx, arguments.topk_weights, params);
+  if (!tensors)
+    return false;
+  params.x = tensors->rows.data;
+  params.topk_idx = reinterpret_cast<const int64_t*>(tensors->choices.data);
+  params.weights = tensors->weights.data;
+  params.num_tokens = tensors->rows.num_rows;
+  params.num_topk = tensors->choices.row_elements;
+  params.source_row_bytes = tensors->rows.row_bytes();
+  params.row_bytes = tensors->rows.row_bytes();
+  params.weight_bytes = static_cast<int32_t>(tensors->weights.element_bytes);
+  params.dtype = tensors->row_type;
+  call->types.rows = params.dtype >= kFirstOpaqueType ? dlpack_type(DType::kBytes) : params.dtype;
   if (arguments.scales)
-    *types = describe_scales(*arguments.scales, rows, view_tensor(arguments.x_sf), &params);
-  if (arguments.capacity) {
-    const py::tuple& capacity = *arguments.capacity;
-    params.fixed_rows = capacity[0].cast<int64_t>();
-    params.capacity.expert_capacity = capacity[1].cast<int64_t>();
-    params.capacity.on_overflow = static_cast<layout::OnOverflow>(capacity[2].cast<int>());
-  }
-  params.plan = std::move(arguments.plan);
+    call->types = describe_scales(*arguments.scales, tensors->rows, tensors->scales, &params);
+  call->listed = tensors->listed;
   take_window(endpoint, &params);
-  return params;
-}
-
-ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
-                                       const PlainDispatch& plain,
-                                       int layout,
-                                       int64_t expert_alignment,
-                                       int32_t gradients,
-                                       const std::optional<py::tuple>& scales,
-                                       TensorTypes* types) {
-  ops::DispatchParams params = params_of(plain.rows, plain.choices, plain.weights);
-  params.dtype = plain.row_type;
-  params.layout = static_cast<layout::RowLayout>(layout);
-  params.expert_alignment = expert_alignment;
-  params.gradients = gradients;
-  types->rows = plain.row_type;
-  if (scales)
-    *types = describe_scales(*scales, plain.rows, {}, &params);
-  take_window(endpoint, &params);
-  return params;
+  return true;
 }
 
 py::object capsule_of(std::shared_ptr<const ListedChoices> listed) {

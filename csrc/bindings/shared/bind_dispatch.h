@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/shared/call_tensors.h"
 #include "bindings/shared/kept_results.h"
-#include "bindings/shared/plain_call.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"
@@ -224,28 +224,27 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
 
 /// Arguments of the method dispatch() of an endpoint; see moe_comm/ep/backends/native_endpoint.py.
 struct DispatchArguments {
-  py::object x;
-  py::object x_sf;
-  py::object topk_idx;
-  py::object topk_weights;
+  py::handle x;
+  py::handle x_sf;
+  py::handle topk_idx;
+  py::handle topk_weights;
   std::shared_ptr<const ops::PlanHeader> plan;
-  int32_t dtype;
-  std::optional<py::tuple> scales;
-  std::optional<py::tuple> capacity;
-  py::tuple options;  ///< a DispatchOptions of moe_comm/ep/config.py
+  const std::optional<py::tuple>& scales;
+  const py::tuple& options;
+  std::optional<int32_t> row_type;  ///< of arguments that have passed every rule
 };
 
-/// @param types  written: of what it hands out
-ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
-                                       DispatchArguments& arguments,
-                                       TensorTypes* types);
-ops::DispatchParams dispatch_params_of(ops::EndpointBase& endpoint,
-                                       const PlainDispatch& plain,
-                                       int layout,
-                                       int64_t expert_alignment,
-                                       int32_t gradients,
-                                       const std::optional<py::tuple>& scales,
-                                       TensorTypes* types);
+/// A dispatch whose arguments have been read.
+struct DispatchCall {
+  ops::DispatchParams params;
+  TensorTypes types;
+  std::shared_ptr<const ListedChoices> listed;  ///< see DispatchTensors
+};
+
+/// @return false where a glance at arguments that nobody has checked does not suffice.
+bool read_dispatch(ops::EndpointBase& endpoint,
+                   const DispatchArguments& arguments,
+                   DispatchCall* call);
 
 /// A Python object that keeps @p listed.
 py::object capsule_of(std::shared_ptr<const ListedChoices> listed);
@@ -270,7 +269,7 @@ std::unique_ptr<SubmittedDispatch> submit_dispatch(std::shared_ptr<EndpointT> en
 /// Adds SubmittedDispatch to @p module, known to no other.
 py::class_<SubmittedDispatch> bind_submitted_dispatch(py::module_& module);
 
-/// Adds SubmittedDispatch to @p module, dispatch() and dispatch_plain() to @p endpoint_class.
+/// Adds SubmittedDispatch to @p module, dispatch() to @p endpoint_class.
 /// Operations run by dispatch(EndpointT&, const ops::DispatchParams&, const
 /// group::InterruptCheck&).
 template <typename EndpointT, typename PlanT>
@@ -290,65 +289,31 @@ void bind_dispatch(py::module_& module,
   bind_submitted_dispatch(module).def("plan", plan_of);
   endpoint_class.def(
       "dispatch",
-      [](std::shared_ptr<EndpointT> endpoint,
-         py::object x,
-         py::object x_sf,
-         py::object topk_idx,
-         py::object topk_weights,
-         std::shared_ptr<PlanT> plan,
-         int32_t dtype,
-         std::optional<py::tuple> scales,
-         std::optional<py::tuple> capacity,
-         py::tuple options) {
-        endpoint->group().check_process("dispatch");
-        DispatchArguments arguments{std::move(x),
-                                    std::move(x_sf),
-                                    std::move(topk_idx),
-                                    std::move(topk_weights),
-                                    std::move(plan),
-                                    dtype,
-                                    std::move(scales),
-                                    std::move(capacity),
-                                    std::move(options)};
-        TensorTypes types;
-        ops::DispatchParams params = dispatch_params_of(*endpoint, arguments, &types);
-        if (params.is_async)
-          params.caller_mark = endpoint->mark_caller();
-        return submit_dispatch(std::move(endpoint), params, types, [&] {
-          return py::make_tuple(
-              arguments.x, arguments.x_sf, arguments.topk_idx, arguments.topk_weights);
-        });
-      });
-  endpoint_class.def(
-      "dispatch_plain",
       [brought_of](std::shared_ptr<EndpointT> endpoint,
                    py::handle x,
+                   py::handle x_sf,
                    py::handle topk_idx,
                    py::handle topk_weights,
-                   int layout,
-                   int64_t expert_alignment,
-                   int32_t gradients,
-                   bool is_map,
-                   const std::optional<py::tuple>& scales) -> py::object {
+                   std::shared_ptr<PlanT> plan,
+                   const std::optional<py::tuple>& scales,
+                   const py::tuple& options,
+                   std::optional<int32_t> row_type) -> py::object {
         endpoint->group().check_process("dispatch");
-        const auto plain = view_plain_dispatch(*endpoint,
-                                               x,
-                                               topk_idx,
-                                               topk_weights,
-                                               static_cast<layout::RowLayout>(layout),
-                                               expert_alignment,
-                                               is_map);
-        if (!plain)
+        DispatchCall call;
+        if (!read_dispatch(
+                *endpoint,
+                {x, x_sf, topk_idx, topk_weights, std::move(plan), scales, options, row_type},
+                &call))
           return py::none();
-        TensorTypes types;
-        const auto params = dispatch_params_of(
-            *endpoint, *plain, layout, expert_alignment, gradients, scales, &types);
-        auto made = submit_dispatch(std::move(endpoint), params, types, [&] {
-          return py::make_tuple(x, topk_idx, topk_weights, capsule_of(plain->listed));
+        if (call.params.is_async)
+          call.params.caller_mark = endpoint->mark_caller();
+        auto made = submit_dispatch(std::move(endpoint), call.params, call.types, [&] {
+          return py::make_tuple(x, x_sf, topk_idx, topk_weights, capsule_of(call.listed));
         });
         SubmittedDispatch& submitted = *made;
         const py::object handed_out = py::cast(std::move(made));
-        const bool is_looked_at = is_map || gradients != 0;
+        const bool is_map = call.listed != nullptr;
+        const bool is_looked_at = !call.params.is_async && (is_map || call.params.gradients != 0);
         return py::make_tuple(handed_out,
                               is_looked_at ? brought_of(submitted, is_map) : py::none());
       });

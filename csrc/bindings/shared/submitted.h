@@ -26,34 +26,6 @@ inline int32_t weight_type(int64_t weight_bytes) {
   return dlpack_type(weight_bytes == 8 ? DType::kFloat64 : DType::kFloat32);
 }
 
-/// The options of a call as moe_comm/ep/config.py has them, in a tuple that is read by place: to
-/// look for names takes longer than the rest of the arguments.
-class OptionTuple {
- public:
-  OptionTuple(const py::tuple& values, const char* operation, size_t num_options)
-      : values_(values) {
-    MOE_CHECK(values.size() == num_options,
-              "options of a ",
-              operation,
-              " must be ",
-              num_options,
-              ", got ",
-              values.size());
-  }
-
-  py::handle at(int place) const { return PyTuple_GET_ITEM(values_.ptr(), place); }
-
-  ops::CopyOut copy_out(int place) const {
-    const auto value = at(place).cast<std::optional<bool>>();
-    if (!value)
-      return ops::CopyOut::kAuto;
-    return *value ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
-  }
-
- private:
-  const py::tuple& values_;
-};
-
 template <typename Value>
 py::object vector_tensor(std::vector<Value> values,
                          std::initializer_list<int64_t> shape,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from moe_comm.ep.config import DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import EpConfig, Layout
+from moe_comm.ep.options import DispatchOptions
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.ep.validation import check_dispatch, check_rows
 from moe_comm.tensors.quantization import Quantization

@@ -33,14 +33,14 @@ class _TimedEndpoint:
     def __init__(self, endpoint: Any, spent_ns: list[int]) -> None:
         self._endpoint = endpoint
         self._spent_ns = spent_ns
-        for name in ("dispatch", "dispatch_plain", "combine", "combine_plain"):
+        for name in ("dispatch", "combine"):
             setattr(self, name, self._timed(getattr(endpoint, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             start_ns = time.perf_counter_ns()
             submitted = call(*arguments)
-            # A glance that did not suffice is no call.
+            # A call whose arguments were not seen to be in order is made again.
             if submitted is not None:
                 self._spent_ns.append(time.perf_counter_ns() - start_ns)
             return submitted

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
-from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
+from moe_comm.ep.routing_map import topk_of_routing_map
 
 __all__ = [
     "HybridHandle",

@@ -25,10 +25,10 @@ from moe_comm.compat.deep_ep.hybrid_config import (
 from moe_comm.compat.deep_ep.hybrid_rows import Routing, indices_to_map
 from moe_comm.compat.deep_ep.streams import on_call_device, on_device
 from moe_comm.dispatcher.permuted import padded_tokens_per_expert
-from moe_comm.dispatcher.routing_map import dense_of_topk
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult
+from moe_comm.ep.routing_map import dense_of_topk
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors import arithmetic

@@ -19,14 +19,14 @@ from moe_comm.compat.deep_ep.streams import (
     resumed,
     running,
 )
-from moe_comm.dispatcher.routing_map import (
+from moe_comm.ep.backends.base import PlanTensors
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.handles import DispatchResult
+from moe_comm.ep.routing_map import (
     dense_of_topk,
     routing_map_of_topk,
     topk_of_routing_map,
 )
-from moe_comm.ep.backends.base import PlanTensors
-from moe_comm.ep.buffer import EpBuffer
-from moe_comm.ep.handles import DispatchResult
 
 __all__ = [
     "Routing",

@@ -22,10 +22,10 @@ from moe_comm.compat.deep_ep.handles import RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle
-from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchResult
+from moe_comm.ep.routing_map import topk_of_routing_map
 from moe_comm.tensors import arithmetic
 
 __all__ = [

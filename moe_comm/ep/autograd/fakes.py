@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_comm.ep.autograd.options import decode_dispatch
 from moe_comm.ep.config import Layout
+from moe_comm.ep.options import decode_dispatch
 from moe_comm.tensors.quantization import scale_column_stride
 
 __all__ = ["combine", "combine_backward", "dispatch", "dispatch_backward"]
@@ -30,7 +30,7 @@ def dispatch(
     num_tokens, num_topk = topk_idx.shape
     # A capacity is read as it is: its rows may be a size of the graph.
     named = decode_dispatch(options, ())
-    layout, how = named["layout"], named["quantization"]
+    layout, how = named.layout, named.quantization
     by_rank = layout is Layout.RANK_MAJOR
     num_rows: int | torch.SymInt
     if layout is Layout.LOW_LATENCY:

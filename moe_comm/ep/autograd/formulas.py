@@ -17,27 +17,25 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
-from moe_comm.ep.backends.gradients import (
+from moe_comm.ep.buffer import EpBuffer, resolve_buffer
+from moe_comm.ep.gradients import (
     LEAVES_DISPATCH,
     NEEDS_ANY,
     NEEDS_ROWS,
     NEEDS_WEIGHTS,
     REACHES_DISPATCH,
 )
-from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.validation import SUMMABLE
+from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
-    "are_plain",
     "clone_of_inference",
     "combine",
     "combine_in_graph",
     "dispatch",
     "dispatch_in_graph",
-    "has_onlookers",
-    "is_watched",
     "tie_of",
 ]
 
@@ -301,49 +299,6 @@ def tie_of(word: int, link: torch.Tensor, buffer: EpBuffer) -> torch.Tensor:
 def clone_of_inference(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy that autograd saves where it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-_PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-
-
-def _may_have_hooks(_: bool) -> bool:
-    return True
-
-
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_has_transforms = torch._C._are_functorch_transforms_active
-_tracing_state = torch._C._get_tracing_state
-_is_profiled = torch._C._autograd._profiler_enabled
-# Torch 2.7 cannot tell: there may always be hooks.
-_saved_tensors_hooks: Callable[[bool], object] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", _may_have_hooks
-)
-
-
-def has_onlookers() -> bool:
-    """Whether anything that this thread has turned on may look at operators: see `is_watched`."""
-    return (
-        _num_dispatch_modes() > 0
-        or _has_transforms()
-        or _tracing_state() is not None
-        or _is_profiled()
-        or _saved_tensors_hooks(False) is not None
-    )
-
-
-def are_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether all are ordinary tensors, which look at no operator: see `is_watched`."""
-    return _PLAIN_OR_NONE.issuperset(map(type, tensors))
-
-
-def is_watched(*tensors: torch.Tensor | None) -> bool:
-    """Whether anything may look at operators, which then have to be called as such.
-
-    They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
-    profilers, and for hooks on what autograd saves, which a handle that is no tensor would go
-    around. A call through them costs more than a small exchange.
-    """
-    return has_onlookers() or not are_plain(*tensors)
 
 
 def combine(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:

@@ -12,12 +12,13 @@ from moe_comm.ep.autograd import dynamo, formulas, operators
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.autograd.formulas import clone_of_inference
 from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
-from moe_comm.ep.autograd.options import encode_dispatch
 from moe_comm.ep.backends.base import DispatchOutput
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.handles import DispatchHandle, DispatchResult
+from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
+from moe_comm.ep.options import DispatchOptions, check_options, encode_dispatch
 from moe_comm.peers import missed_calls
+from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["combine", "dispatch"]
@@ -84,42 +85,29 @@ def dispatch(
         data, scales = x
     is_traced = torch.compiler.is_compiling()
     word = dispatch_word(data, topk_weights, is_traced=is_traced)
-    is_watched = is_traced or formulas.has_onlookers()
-    if not is_watched and scales is None and quantization is None and capacity is None:
-        plain = buffer.dispatch_plain(data, topk_idx, topk_weights, layout, expert_alignment, word)
-        if plain is not None:
-            if layout is Layout.LOW_LATENCY:
-                operators.zero_unfilled(plain)
-            if word:
-                formulas.dispatch_in_graph(plain, buffer, data, topk_weights)
-            return _for_graphs(plain) if dynamo.is_loaded() else plain
-    options: dict[str, Any] = {
-        "layout": layout,
-        "expert_alignment": expert_alignment,
-        "quantization": quantization,
-        "capacity": capacity,
-    }
-    if not (
+    # By hand: the constructor of a named tuple takes twice as long.
+    options = tuple.__new__(
+        DispatchOptions,
+        (layout, expert_alignment, quantization, capacity, (), "auto", False, word),
+    )
+    if (is_traced or is_watched(data, topk_idx, topk_weights, scales)) and (
         _is_operand(data)
         and _is_operand(topk_idx)
         and _is_operand(topk_weights, is_optional=True)
-        and _is_layout(layout, expert_alignment)
-        and (quantization is None or isinstance(quantization, Quantization))
-        and (capacity is None or isinstance(capacity, Capacity))
+        and _are_options(options)
     ):
-        # An operator would refuse these on this rank alone; the buffer tells the peers.
-        buffer.dispatch(x, topk_idx, topk_weights, **options)
-        raise AssertionError("EpBuffer.dispatch took what the operator does not")
-    if not is_watched and formulas.are_plain(data, topk_weights, scales, topk_idx):
-        options["gradients"] = word
-        result = operators.dispatch_rows(buffer, data, scales, topk_idx, topk_weights, options)
-        quantized_here = quantization if scales is None else None
-        if word or quantized_here is not None:
-            formulas.dispatch_in_graph(result, buffer, data, topk_weights, quantized_here)
-        return _for_graphs(result) if dynamo.is_loaded() else result
-    return _by_operator(
-        buffer, data, scales, topk_idx, topk_weights, options, word, is_traced=is_traced
-    )
+        return _by_operator(buffer, data, scales, topk_idx, topk_weights, options, is_traced)
+    if getattr(topk_idx, "dtype", None) is torch.bool:
+        text = f"topk_idx must be {torch.int64}, got {torch.bool}: a routing map is what EpBuffer takes"
+        buffer.reject("dispatch", TypeError(text))
+    # What an operator would refuse on this rank alone, the buffer tells the peers.
+    result = buffer.run_dispatch(x, topk_idx, topk_weights, None, options, True)
+    if layout is Layout.LOW_LATENCY:
+        operators.zero_unfilled(result)
+    quantized_here = quantization if scales is None else None
+    if word or quantized_here is not None:
+        formulas.dispatch_in_graph(result, buffer, data, topk_weights, quantized_here)
+    return _for_graphs(result) if dynamo.is_loaded() else result
 
 
 def _by_operator(
@@ -128,22 +116,16 @@ def _by_operator(
     x_sf: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    options: dict[str, Any],
-    word: int,
-    *,
+    options: DispatchOptions,
     is_traced: bool,
 ) -> DispatchResult:
     """A dispatch that a compiler traces or somebody watches: all that it brings comes as tensors."""
-    layout, quantization, capacity = (
-        options["layout"],
-        options["quantization"],
-        options["capacity"],
-    )
+    layout, _, quantization, capacity, *_, word = options
     anchor = buffer.gradient_anchor if word else None
     run = operators.DISPATCH if is_traced else _eager_dispatch
     brought = run(
         *(x, x_sf, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
-        *encode_dispatch(**options),
+        *encode_dispatch(options),
         *(word, anchor),
     )
     rows, row_weights, link, local_topk_idx, num_tokens_per_expert, expert_offsets = brought[:6]
@@ -220,31 +202,20 @@ def combine(
     if not isinstance(buffer, EpBuffer):
         _refuse_buffer("combine", buffer)
     is_traced = torch.compiler.is_compiling()
-    is_watched = is_traced or formulas.has_onlookers()
-    if not is_watched and isinstance(handle, TensorHandle):
-        # Where tensors of the dispatch are of a subclass, those of its handle may be, too.
-        is_watched = not formulas.are_plain(expert_out, topk_weights, *handle.tensors())
-    summed = local = None
-    if not is_watched and isinstance(handle, DispatchHandle):
+    # Where tensors of the dispatch are of a subclass, those of its handle may be, too.
+    parts = handle.tensors() if isinstance(handle, TensorHandle) else ()
+    if not (
+        (is_traced or is_watched(expert_out, topk_weights, *parts))
+        and _is_operand(expert_out)
+        and _is_operand(topk_weights, is_optional=True)
+        and isinstance(handle, DispatchHandle)
+    ):
+        # What an operator would refuse on this rank alone, the buffer tells the peers.
         local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
-        word = combine_word(expert_out, topk_weights, handle.link)
-        summed = buffer.combine_plain(expert_out, local, topk_weights, word)
-    if summed is None:
-        if not (
-            _is_operand(expert_out)
-            and _is_operand(topk_weights, is_optional=True)
-            and isinstance(handle, DispatchHandle)
-        ):
-            # An operator would refuse these on this rank alone; the buffer tells the peers.
-            buffer.combine(expert_out, handle, topk_weights=topk_weights)
-            raise AssertionError("EpBuffer.combine took what the operator does not")
-        if local is not None and formulas.are_plain(expert_out, topk_weights):
-            summed = operators.combine_rows(buffer, expert_out, local, topk_weights, word)
-    if summed is not None:
-        assert local is not None
-        return formulas.combine_in_graph(
-            *summed, buffer, expert_out, topk_weights, local, handle.link
-        )
+        link = handle.link if isinstance(handle, DispatchHandle) else NO_LINK
+        word = combine_word(expert_out, topk_weights, link)
+        sums, word = operators.combine_rows(buffer, expert_out, local, topk_weights, word)
+        return formulas.combine_in_graph(sums, word, buffer, expert_out, topk_weights, local, link)
     link = handle.link
     word = combine_word(expert_out, topk_weights, link, is_traced=is_traced)
     if is_traced and word and not link.requires_grad:
@@ -275,8 +246,11 @@ def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
     return is_optional and value is None
 
 
-def _is_layout(layout: Any, expert_alignment: Any) -> bool:
-    return isinstance(layout, Layout) and type(expert_alignment) is int
+def _are_options(options: DispatchOptions) -> bool:
+    try:
+        return check_options(options) == options
+    except (TypeError, ValueError):
+        return False
 
 
 def _export(handle: DispatchHandle) -> TensorHandle:

@@ -20,12 +20,13 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from moe_comm.ep.autograd import fakes
 from moe_comm.ep.autograd.dynamo import mark, untraced
 from moe_comm.ep.autograd.inductor import keep_program_order
-from moe_comm.ep.autograd.options import decode_dispatch
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.ep.options import CombineOptions, DispatchOptions, decode_dispatch
 from moe_comm.ep.validation import SUMMABLE
+from moe_comm.tensors.memory import as_bytes
 
 __all__ = [
     "COMBINE",
@@ -60,7 +61,7 @@ library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyp
 
 # x_sf: scale factors of rows that are quantized already. sizes: num_ranks, num_experts,
 # num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). options and
-# capacity: as encoded in options.py. gradients: what this rank says, as in backends/gradients.py.
+# capacity: as encoded in options.py. gradients: what this rank says, as in ep/gradients.py.
 # anchor: not read; requires a gradient where no other input may.
 # -> x, topk_weights, link, topk_idx as received, num_tokens_per_expert, expert_offsets, then the
 #    handle: counts, slots, topk_idx as sent, meta. A tensor that does not exist has 0 elements.
@@ -129,7 +130,7 @@ def _dispatch(
     gradients: int,
     anchor: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    named = decode_dispatch(options, capacity) | {"gradients": gradients}
+    named = decode_dispatch(options, capacity)._replace(gradients=gradients)
     buffer = resolve_buffer(int(buffer_id))
     result = dispatch_rows(buffer, x, x_sf, topk_idx, topk_weights, named)
     rows, scales, weights, ids = result.x, result.x_sf, result.topk_weights, result.topk_idx
@@ -143,7 +144,7 @@ def _dispatch(
         result.expert_offsets,
         *tensors_of(result.handle, result.gradients),
     ]
-    if capacity or named["layout"] is Layout.LOW_LATENCY:
+    if capacity or named.layout is Layout.LOW_LATENCY:
         outputs += [result.num_dropped_per_expert, result.num_required_rows]
     if scales is not None:
         outputs.append(scales)
@@ -158,9 +159,9 @@ def dispatch_rows(
     x_sf: torch.Tensor | None,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    options: dict[str, Any],
+    options: DispatchOptions,
 ) -> DispatchResult:
-    """What `EpBuffer.dispatch` returns for tensors of any strides, and no row of it undefined.
+    """Dispatch tensors of any strides, and leave no row undefined.
 
     Args:
         buffer: That dispatches.
@@ -168,15 +169,11 @@ def dispatch_rows(
         x_sf: Of rows that are quantized already, or None.
         topk_idx: As in `EpBuffer.dispatch`.
         topk_weights: As in `EpBuffer.dispatch`.
-        options: Keywords of `EpBuffer.dispatch`, its layout among them.
+        options: Of `EpBuffer.dispatch`.
     """
-    result = buffer.dispatch(
-        as_bytes(x) if x_sf is None else (as_bytes(x), x_sf),
-        topk_idx.contiguous(),
-        None if topk_weights is None else as_bytes(topk_weights),
-        **options,
-    )
-    if options["layout"] is Layout.LOW_LATENCY:
+    rows = x if x_sf is None else (x, x_sf)
+    result = buffer.run_dispatch(rows, topk_idx, topk_weights, None, options, True)
+    if options.layout is Layout.LOW_LATENCY:
         zero_unfilled(result)
     return result
 
@@ -184,13 +181,6 @@ def dispatch_rows(
 def zero_unfilled(result: DispatchResult) -> None:
     """Leave no row of a LOW_LATENCY dispatch undefined."""
     _zero_unfilled(result.num_tokens_per_expert, result.x, result.x_sf, result.topk_weights)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, contiguous, and none of them a lazy conjugate or negation."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def tensors_of(
@@ -314,15 +304,11 @@ def combine_rows(
     gradients: int,
 ) -> tuple[torch.Tensor, int]:
     """The sums of `EpBuffer.combine` for tensors of any strides, and what all ranks say of gradients."""
-    combined = buffer.combine(
-        as_bytes(expert_out),
-        handle,
-        topk_weights=None if topk_weights is None else as_bytes(topk_weights),
-        gradients=gradients,
-    )
-    if isinstance(combined, CombineResult):
-        return combined.x, combined.gradients
-    return combined, 0
+    # By hand: the constructor of a named tuple takes twice as long.
+    options = tuple.__new__(CombineOptions, ("auto", False, gradients))
+    combined = buffer.run_combine(expert_out, handle, topk_weights, None, None, options, True, True)
+    assert isinstance(combined, tuple)
+    return combined
 
 
 def _combine_backward(

@@ -13,7 +13,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
-from moe_comm.ep.config import CombineOptions, DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import EpConfig, Layout
+from moe_comm.ep.options import CombineOptions, DispatchOptions
 
 __all__ = [
     "Backend",
@@ -216,7 +217,7 @@ class DispatchOutput(Ended):
             backend cannot tell.
         plan: For the handle.
         status: See `DispatchResult.status`.
-        gradients: What the ranks say of gradients, united; see `moe_comm.ep.backends.gradients`.
+        gradients: What the ranks say of gradients, united; see `moe_comm.ep.gradients`.
     """
 
     x: torch.Tensor
@@ -307,26 +308,29 @@ class Backend(abc.ABC):
             options: How they go.
         """
 
-    def dispatch_plain(
+    def dispatch_unchecked(
         self,
         x: object,
         topk_idx: object,
         topk_weights: object,
-        layout: Layout,
-        expert_alignment: int,
-        gradients: int,
-        is_map: bool = False,
-        quantization: object = None,
+        plan: Plan | None,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput] | None:
-        """`dispatch` of arguments that nobody has checked, where a glance shows that they are right.
+        """Run a dispatch of arguments that nobody has checked, where a glance shows that they are right.
 
         For decode steps, which take longer to check one by one than their rows take to travel.
-        Without scale factors, capacity and masks; not asynchronous. With `is_map`,
-        `topk_idx` is a routing map, bool `[num_tokens, num_experts]`, and `topk_weights` has a number
-        for each of its places, or is None.
+        `topk_idx` may be a routing map, bool `[num_tokens, num_experts]`; `topk_weights` has then a
+        number for each of its places, or is None.
+
+        Args:
+            x: As in `EpBuffer.dispatch`, as are the next two.
+            topk_idx: None with a plan.
+            topk_weights: Of the choices, or None.
+            plan: Of a cached dispatch; of this backend.
+            options: As the caller gave them, of any types.
 
         Returns:
-            None, where nothing has been done: the glance does not suffice.
+            None, where nothing has been done: rules decide, and word what is wrong.
         """
         return None
 
@@ -363,14 +367,27 @@ class Backend(abc.ABC):
             options: How they come back.
         """
 
-    def combine_plain(
-        self, x: object, plan: Plan, topk_weights: object, out: object, gradients: int
-    ) -> tuple[torch.Tensor, int] | None:
-        """`combine` as `dispatch_plain` is to `dispatch`: no weights are pulled.
+    def combine_unchecked(
+        self,
+        x: object,
+        plan: Plan,
+        topk_weights: object,
+        row_weights: object,
+        out: object,
+        options: CombineOptions,
+        as_sums: bool,
+    ) -> Operation[CombineOutput] | tuple[torch.Tensor, int] | None:
+        """Run a combine as `dispatch_unchecked` runs a dispatch.
 
-        Returns:
-            The sums and what all ranks say of gradients, once they are there, with no more around them:
-            a decode step sees what an object costs.
+        Args:
+            x: As in `EpBuffer.combine`, as are the others.
+            plan: Of this backend.
+            topk_weights: Applied while adding, or None.
+            row_weights: Pulled, or None.
+            out: To write the sums to, or None.
+            options: As the caller gave them, of any types.
+            as_sums: Return the sums and what all ranks say of gradients, where it is not asynchronous, with
+                no more around them: a decode step sees what an object costs.
         """
         return None
 

@@ -28,10 +28,11 @@ from moe_comm.ep.backends.base import (
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.collective_transport import CollectiveTransport, ProgressThread
-from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.routing import Placement, arrangement_of
 from moe_comm.ep.backends.rows import arrange_scales
-from moe_comm.ep.config import CombineOptions, DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import EpConfig, Layout
+from moe_comm.ep.gradients import clash, unite, with_applied_weights
+from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization

@@ -11,7 +11,8 @@ import hashlib
 import torch
 
 from moe_comm.ep.backends.base import PlanTensors
-from moe_comm.ep.config import Capacity, DispatchOptions, EpConfig, Layout
+from moe_comm.ep.config import EpConfig
+from moe_comm.ep.options import DispatchOptions, describe_options
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -39,10 +40,11 @@ def describe_dispatch(
     Example:
         `dispatch(EXPERT_MAJOR, expert_alignment=8, bfloat16 rows of 4096 bytes, float32 weights)`
     """
-    return (
-        f"dispatch({_places(options.layout, options.expert_alignment)}{_rows(x)}"
-        f"{_scales(x_sf, options.quantization)}{_weights(topk_weights)}{_limits(options.capacity)})"
-    )
+    described = describe_options(DispatchOptions).items()
+    said = [option.words(getattr(options, name)) for name, option in described if option.words]
+    rows = _rows(x) + _scales(x_sf, options.quantization)
+    # The first two say where rows go.
+    return _call("dispatch", *said[:2], rows, _weights(topk_weights), *said[2:])
 
 
 def describe_dispatch_cached(
@@ -53,17 +55,15 @@ def describe_dispatch_cached(
     quantization: Quantization | None,
 ) -> str:
     """What ranks must agree on in a cached dispatch."""
-    return (
-        f"cached dispatch({_places_of(plan)}{_rows(x)}{_scales(x_sf, quantization)}"
-        f"{_weights(topk_weights)}, {_handle(plan)})"
-    )
+    rows = _rows(x) + _scales(x_sf, quantization)
+    return _call("cached dispatch", *_places(plan), rows, _weights(topk_weights), _handle(plan))
 
 
 def describe_combine(
     x: torch.Tensor | None, row_weights: torch.Tensor | None, plan: PlanTensors
 ) -> str:
     """What ranks must agree on in a combine. Weights applied while adding are each rank's own."""
-    return f"combine({_places_of(plan)}{_rows(x)}{_weights(row_weights)}, {_handle(plan)})"
+    return _call("combine", *_places(plan), _rows(x), _weights(row_weights), _handle(plan))
 
 
 def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -> dict[str, str]:
@@ -89,18 +89,22 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
     }
 
 
-def _places(layout: Layout, expert_alignment: int) -> str:
-    return f"{layout.name}, expert_alignment={expert_alignment}"
+def _call(operation: str, *said: str) -> str:
+    return f"{operation}({', '.join(filter(None, said))})"
 
 
-def _places_of(plan: PlanTensors) -> str:
-    return _places(plan.layout, plan.expert_alignment)
+def _places(plan: PlanTensors) -> list[str]:
+    return [
+        option.words(getattr(plan, name))
+        for name, option in describe_options(DispatchOptions).items()
+        if option.words and hasattr(plan, name)
+    ]
 
 
 def _rows(x: torch.Tensor | None) -> str:
     if x is None:
         return ""
-    return f", {_short(x.dtype)} rows of {x.shape[1] * x.element_size()} bytes"
+    return f"{_short(x.dtype)} rows of {x.shape[1] * x.element_size()} bytes"
 
 
 def _scales(x_sf: torch.Tensor | None, quantization: Quantization | None) -> str:
@@ -118,18 +122,8 @@ def _scales(x_sf: torch.Tensor | None, quantization: Quantization | None) -> str
     )
 
 
-def _limits(capacity: Capacity | None) -> str:
-    # A rank without a capacity and one whose capacity grows drop the same, which is nothing.
-    if capacity is None or capacity.on_overflow == "grow":
-        return ""
-    most = capacity.num_rows_per_expert
-    return f", on_overflow={capacity.on_overflow}" + (
-        "" if most is None else f", num_rows_per_expert={most}"
-    )
-
-
 def _weights(weights: torch.Tensor | None) -> str:
-    return ", no weights" if weights is None else f", {_short(weights.dtype)} weights"
+    return "no weights" if weights is None else f"{_short(weights.dtype)} weights"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,10 +26,12 @@ from moe_comm.ep.backends.native_dtypes import (
     dlpack_type,
 )
 from moe_comm.ep.backends.native_endpoint import (
+    Brought,
     EndpointPlan,
     NativeEndpoint,
     NativeGroupOwner,
     Settings,
+    SubmittedDispatch,
 )
 from moe_comm.ep.backends.native_outcomes import (
     NativeCombineOutput,
@@ -37,14 +39,8 @@ from moe_comm.ep.backends.native_outcomes import (
     NativePlan,
 )
 from moe_comm.ep.backends.native_scales import Scales, describe_scales
-from moe_comm.ep.config import (
-    CombineOptions,
-    DispatchOptions,
-    EpConfig,
-    Layout,
-    default_expert_rank,
-    numbers_of,
-)
+from moe_comm.ep.config import EpConfig, Layout, default_expert_rank
+from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
@@ -91,7 +87,7 @@ class NativeBackend(Backend):
             raise ValueError(problem)
         # A glance sees where a tensor lies by its memory, which must tell devices apart, and does not
         # know of a buffer that takes no token.
-        self._has_plain_calls = (
+        self._has_glances = (
             communicator.device.type in ("cpu", "cuda") and config.num_max_tokens_per_rank != 0
         )
         self._rank_idx = communicator.rank_idx
@@ -117,7 +113,7 @@ class NativeBackend(Backend):
         topk_weights: torch.Tensor | None,
         options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        return self._dispatch(x, x_sf, topk_idx, topk_weights, None, options.layout, options)
+        return self._dispatch(x, x_sf, topk_idx, topk_weights, None, options)
 
     def dispatch_cached(
         self,
@@ -127,9 +123,7 @@ class NativeBackend(Backend):
         topk_weights: torch.Tensor | None,
         options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
-        native_plan = _native_plan(plan)
-        layout = Layout(native_plan.layout)
-        return self._dispatch(x, x_sf, None, topk_weights, native_plan, layout, options)
+        return self._dispatch(x, x_sf, None, topk_weights, plan, options)
 
     def _dispatch(
         self,
@@ -137,60 +131,63 @@ class NativeBackend(Backend):
         x_sf: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        plan: EndpointPlan | None,
-        layout: Layout,
+        plan: Plan | None,
         options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         scales = None
         if x_sf is not None or options.quantization is not None:
             scales = describe_scales(x, x_sf, options.quantization)
-        native = self._endpoint.dispatch(
-            x,
-            x_sf,
-            topk_idx,
-            topk_weights,
-            plan,
-            dlpack_type(x.dtype),
-            None if scales is None else scales.arguments,
-            None if options.capacity is None else numbers_of(options.capacity),
-            options,
+        native_plan = None if plan is None else _native_plan(plan)
+        made = self._endpoint.dispatch(
+            *(x, x_sf, topk_idx, topk_weights, native_plan),
+            *(None if scales is None else scales.arguments, options, dlpack_type(x.dtype)),
         )
-        is_early = not options.async_op or layout is Layout.LOW_LATENCY
-        return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, is_early)  # type: ignore[return-value]
+        assert made is not None
+        return self._output(*made, x.dtype, plan, options, scales)
 
-    def dispatch_plain(
+    def dispatch_unchecked(
         self,
-        x: object,
+        x: Any,
         topk_idx: object,
         topk_weights: object,
-        layout: Layout,
-        expert_alignment: int,
-        gradients: int,
-        is_map: bool = False,
-        quantization: object = None,
+        plan: Plan | None,
+        options: DispatchOptions,
     ) -> Operation[DispatchOutput] | None:
-        if not self._has_plain_calls:
+        if not self._has_glances:
             return None
         scales = None
-        if quantization is not None:
-            scales = self._scales_at_a_glance(x, quantization)
+        if options.quantization is not None:
+            scales = self._scales_at_a_glance(x, options.quantization)
             if scales is None:
                 return None
-        made = self._endpoint.dispatch_plain(
+        made = self._endpoint.dispatch(
             x,
+            None,
             topk_idx,
             topk_weights,
-            layout,
-            expert_alignment,
-            gradients,
-            is_map,
+            None if plan is None else _native_plan(plan),
             None if scales is None else scales.arguments,
+            options,
+            None,
         )
         if made is None:
             return None
         native, brought = made
-        assert isinstance(x, torch.Tensor)
-        return NativeDispatchOutput(native, self._endpoint, x.dtype, scales, True, brought)  # type: ignore[return-value]
+        return self._output(native, brought, x.dtype, plan, options, scales)
+
+    def _output(
+        self,
+        native: SubmittedDispatch,
+        brought: Brought | None,
+        dtype: torch.dtype,
+        plan: Plan | None,
+        options: DispatchOptions,
+        scales: Scales | None,
+    ) -> Operation[DispatchOutput]:
+        is_early = not options.async_op or (
+            (options.layout if plan is None else plan.layout) is Layout.LOW_LATENCY
+        )
+        return NativeDispatchOutput(native, self._endpoint, dtype, scales, is_early, brought)  # type: ignore[return-value]
 
     def _scales_at_a_glance(self, x: object, quantization: object) -> Scales | None:
         """What quantizing x makes; None where a glance does not show that it can be quantized."""
@@ -220,17 +217,30 @@ class NativeBackend(Backend):
             topk_weights,
             row_weights,
             out,
-            0 if x is None else SUMMABLE_TYPES[x.dtype],
             options,
+            0 if x is None else SUMMABLE_TYPES[x.dtype],
+            False,
         )
-        return NativeCombineOutput(native, out, is_early=not options.async_op)  # type: ignore[return-value]
+        return NativeCombineOutput(native, out, is_early=not options.async_op)  # type: ignore[arg-type, return-value]
 
-    def combine_plain(
-        self, x: object, plan: Plan, topk_weights: object, out: object, gradients: int
-    ) -> tuple[torch.Tensor, int] | None:
-        if not self._has_plain_calls:
+    def combine_unchecked(
+        self,
+        x: object,
+        plan: Plan,
+        topk_weights: object,
+        row_weights: object,
+        out: Any,
+        options: CombineOptions,
+        as_sums: bool,
+    ) -> Operation[CombineOutput] | tuple[torch.Tensor, int] | None:
+        if not self._has_glances:
             return None
-        return self._endpoint.combine_plain(x, _native_plan(plan), topk_weights, out, gradients)
+        made = self._endpoint.combine(
+            x, _native_plan(plan), topk_weights, row_weights, out, options, None, as_sums
+        )
+        if made is None or isinstance(made, tuple):
+            return made
+        return NativeCombineOutput(made, out, is_early=not options.async_op)  # type: ignore[return-value]
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

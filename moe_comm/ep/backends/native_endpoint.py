@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from moe_comm.ep.config import CombineOptions, DispatchOptions
+from moe_comm.ep.options import CombineOptions, DispatchOptions
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -135,58 +135,39 @@ class NativeEndpoint(Protocol):
 
     def dispatch(
         self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        plan: EndpointPlan | None,
-        dtype: int,
-        scales: tuple[int, ...] | None,
-        capacity: tuple[int, int, int] | None,
-        options: DispatchOptions,
-    ) -> SubmittedDispatch:
-        """Uncached with `topk_idx`, else to the places of `plan`.
-
-        What the options say of quantization and capacity is read from `scales` and `capacity`, their
-        native forms; all else from the options, by place.
-        """
-        ...
-
-    def dispatch_plain(
-        self,
         x: object,
+        x_sf: torch.Tensor | None,
         topk_idx: object,
         topk_weights: object,
-        layout: int,
-        expert_alignment: int,
-        gradients: int,
-        is_map: bool,
+        plan: EndpointPlan | None,
         scales: tuple[int, ...] | None,
+        options: DispatchOptions,
+        row_type: int | None,
     ) -> tuple[SubmittedDispatch, Brought | None] | None:
-        """An uncached dispatch; None where a glance at the arguments does not suffice.
+        """Uncached with `topk_idx`, which may be a routing map, else to the places of `plan`.
 
-        `scales` are those that quantizing rows of such a dtype and hidden makes. Where the caller has
-        a backward (`gradients` or `is_map`), what it looks at comes along.
+        What the options say of quantization is read from `scales`, its native form; all else from the
+        options, by place. Where arguments have passed every rule, `row_type` is the number of the dtype
+        of x. None: a glance at them must suffice, and nothing is returned where it does not. What a
+        caller with a backward looks at comes along.
         """
         ...
 
     def combine(
         self,
-        x: torch.Tensor | None,
+        x: object,
         plan: EndpointPlan,
-        topk_weights: torch.Tensor | None,
-        row_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        dtype: int,
+        topk_weights: object,
+        row_weights: object,
+        out: object,
         options: CombineOptions,
-    ) -> SubmittedCombine:
-        """Sums, pulled weights or both. Options are read by place."""
-        ...
+        dtype: int | None,
+        as_sums: bool,
+    ) -> SubmittedCombine | tuple[torch.Tensor, int] | None:
+        """Sums, pulled weights or both; `dtype` as the `row_type` of a dispatch.
 
-    def combine_plain(
-        self, x: object, plan: EndpointPlan, topk_weights: object, out: object, gradients: int
-    ) -> tuple[torch.Tensor, int] | None:
-        """Sums, and what all ranks say of gradients; None where a glance at the arguments does not suffice."""
+        With `as_sums`, where it is not asynchronous: the sums, and what all ranks say of gradients.
+        """
         ...
 
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:

@@ -23,16 +23,10 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.ep.backends.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.backends.rows import as_bytes
-from moe_comm.ep.config import (
-    Capacity,
-    CombineOptions,
-    DispatchOptions,
-    EpConfig,
-    Layout,
-    num_places_per_expert,
-)
+from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
+from moe_comm.ep.gradients import clash, unite, with_applied_weights
+from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.errors import CapacityError
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic

@@ -26,8 +26,8 @@ class StreamCallersBackend(NativeBackend):
     def dispatch(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
         return self._in_stream(lambda: NativeBackend.dispatch(self, *arguments, **options))
 
-    def dispatch_plain(self, *arguments: Any) -> Operation[DispatchOutput] | None:
-        return self._in_stream(lambda: NativeBackend.dispatch_plain(self, *arguments))
+    def dispatch_unchecked(self, *arguments: Any) -> Operation[DispatchOutput] | None:
+        return self._in_stream(lambda: NativeBackend.dispatch_unchecked(self, *arguments))
 
     def dispatch_cached(self, *arguments: Any, **options: Any) -> Operation[DispatchOutput]:
         return self._in_stream(lambda: NativeBackend.dispatch_cached(self, *arguments, **options))
@@ -35,8 +35,10 @@ class StreamCallersBackend(NativeBackend):
     def combine(self, *arguments: Any, **options: Any) -> Operation[CombineOutput]:
         return self._in_stream(lambda: NativeBackend.combine(self, *arguments, **options))
 
-    def combine_plain(self, *arguments: Any) -> tuple[torch.Tensor, int] | None:
-        return self._in_stream(lambda: NativeBackend.combine_plain(self, *arguments))
+    def combine_unchecked(
+        self, *arguments: Any
+    ) -> Operation[CombineOutput] | tuple[torch.Tensor, int] | None:
+        return self._in_stream(lambda: NativeBackend.combine_unchecked(self, *arguments))
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor

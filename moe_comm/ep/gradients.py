@@ -50,7 +50,7 @@ def check_word(word: object) -> None:
     """
     if type(word) is not int:
         raise TypeError(f"gradients must be an int, got {type(word).__name__}")
-    if word != 0 and not (word & ENABLED and word <= _OF_BACKWARD):
+    if word != 0 and not (word & ENABLED and 0 < word <= _OF_BACKWARD):
         raise ValueError(
             f"gradients must be 0, or {ENABLED} with {NEEDS_ROWS} and {NEEDS_WEIGHTS} added for what "
             f"is needed, and in a combine {REACHES_DISPATCH} for rows that come from their dispatch or "

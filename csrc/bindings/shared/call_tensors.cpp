@@ -1,10 +1,10 @@
-#include "bindings/shared/plain_call.h"
+#include "bindings/shared/call_tensors.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "bindings/shared/make_tensor.h"
 #include "layout/routing_map.h"
-#include "ops/dispatch.h"
 
 namespace moe::bindings {
 
@@ -56,29 +56,28 @@ std::optional<TensorView> view_weights(const ops::EndpointBase& endpoint,
   return view_per_token(endpoint, weights, dlpack_type(DType::kFloat32), num_tokens, num_topk);
 }
 
-/// The choices and weights of @p plain, whose rows are known.
+/// The choices and weights of @p seen, whose rows are known, of a routing map.
 bool view_listed(const ops::EndpointBase& endpoint,
-                 py::handle routing_map,
+                 const TensorView& map,
                  py::handle probs,
-                 PlainDispatch* plain) {
+                 DispatchTensors* seen) {
   // Kernels read choices where they lie, and a map on a device is listed there.
   if (endpoint.dlpack_device_type() != DlpackDevice{}.type || !endpoint.is_host_caller())
     return false;
-  const int64_t num_tokens = plain->rows.num_rows;
-  const int64_t num_experts = endpoint.config().num_experts;
-  const auto map = view_per_token(endpoint, routing_map, kBool, num_tokens, num_experts);
-  const auto dense = view_weights(endpoint, probs, num_tokens, num_experts);
-  if (!map || !dense)
+  const int64_t num_tokens = seen->rows.num_rows;
+  const auto dense = view_weights(endpoint, probs, num_tokens, map.row_elements);
+  if (!dense)
     return false;
-  auto listed = std::make_shared<ListedChoices>(list_choices(*map, *dense));
-  plain->choices = {reinterpret_cast<std::byte*>(listed->topk_idx.data()),
-                    num_tokens,
-                    listed->num_topk,
-                    sizeof(int64_t)};
+  auto listed =
+      std::make_shared<ListedChoices>(list_choices(map, *dense, endpoint.config().num_max_topk));
+  seen->choices = {reinterpret_cast<std::byte*>(listed->topk_idx.data()),
+                   num_tokens,
+                   listed->num_topk,
+                   sizeof(int64_t)};
   if (dense->element_bytes > 0)
-    plain->weights = {
-        listed->weights.data(), num_tokens, plain->choices.row_elements, dense->element_bytes};
-  plain->listed = std::move(listed);
+    seen->weights = {
+        listed->weights.data(), num_tokens, seen->choices.row_elements, dense->element_bytes};
+  seen->listed = std::move(listed);
   return true;
 }
 
@@ -93,31 +92,53 @@ std::optional<DType> summable(int32_t type) {
   return std::nullopt;
 }
 
-/// Rows that the configuration allows.
-/// @param type  Written: that of an element.
+/// Rows that can travel.
+/// @param hidden  Elements of one, or kAnyNumber
+/// @param type    Written: that of an element
 std::optional<TensorView> view_rows(const ops::EndpointBase& endpoint,
                                     py::handle rows,
+                                    int64_t hidden,
                                     int32_t* type) {
-  const ops::EndpointConfig& config = endpoint.config();
   DlpackTensor found;
-  const auto view = view_matrix(endpoint, rows, config.hidden, &found);
+  const auto view = view_matrix(endpoint, rows, hidden, &found);
   if (!view || view->row_bytes() % ops::kRowUnit != 0)
     return std::nullopt;
   *type = found.type();
-  const bool is_known =
-      config.row_type == 0 ? summable(*type).has_value() : *type == config.row_type;
-  if (!is_known)
-    return std::nullopt;
   return view;
+}
+
+/// To the places of the plan of @p options, whose layout, alignment and capacity hold.
+std::optional<DispatchTensors> see_cached_dispatch(const ops::EndpointBase& endpoint,
+                                                   py::handle x,
+                                                   py::handle topk_idx,
+                                                   py::handle topk_weights,
+                                                   const ops::DispatchParams& options) {
+  const ops::PlanHeader& plan = *options.plan;
+  const bool is_plan_of_options =
+      (options.layout == layout::RowLayout::kExpertMajor || options.layout == plan.layout()) &&
+      (options.expert_alignment == 1 ||
+       options.expert_alignment == plan.arrangement.expert_alignment);
+  if (!topk_idx.is_none() || !is_plan_of_options || options.has_capacity())
+    return std::nullopt;
+  DispatchTensors seen;
+  const auto rows = view_rows(endpoint, x, kAnyNumber, &seen.row_type);
+  if (!rows || rows->num_rows != plan.num_tokens || !summable(seen.row_type))
+    return std::nullopt;
+  const auto weights = view_weights(endpoint, topk_weights, plan.num_tokens, plan.num_topk);
+  if (!weights)
+    return std::nullopt;
+  seen.rows = *rows;
+  seen.weights = *weights;
+  return seen;
 }
 
 }  // namespace
 
-ListedChoices list_choices(const TensorView& map, const TensorView& probs) {
+ListedChoices list_choices(const TensorView& map, const TensorView& probs, int64_t least_topk) {
   const layout::RoutingMap chosen{
       reinterpret_cast<const uint8_t*>(map.data), map.num_rows, map.row_elements};
   ListedChoices listed;
-  listed.num_topk = chosen.num_topk();
+  listed.num_topk = std::max(chosen.num_topk(), least_topk);
   listed.topk_idx.resize(static_cast<size_t>(chosen.num_tokens * listed.num_topk));
   chosen.list(listed.num_topk, listed.topk_idx.data());
   if (probs.element_bytes == 0)
@@ -133,63 +154,65 @@ ListedChoices list_choices(const TensorView& map, const TensorView& probs) {
   return listed;
 }
 
-std::optional<PlainDispatch> view_plain_dispatch(const ops::EndpointBase& endpoint,
-                                                 py::handle x,
-                                                 py::handle topk_idx,
-                                                 py::handle topk_weights,
-                                                 layout::RowLayout layout,
-                                                 int64_t expert_alignment,
-                                                 bool is_map) {
+std::optional<DispatchTensors> see_dispatch(const ops::EndpointBase& endpoint,
+                                            py::handle x,
+                                            py::handle topk_idx,
+                                            py::handle topk_weights,
+                                            const ops::DispatchParams& options) {
+  if (options.plan)
+    return see_cached_dispatch(endpoint, x, topk_idx, topk_weights, options);
   const ops::EndpointConfig& config = endpoint.config();
-  PlainDispatch plain;
-  const auto rows = view_rows(endpoint, x, &plain.row_type);
-  if (!rows)
+  DispatchTensors seen;
+  const auto rows = view_rows(endpoint, x, config.hidden, &seen.row_type);
+  if (!rows || !(config.row_type == 0 ? summable(seen.row_type).has_value()
+                                      : seen.row_type == config.row_type))
     return std::nullopt;
   const int64_t num_tokens = rows->num_rows;
-  const bool is_low_latency = layout == layout::RowLayout::kLowLatency;
+  const bool is_low_latency = options.layout == layout::RowLayout::kLowLatency;
   if (config.num_max_tokens == 0 ? is_low_latency : num_tokens > config.num_max_tokens)
     return std::nullopt;
-  if (is_low_latency && expert_alignment != 1)
+  seen.rows = *rows;
+  DlpackTensor found;
+  const auto choices = view_matrix(endpoint, topk_idx, kAnyNumber, &found);
+  if (!choices || choices->num_rows != num_tokens)
     return std::nullopt;
-  plain.rows = *rows;
-  if (is_map) {
-    if (!view_listed(endpoint, topk_idx, topk_weights, &plain) ||
-        (config.num_max_topk != 0 && plain.choices.row_elements != config.num_max_topk))
+  if (found.type() == kBool) {
+    if (choices->row_elements != config.num_experts ||
+        !view_listed(endpoint, *choices, topk_weights, &seen))
       return std::nullopt;
-    return plain;
+  } else {
+    const auto weights = view_weights(endpoint, topk_weights, num_tokens, choices->row_elements);
+    if (found.type() != kInt64 || !weights)
+      return std::nullopt;
+    seen.choices = *choices;
+    seen.weights = *weights;
   }
-  const auto choices = view_per_token(endpoint, topk_idx, kInt64, num_tokens, config.num_max_topk);
-  if (!choices)
+  if (config.num_max_topk != 0 && seen.choices.row_elements != config.num_max_topk)
     return std::nullopt;
-  const auto weights = view_weights(endpoint, topk_weights, num_tokens, choices->row_elements);
-  if (!weights)
-    return std::nullopt;
-  plain.choices = *choices;
-  plain.weights = *weights;
-  return plain;
+  return seen;
 }
 
-std::optional<PlainCombine> view_plain_combine(const ops::EndpointBase& endpoint,
-                                               const ops::PlanHeader& plan,
-                                               py::handle expert_out,
-                                               py::handle topk_weights,
-                                               py::handle out) {
+std::optional<CombineTensors> see_combine(const ops::EndpointBase& endpoint,
+                                          const ops::PlanHeader& plan,
+                                          py::handle expert_out,
+                                          py::handle topk_weights,
+                                          py::handle out) {
   int32_t type = 0;
-  const auto rows = view_rows(endpoint, expert_out, &type);
+  const auto rows = view_rows(endpoint, expert_out, kAnyNumber, &type);
   if (!rows || rows->num_rows != plan.num_rows())
     return std::nullopt;
   const std::optional<DType> dtype = summable(type);
   const auto weights = view_weights(endpoint, topk_weights, plan.num_tokens, plan.num_topk);
   if (!dtype || !weights || (plan.arrangement.is_by_rank() && !topk_weights.is_none()))
     return std::nullopt;
-  PlainCombine plain{*dtype, *rows, *weights, {}};
+  CombineTensors seen{*dtype, *rows, *weights, {}, {}};
   if (!out.is_none()) {
     const auto sums = view_per_token(endpoint, out, type, plan.num_tokens, rows->row_elements);
-    if (!sums || share_bytes(*sums, plain.rows) || share_bytes(*sums, plain.weights))
+    if (!sums || share_bytes(*sums, seen.rows) || share_bytes(*sums, seen.weights))
       return std::nullopt;
-    plain.out = *sums;
+    seen.out = *sums;
   }
-  return plain;
+  return seen;
 }
 
 }  // namespace moe::bindings

@@ -1,8 +1,11 @@
 """What is let through at a glance must be what the checks one by one let through."""
 
+import contextlib
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from moe_comm import (
     FP8_BLOCK128,
     MXFP8,
     Capacity,
+    CombineResult,
     Communicator,
     EpBuffer,
     EpConfig,
@@ -21,8 +25,7 @@ from moe_comm import (
 )
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep import validation
-from moe_comm.ep.backends.base import Operation
-from moe_comm.ep.config import DispatchOptions
+from moe_comm.ep.options import DispatchOptions
 from tests.helpers.described_tensors import needs_described_tensors
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
@@ -38,15 +41,15 @@ def buffer(communicator: Communicator) -> Iterator[EpBuffer]:
 
 
 @pytest.fixture
-def plain(buffer: EpBuffer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def seen(buffer: EpBuffer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every call on `buffer`, whether a glance sufficed; nothing where none was thrown."""
     seen: list[bool] = []
-    for name in ("dispatch_plain", "combine_plain"):
+    for name in ("dispatch_unchecked", "combine_unchecked"):
         look = getattr(buffer._backend, name)
 
-        def called(*args: object, look: object = look) -> Operation[object] | None:
+        def called(*args: object, look: object = look) -> object:
             assert callable(look)
-            operation: Operation[object] | None = look(*args)
+            operation: object = look(*args)
             seen.append(operation is not None)
             return operation
 
@@ -127,27 +130,37 @@ def _outs(expert_out: object, weights: object) -> list[object]:
     return outs
 
 
-def test_a_plain_dispatch_passes_every_check(buffer: EpBuffer, plain: list[bool]) -> None:
-    num_plain = 0
-    for x, topk_idx, weights, layout, alignment in itertools.product(
-        _rows(), _choices(), _weights(), [*Layout, 2, None], [1, 4, True, 1.0, "1"]
+def _pass(buffer: EpBuffer, **options: Any) -> None:
+    """Options are looked at once: later calls with them are seen at a glance."""
+    x, topk_idx = _rows()[0], _choices()[0]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(topk_idx, torch.Tensor)
+    with contextlib.suppress(ValueError, TypeError):
+        buffer.dispatch(x, topk_idx, **options)
+
+
+def test_a_dispatch_seen_at_a_glance_passes_every_check(buffer: EpBuffer, seen: list[bool]) -> None:
+    num_seen = 0
+    for layout, alignment, x, topk_idx, weights in itertools.product(
+        [*Layout, 2, None], [1, 4, True, 1.0, "1"], _rows(), _choices(), _weights()
     ):
-        plain.clear()
+        _pass(buffer, layout=layout, expert_alignment=alignment)
+        seen.clear()
         try:
             buffer.dispatch(x, topk_idx, weights, layout=layout, expert_alignment=alignment)
         except (ValueError, TypeError):
-            assert not any(plain)
+            assert not any(seen)
             continue
-        if not any(plain):
+        if not any(seen):
             continue
-        num_plain += 1
+        num_seen += 1
         validation.check_rows(x, None)
         validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx, topk_weights=weights)
         options = DispatchOptions(layout, alignment)
         validation.check_dispatch(CONFIG, x, topk_idx, weights, options, is_quantized=False)
     # Rows of every layout, with and without weights, also as a parameter, and none; two of the layouts
     # aligned, too.
-    assert num_plain == (3 + 2) * 2 * 2 + (3 + 2) * 1
+    assert num_seen == (3 + 2) * 2 * 2 + (3 + 2) * 1
 
 
 QUANTIZATIONS = [
@@ -158,39 +171,38 @@ QUANTIZATIONS = [
 ]
 
 
-def test_a_plain_dispatch_that_quantizes_passes_every_check(
-    buffer: EpBuffer, plain: list[bool]
-) -> None:
-    num_plain = 0
+def test_a_dispatch_seen_to_quantize_passes_every_check(buffer: EpBuffer, seen: list[bool]) -> None:
+    num_seen = 0
     for x, topk_idx, layout, quantization in itertools.product(
         _rows(), _choices(), Layout, [*QUANTIZATIONS, "MXFP8", 1]
     ):
-        plain.clear()
+        _pass(buffer, layout=layout, quantization=quantization)
+        seen.clear()
         try:
             buffer.dispatch(x, topk_idx, layout=layout, quantization=quantization)
         except (ValueError, TypeError):
-            assert not any(plain)
+            assert not any(seen)
             continue
-        if not any(plain):
+        if not any(seen):
             continue
-        num_plain += 1
+        num_seen += 1
         validation.check_rows(x, quantization)
         validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx)
         options = DispatchOptions(layout, 1, quantization)
         validation.check_dispatch(CONFIG, x, topk_idx, None, options, is_quantized=False)
     # Rows of every layout, and none.
-    assert num_plain == 2 * len(Layout) * len(QUANTIZATIONS)
+    assert num_seen == 2 * len(Layout) * len(QUANTIZATIONS)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("hidden", [16, 192, 640])
-def test_a_plain_dispatch_quantizes_like_one_that_is_checked(
+def test_a_dispatch_seen_at_a_glance_quantizes_like_one_that_is_checked(
     communicator: Communicator, layout: Layout, hidden: int
 ) -> None:
     config = dataclasses.replace(CONFIG, hidden=None, dtype=None)
     topk_idx = torch.tensor([[0, 1], [5, 7], [1, -1]])
     with EpBuffer(communicator, config) as buffer:
-        look = buffer._backend.dispatch_plain
+        look = buffer._backend.dispatch_unchecked
         # Each shape, dtype and quantization behind another.
         for dtype, quantization in itertools.product(
             (torch.bfloat16, torch.float16, torch.float32), QUANTIZATIONS
@@ -198,7 +210,8 @@ def test_a_plain_dispatch_quantizes_like_one_that_is_checked(
             x = torch.randn(3, hidden).to(dtype)
             options = {"layout": layout, "quantization": quantization}
             checked = buffer.dispatch(x, topk_idx, copy_out=False, **options)
-            assert look(x, topk_idx, None, layout, 1, 0, False, quantization) is not None
+            _pass(buffer, **options)
+            assert look(x, topk_idx, None, None, DispatchOptions(**options)) is not None
             result = buffer.dispatch(x, topk_idx, **options)
             assert result.x.dtype is checked.x.dtype is torch.float8_e4m3fn
             sf, checked_sf = result.x_sf, checked.x_sf
@@ -232,18 +245,20 @@ def test_a_plain_dispatch_quantizes_like_one_that_is_checked(
 
 @pytest.mark.parametrize("most_tokens", [None, 0, 2, 3])
 @pytest.mark.parametrize("layout", list(Layout))
-def test_any_number_of_tokens_is_plain_where_none_is_configured(
+def test_any_number_of_tokens_is_seen_where_none_is_configured(
     communicator: Communicator, most_tokens: int | None, layout: Layout
 ) -> None:
     x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
     config = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=most_tokens)
     with EpBuffer(communicator, config) as buffer:
-        operation = buffer._backend.dispatch_plain(x, topk_idx, None, layout, 1, 0)
-        is_plain = operation is not None
-        assert is_plain == (
+        with contextlib.suppress(ValueError):
+            buffer.dispatch(x, topk_idx, layout=layout)
+        look = buffer._backend.dispatch_unchecked
+        is_seen = look(x, topk_idx, None, None, DispatchOptions(layout)) is not None
+        assert is_seen == (
             most_tokens == 3 or (most_tokens is None and layout is not Layout.LOW_LATENCY)
         )
-        if not is_plain:
+        if not is_seen:
             with pytest.raises(ValueError, match="num_max_tokens_per_rank"):
                 buffer.dispatch(x, topk_idx, layout=layout)
 
@@ -255,66 +270,138 @@ def test_an_open_configuration_takes_at_a_glance_what_can_be_added(
     fields = {"num_topk": 2, "hidden": 16, "dtype": torch.bfloat16, opened: None}
     x, topk_idx = torch.ones(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
     with EpBuffer(communicator, EpConfig(num_experts=8, **fields)) as buffer:
-        look = buffer._backend.dispatch_plain
+        look = buffer._backend.dispatch_unchecked
 
-        def is_plain(x: torch.Tensor, topk_idx: torch.Tensor) -> bool:
-            return look(x, topk_idx, None, Layout.EXPERT_MAJOR, 1, 0) is not None
+        def is_seen(x: torch.Tensor, topk_idx: torch.Tensor) -> bool:
+            return look(x, topk_idx, None, None, DispatchOptions()) is not None
 
-        assert is_plain(x, topk_idx)
-        assert is_plain(x, topk_idx[:, :1].contiguous()) == (opened == "num_topk")
-        assert not is_plain(x, topk_idx[:, :0])
-        assert is_plain(torch.ones(3, 32, dtype=torch.bfloat16), topk_idx) == (opened == "hidden")
+        assert is_seen(x, topk_idx)
+        assert is_seen(x, topk_idx[:, :1].contiguous()) == (opened == "num_topk")
+        assert not is_seen(x, topk_idx[:, :0])
+        assert is_seen(torch.ones(3, 32, dtype=torch.bfloat16), topk_idx) == (opened == "hidden")
         # Rows of 24 bytes.
-        assert not is_plain(torch.ones(3, 12, dtype=torch.bfloat16), topk_idx)
-        assert is_plain(x.float(), topk_idx) == (opened == "dtype")
-        assert not is_plain(x.int(), topk_idx)
+        assert not is_seen(torch.ones(3, 12, dtype=torch.bfloat16), topk_idx)
+        assert is_seen(x.float(), topk_idx) == (opened == "dtype")
+        assert not is_seen(x.int(), topk_idx)
         result = buffer.dispatch(x, topk_idx)
         assert torch.equal(result.x, torch.ones(6, 16, dtype=torch.bfloat16))
         assert result.x.dtype is torch.bfloat16
 
 
-def test_what_is_asked_for_besides_is_not_plain(buffer: EpBuffer, plain: list[bool]) -> None:
+def test_whatever_is_asked_for_is_seen_once_it_has_passed(
+    buffer: EpBuffer, seen: list[bool]
+) -> None:
     x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
-    buffer.dispatch(x, topk_idx, copy_out=True)
-    buffer.dispatch(x, topk_idx, async_op=True).event.wait()
-    buffer.dispatch(x, topk_idx, capacity=Capacity(num_rows=8))
-    buffer.dispatch((x.to(torch.uint8), torch.ones(3, 1)), topk_idx)
-    assert plain == [False]
-    plain.clear()
     handle = buffer.dispatch(x, topk_idx, expert_alignment=4).handle
-    assert plain == [True]
-    plain.clear()
-    buffer.dispatch(x, None, handle=handle)
+    calls: list[dict[str, Any]] = [
+        {"copy_out": True},
+        {"copy_out": False},
+        {"async_op": True},
+        {"capacity": Capacity(num_rows=8)},
+        {"capacity": Capacity(num_rows=8, on_overflow="drop"), "expert_alignment": 8},
+        {"topk_idx": None, "handle": handle},
+        {"topk_idx": None, "handle": handle, "expert_alignment": 4, "async_op": True},
+        {"gradients": 1},
+    ]
+    for call in calls:
+        seen.clear()
+        for _ in range(2):
+            # Of equal values: another object each time.
+            asked = {"topk_idx": topk_idx, **copy.deepcopy(call | {"handle": None})}
+            if "handle" in call:
+                asked["handle"] = handle
+            result = buffer.dispatch(x, **asked)
+            result.event.wait()
+            assert result.x.shape[1] == 16
+        assert seen[-1], call
+    summed = buffer.dispatch(x, topk_idx)
+    combines: list[dict[str, Any]] = [{"copy_out": True}, {"async_op": True}, {"gradients": 1}]
+    for call in combines:
+        seen.clear()
+        for _ in range(2):
+            combined = buffer.combine(summed.x, summed.handle, **call)
+            if isinstance(combined, CombineResult):
+                combined.event.wait()
+        assert seen[-1], call
     buffer.mask_ranks([0])
-    buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
-    assert plain == []
+    for _ in range(2):
+        assert (
+            int(buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).num_tokens_per_expert.sum())
+            == 0
+        )
+    assert seen[-1]
+
+
+def test_a_value_that_only_equals_one_that_passed_is_refused(buffer: EpBuffer) -> None:
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
+    alike: list[tuple[str, object, object]] = [
+        ("layout", Layout.RANK_MAJOR, 1),
+        ("expert_alignment", 1, True),
+        ("expert_alignment", 4, 4.0),
+        ("async_op", True, 1),
+        ("copy_out", False, 0),
+        ("gradients", 1, True),
+    ]
+    for name, good, bad in alike:
+        options: dict[str, Any] = {name: good}
+        buffer.dispatch(x, topk_idx, **options).event.wait()
+        options[name] = bad
+        with pytest.raises((ValueError, TypeError), match=name):
+            buffer.dispatch(x, topk_idx, **options)
+
+
+def test_what_passed_with_one_buffer_is_seen_by_the_limits_of_another(
+    buffer: EpBuffer, communicator: Communicator
+) -> None:
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
+    handle = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY).handle
+    with EpBuffer(
+        communicator, dataclasses.replace(CONFIG, num_max_tokens_per_rank=None)
+    ) as open_one:
+        with pytest.raises(ValueError, match="num_max_tokens_per_rank"):
+            open_one.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+        with pytest.raises(ValueError, match="handle belongs to buffer"):
+            open_one.dispatch(x, None, handle=handle)
+        aligned = open_one.dispatch(x, topk_idx, expert_alignment=4).handle
+        open_one.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR)
+        open_one.dispatch(x, topk_idx, expert_alignment=8, capacity=Capacity(num_rows=8))
+        bad: list[tuple[str, dict[str, Any]]] = [
+            ("layout", {"layout": Layout.RANK_MAJOR}),
+            ("expert_alignment", {"expert_alignment": 8}),
+            ("capacity", {"capacity": Capacity(num_rows=8)}),
+        ]
+        for name, options in bad:
+            with pytest.raises(ValueError, match=f"{name} (is|of the handle)"):
+                open_one.dispatch(x, None, handle=aligned, **options)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-def test_a_plain_combine_passes_every_check(
-    buffer: EpBuffer, plain: list[bool], layout: Layout
+def test_a_combine_seen_at_a_glance_passes_every_check(
+    buffer: EpBuffer, seen: list[bool], layout: Layout
 ) -> None:
     x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
     topk_idx[:, 1] = -1
     handle = buffer.dispatch(x, topk_idx, layout=layout).handle
-    num_plain = 0
+    buffer.combine(torch.zeros(handle.num_recv_tokens, 16), handle)  # its options pass
+    num_seen = 0
     for expert_out, weights in itertools.product(_rows(handle.num_recv_tokens), _weights()):
         for out in _outs(expert_out, weights):
-            plain.clear()
+            seen.clear()
             try:
                 buffer.combine(expert_out, handle, topk_weights=weights, out=out)
             except (ValueError, TypeError):
-                assert plain == [False]
+                assert seen == [False]
                 continue
-            if plain == [False]:
+            if seen == [False]:
                 continue
-            num_plain += 1
+            num_seen += 1
             validation.check_devices(
                 torch.device("cpu"), expert_out=expert_out, topk_weights=weights, out=out
             )
             validation.check_combine(handle, expert_out, weights, None, out)
-    # Rows, also as a parameter, into new memory and into both that can be written.
-    assert num_plain == (1 if layout is Layout.RANK_MAJOR else 2) * 2 * 3
+    # Rows, also as a parameter, into new memory and into both that can be written; of float32, into new
+    # memory and one; and wider ones, into new memory.
+    assert num_seen == (1 if layout is Layout.RANK_MAJOR else 2) * (2 * 3 + 2 + 1)
 
 
 OPEN = EpConfig(num_experts=8, num_topk=None, hidden=None, num_max_tokens_per_rank=None)
@@ -335,10 +422,7 @@ def test_a_map_seen_at_a_glance_is_its_list(communicator: Communicator, has_prob
     with EpBuffer(communicator, OPEN) as buffer:
         topk_idx, weights = topk_of_routing_map(routing_map, probs)
         listed = buffer.dispatch(x, topk_idx, weights)
-        result = buffer.dispatch_plain(
-            x, routing_map, probs, Layout.EXPERT_MAJOR, 1, 0, is_map=True
-        )
-        assert result is not None
+        result = buffer.dispatch(x, routing_map, probs)
         assert torch.equal(result.x, x[[0, 0, 2, 0]])
         assert torch.equal(result.num_tokens_per_expert, listed.num_tokens_per_expert)
         assert torch.equal(result.plan.to_tensors().topk_idx, topk_idx)
@@ -348,14 +432,11 @@ def test_a_map_seen_at_a_glance_is_its_list(communicator: Communicator, has_prob
         else:
             assert result.topk_weights is None
         # Without a row there is nothing to list.
-        empty = buffer.dispatch_plain(
-            x[:0], routing_map[:0], None, Layout.EXPERT_MAJOR, 1, 0, is_map=True
-        )
-        assert empty is not None
+        empty = buffer.dispatch(x[:0], routing_map[:0])
         assert empty.x.shape == (0, 16)
 
 
-def test_a_map_is_plain_where_it_is_one(communicator: Communicator) -> None:
+def test_a_map_is_seen_where_it_is_one(communicator: Communicator) -> None:
     x = torch.zeros(3, 16, dtype=torch.bfloat16)
     good, probs = _map()
     maps = [
@@ -364,7 +445,6 @@ def test_a_map_is_plain_where_it_is_one(communicator: Communicator) -> None:
         good[:, :4].contiguous(),
         good.t().contiguous().t(),
         good.to("meta"),
-        torch.zeros(3, 8, dtype=torch.int64),
         None,
     ]
     numbers = [
@@ -377,14 +457,21 @@ def test_a_map_is_plain_where_it_is_one(communicator: Communicator) -> None:
     tried = [(good, probs), *((each, probs) for each in maps), *((good, each) for each in numbers)]
     with EpBuffer(communicator, OPEN) as buffer:
 
-        def is_plain(routing_map: object, probs: object) -> bool:
-            look = buffer._backend.dispatch_plain
-            return look(x, routing_map, probs, Layout.EXPERT_MAJOR, 1, 0, True) is not None
+        def is_seen(routing_map: object, probs: object) -> bool:
+            look = buffer._backend.dispatch_unchecked
+            return look(x, routing_map, probs, None, DispatchOptions()) is not None
 
-        assert [is_plain(*each) for each in tried] == [True] + [False] * (len(tried) - 1)
-        with pytest.raises(TypeError, match="topk_idx"):
-            buffer.dispatch(x, good)
+        assert [is_seen(*each) for each in tried] == [True] + [False] * (len(tried) - 1)
     # Three choices of a token.
     with EpBuffer(communicator, dataclasses.replace(OPEN, num_topk=2)) as buffer:
-        assert not is_plain(good, None)
-        assert is_plain(good & (torch.arange(8) > 1), None)
+        assert not is_seen(good, None)
+        with pytest.raises(
+            ValueError, match="a token of 3 experts, more than the configured num_topk"
+        ):
+            buffer.dispatch(x, good)
+        assert is_seen(good & (torch.arange(8) > 1), None)
+        one = torch.eye(3, 8, dtype=torch.bool)
+        assert is_seen(one, None)
+        for each in (one, one.t().contiguous().t()):  # at a glance, and by the rules
+            topk_idx = buffer.dispatch(x, each).plan.to_tensors().topk_idx
+            assert topk_idx.tolist() == [[0, -1], [1, -1], [2, -1]]

@@ -1,0 +1,279 @@
+"""Options of dispatch and combine, each described once: what an `EpBuffer` checks and hands on whole.
+
+An option is a field of `DispatchOptions` or `CombineOptions`. Its annotation has an `Option` beside the
+type. From these come the checks, what ranks say where they disagree, and the numbers that operators
+take; csrc/bindings/shared/call_options.cpp reads the fields by place. Rules that also look at tensors,
+or at two options at once, are those of `validation`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from moe_comm.arguments import as_int, check_bool, shown
+from moe_comm.ep.config import ON_OVERFLOW, Capacity, Layout, numbers_of
+from moe_comm.ep.gradients import check_word
+from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
+
+__all__ = [
+    "CombineOptions",
+    "CopyOut",
+    "DispatchOptions",
+    "Option",
+    "check_alignment",
+    "check_options",
+    "decode_dispatch",
+    "decode_quantization",
+    "describe_options",
+    "encode_dispatch",
+    "encode_quantization",
+]
+
+CopyOut: TypeAlias = bool | Literal["auto"]
+OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
+_NO_OPTION: list[int] = []
+
+
+def encode_quantization(quantization: Quantization | None) -> list[int]:
+    """`[format, scale_format, is_column_major]`, or `[]` for None."""
+    if quantization is None:
+        return _NO_OPTION
+    assert quantization.scale_format is not None
+    return [
+        int(quantization.format),
+        int(quantization.scale_format),
+        int(quantization.is_column_major),
+    ]
+
+
+def decode_quantization(encoded: Sequence[int]) -> Quantization | None:
+    """The quantization that `encode_quantization` was given."""
+    if not encoded:
+        return None
+    form, scale_format, is_column_major = encoded
+    return Quantization(
+        format=QuantizationFormat(form),
+        scale_format=ScaleFormat(scale_format),
+        is_column_major=bool(is_column_major),
+    )
+
+
+def _encode_capacity(capacity: Capacity | None) -> list[int]:
+    return [] if capacity is None else [*numbers_of(capacity)]
+
+
+def _decode_capacity(encoded: Sequence[int]) -> Capacity | None:
+    if not encoded:
+        return None
+    num_rows, per_expert, on_overflow = encoded
+    return Capacity(
+        num_rows=None if num_rows < 0 else num_rows,
+        num_rows_per_expert=None if per_expert < 0 else per_expert,
+        on_overflow=ON_OVERFLOW[on_overflow],
+    )
+
+
+def _check_layout(layout: object) -> object:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Layout, got {shown(layout)}")
+    return layout
+
+
+def check_alignment(expert_alignment: object) -> int:
+    """Return an alignment that is one, as an int; TypeError or ValueError where it is none."""
+    expert_alignment = as_int("expert_alignment", expert_alignment)
+    if not 1 <= expert_alignment < 2**31:
+        raise ValueError(f"expert_alignment must be in [1, 2**31), got {expert_alignment}")
+    return expert_alignment
+
+
+def _check_quantization(quantization: object) -> object:
+    if quantization is not None and not isinstance(quantization, Quantization):
+        raise TypeError(f"quantization must be a Quantization, got {shown(quantization)}")
+    return quantization
+
+
+def _check_capacity(capacity: object) -> object:
+    if capacity is not None and not isinstance(capacity, Capacity):
+        raise TypeError(f"capacity must be a Capacity, got {shown(capacity)}")
+    return capacity
+
+
+def _check_copy_out(copy_out: object) -> object:
+    if copy_out is True or copy_out is False or (isinstance(copy_out, str) and copy_out == "auto"):
+        return copy_out
+    raise ValueError(f'copy_out must be True, False or "auto", got {shown(copy_out)}')
+
+
+def _check_async_op(async_op: object) -> object:
+    check_bool("async_op", async_op)
+    return async_op
+
+
+def _check_gradients(gradients: object) -> object:
+    check_word(gradients)
+    return gradients
+
+
+def _limits(capacity: Capacity | None) -> str:
+    # A rank without a capacity and one whose capacity grows drop the same, which is nothing.
+    if capacity is None or capacity.on_overflow == "grow":
+        return ""
+    most = capacity.num_rows_per_expert
+    per_expert = "" if most is None else f", num_rows_per_expert={most}"
+    return f"on_overflow={capacity.on_overflow}{per_expert}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a call, besides its name, type and default.
+
+    Args:
+        rule: Returns a value as it is handed on. Raises TypeError or ValueError with the value in it.
+        ranks: "own": every rank may say something else. "equal": ranks that say different things get a
+            ValueError with both. "united": what any rank says holds for all.
+        words: Of a value, for the text in which ranks disagree; "" for a value that says nothing. None
+            where the option is no part of it, or is worded with the rows.
+        encode: Integers that an operator takes; None for an option that `moe_comm.dispatch` has not.
+        decode: The value that `encode` was given.
+        is_size: Its integers may be sizes of a graph.
+    """
+
+    rule: Callable[[Any], Any]
+    ranks: Literal["own", "equal", "united"]
+    words: Callable[[Any], str] | None = None
+    encode: Callable[[Any], list[int]] | None = None
+    decode: Callable[[Sequence[int]], Any] | None = None
+    is_size: bool = False
+
+
+class DispatchOptions(NamedTuple):
+    """How the rows of one dispatch go.
+
+    Args:
+        layout: Order of received rows. Of a cached dispatch it is the plan's that holds, as are the
+            alignment, the capacity and the masks.
+        expert_alignment: As in `EpBuffer.dispatch`.
+        quantization: How to quantize x, or None. Where x is quantized already it only says whether the
+            scale factors arrive column-major.
+        capacity: Limits; None for none. How many rows they allow is each rank's own.
+        masked_ranks: LOW_LATENCY: ranks that take no part in this operation: nothing goes to them or
+            comes from them.
+        copy_out: Whether results are copied out of the heap; "auto": the backend decides.
+        async_op: Return before the end.
+        gradients: What this rank says of gradients, see `moe_comm.ep.gradients`. Ranks read it
+            in what they exchange before rows move: the output has what all say, and where they clash
+            every rank raises ValueError.
+    """
+
+    layout: Annotated[
+        Layout,
+        Option(
+            rule=_check_layout,
+            ranks="equal",
+            words=lambda layout: layout.name,
+            encode=lambda layout: [int(layout)],
+            decode=lambda encoded: Layout(encoded[0]),
+        ),
+    ] = Layout.EXPERT_MAJOR
+    expert_alignment: Annotated[
+        int,
+        Option(
+            rule=check_alignment,
+            ranks="equal",
+            words=lambda expert_alignment: f"expert_alignment={expert_alignment}",
+            encode=lambda expert_alignment: [expert_alignment],
+            decode=lambda encoded: encoded[0],
+        ),
+    ] = 1
+    quantization: Annotated[
+        Quantization | None,
+        Option(
+            rule=_check_quantization,
+            ranks="equal",
+            encode=encode_quantization,
+            decode=decode_quantization,
+        ),
+    ] = None
+    capacity: Annotated[
+        Capacity | None,
+        Option(
+            rule=_check_capacity,
+            ranks="equal",
+            words=_limits,
+            encode=_encode_capacity,
+            decode=_decode_capacity,
+            is_size=True,
+        ),
+    ] = None
+    masked_ranks: Annotated[
+        tuple[int, ...], Option(rule=tuple, ranks="united")  # of EpBuffer.mask_ranks, which checks
+    ] = ()
+    copy_out: Annotated[CopyOut, Option(rule=_check_copy_out, ranks="own")] = "auto"
+    async_op: Annotated[bool, Option(rule=_check_async_op, ranks="own")] = False
+    gradients: Annotated[int, Option(rule=_check_gradients, ranks="united")] = 0
+
+
+class CombineOptions(NamedTuple):
+    """How the sums of one combine come back.
+
+    Args:
+        copy_out: As in `DispatchOptions`, for the sums.
+        async_op: As in `DispatchOptions`.
+        gradients: As in `DispatchOptions`; weights that are applied belong to what ranks compare.
+    """
+
+    copy_out: Annotated[CopyOut, Option(rule=_check_copy_out, ranks="own")] = "auto"
+    async_op: Annotated[bool, Option(rule=_check_async_op, ranks="own")] = False
+    gradients: Annotated[int, Option(rule=_check_gradients, ranks="united")] = 0
+
+
+_DESCRIBED: dict[type, dict[str, Option]] = {
+    kind: {name: hint.__metadata__[0] for name, hint in kind.__annotations__.items()}
+    for kind in (DispatchOptions, CombineOptions)
+}
+
+
+def describe_options(kind: type[tuple[Any, ...]]) -> dict[str, Option]:
+    """Every option of `DispatchOptions` or `CombineOptions` by its name, in order."""
+    return _DESCRIBED[kind]
+
+
+def check_options(options: OptionsT) -> OptionsT:
+    """The options as they are handed on, each by its rule.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value is of a wrong type.
+    """
+    described = describe_options(type(options)).values()
+    checked = (option.rule(value) for option, value in zip(described, options, strict=True))
+    return tuple.__new__(type(options), checked)
+
+
+def encode_dispatch(options: DispatchOptions) -> tuple[list[int], list[int]]:
+    """The options of `moe_comm.dispatch` as an operator takes them: numbers, and sizes of a graph.
+
+    Each option among the numbers is led by how many are its own. One option has sizes.
+    """
+    numbers: list[int] = []
+    sizes: list[int] = []
+    for option, value in zip(describe_options(DispatchOptions).values(), options, strict=True):
+        if option.encode is not None:
+            encoded = option.encode(value)
+            if option.is_size:
+                sizes = encoded
+            else:
+                numbers += [len(encoded), *encoded]
+    return numbers, sizes
+
+
+def decode_dispatch(numbers: Sequence[int], sizes: Sequence[int]) -> DispatchOptions:
+    """The options that `encode_dispatch` was given; others have their defaults."""
+    rest = iter(numbers)
+    values = {}
+    for name, option in describe_options(DispatchOptions).items():
+        if option.decode is not None:
+            encoded = sizes if option.is_size else [next(rest) for _ in range(next(rest))]
+            values[name] = option.decode(encoded)
+    return DispatchOptions(**values)
