@@ -73,12 +73,12 @@ void bind_shrink(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
       .def("shrink_finish", &shrink_finish, py::arg("has_group"))
       .def(
           "shrink_check",
-          [](NativeGroup& self) { self.group->shrink_agreement().check_round(); },
+          [](NativeGroup& self) { self.group->shrink_ballots().check_round(); },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "shrink_refuse",
           [](NativeGroup& self, const std::string& text, bool is_mistake) {
-            return self.group->shrink_agreement().refuse(text, is_mistake);
+            return self.group->shrink_ballots().refuse(text, is_mistake);
           },
           py::arg("text"),
           py::arg("is_mistake"),

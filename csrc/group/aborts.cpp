@@ -31,8 +31,7 @@ void Aborts::store_at_peers(const layout::AbortRecord& record) {
   const bool has_posted = posted_.exchange(generation() + 1) == generation() + 1;
   const std::string message(reinterpret_cast<const char*>(&record), sizeof(record));
   for (int peer_rank = 0; peer_rank < ranks_.num_ranks(); ++peer_rank) {
-    if (peer_rank == ranks_.rank_idx() || !ranks_.is_active(peer_rank) ||
-        ranks_.state(peer_rank) != PeerState::kAlive)
+    if (!ranks_.is_peer(peer_rank) || ranks_.state(peer_rank) != PeerState::kAlive)
       continue;
     if (ranks_.is_local(peer_rank))
       store(ranks_.control(peer_rank), record);

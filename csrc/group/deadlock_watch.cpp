@@ -6,7 +6,6 @@
 
 #include "group/message.h"
 #include "group/pace.h"
-#include "group/peer_wait.h"
 
 namespace moe::group {
 
@@ -59,71 +58,7 @@ struct Probe {
 void send(const EntryWait& wait, Probe probe) {
   probe.buffer_number = wait.buffer_number;
   probe.epoch = wait.epoch;
-  wait.link->post(wait.peer_link_rank, wait.channel, 0, probe.encode());
-}
-
-}  // namespace
-
-ShownWait::ShownWait(
-    Group& group, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what)
-    : group_(group), peer_rank_(peer_rank), wait_(std::make_shared<EntryWait>()) {
-  wait_->id = {
-      group.channel(Topic::kProbe), group.rank_idx(), group.mail().entries()->next_number()};
-  wait_->link = group.link();
-  wait_->peer_link_rank = group.link_rank(peer_rank);
-  wait_->channel = group.channel(Topic::kProbe);
-  wait_->buffer_number = buffer_number;
-  wait_->epoch = epoch;
-  wait_->text = concat("rank ", group.rank_idx(), " waits for rank ", peer_rank, " ", what);
-  if (kRanksHaveThreads)
-    group.mail().entries()->begin(wait_);
-}
-
-ShownWait::~ShownWait() {
-  if (kRanksHaveThreads)
-    group_.mail().entries()->end(wait_);
-}
-
-DeadlockWatch::DeadlockWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns)
-    : group_(group), site_(site), peer_rank_(peer_rank), start_ns_(start_ns), asked_ns_(start_ns) {}
-
-void DeadlockWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
-  if (!kRanksHaveThreads || now_ns - start_ns_ < kShowNs)
-    return;
-  if (!shown_)
-    shown_.emplace(group_,
-                   site_.buffer_number,
-                   static_cast<uint64_t>(site_.epoch),
-                   peer_rank_,
-                   concat("to ", entrance(site_)));
-  const EntryWait& wait = shown_->wait();
-  if (const auto circle = wait.verdict())
-    give_up(*circle, is_missing);
-  if (now_ns - asked_ns_ < kAskEveryNs)
-    return;
-  asked_ns_ = now_ns;
-  Probe probe;
-  probe.origin = wait.id;
-  probe.text = wait.text;
-  send(wait, std::move(probe));
-}
-
-void DeadlockWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
-  // Ranks that have left the order that most ranks keep; of two equal halves, the one without the
-  // lowest rank.
-  std::vector<int> missing;
-  std::vector<int> present;
-  for (int rank_idx = 0; rank_idx < group_.num_ranks(); ++rank_idx)
-    if (group_.is_active(rank_idx))
-      (rank_idx != group_.rank_idx() && is_missing(rank_idx) ? missing : present)
-          .push_back(rank_idx);
-  const bool is_few = missing.size() < present.size() ||
-                      (missing.size() == present.size() && present.front() < missing.front());
-  group_.abort(layout::AbortCause::kPeerTimeout,
-               site_,
-               is_few ? missing : present,
-               concat("ranks wait for each other in different calls: ", circle));
-  group_.throw_abort();
+  wait.link->post(wait.peer_link_rank, wait.id.channel, 0, probe.encode());
 }
 
 void answer_probe(const EntryTable& entries, const std::string& message) {
@@ -145,6 +80,76 @@ void answer_probe(const EntryTable& entries, const std::string& message) {
     wait->conclude(probe.text);
   if (!is_last && ++probe.num_hops < kMostHops)
     send(*wait, std::move(probe));
+}
+
+}  // namespace
+
+ShownWait::ShownWait(
+    Peers& peers, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what)
+    : peers_(peers), peer_rank_(peer_rank), wait_(std::make_shared<EntryWait>()) {
+  wait_->id = {
+      peers.channel(Topic::kProbe), peers.rank_idx(), peers.mail().entries()->next_number()};
+  wait_->link = peers.link();
+  wait_->peer_link_rank = peers.link_rank(peer_rank);
+  wait_->buffer_number = buffer_number;
+  wait_->epoch = epoch;
+  wait_->text = concat("rank ", peers.rank_idx(), " waits for rank ", peer_rank, " ", what);
+  if (kRanksHaveThreads)
+    peers.mail().entries()->begin(wait_);
+}
+
+ShownWait::~ShownWait() {
+  if (kRanksHaveThreads)
+    peers_.mail().entries()->end(wait_);
+}
+
+DeadlockWatch::DeadlockWatch(Peers& peers, const WaitSite& site, int peer_rank, int64_t start_ns)
+    : peers_(peers), site_(site), peer_rank_(peer_rank), start_ns_(start_ns), asked_ns_(start_ns) {}
+
+void DeadlockWatch::check(int64_t now_ns, const std::function<bool(int)>& is_missing) {
+  if (!kRanksHaveThreads || now_ns - start_ns_ < kShowNs)
+    return;
+  if (!shown_)
+    shown_.emplace(peers_,
+                   site_.buffer_number,
+                   static_cast<uint64_t>(site_.epoch),
+                   peer_rank_,
+                   concat("to ", site_.entrance()));
+  const EntryWait& wait = shown_->wait();
+  if (const auto circle = wait.verdict())
+    give_up(*circle, is_missing);
+  if (now_ns - asked_ns_ < kAskEveryNs)
+    return;
+  asked_ns_ = now_ns;
+  Probe probe;
+  probe.origin = wait.id;
+  probe.text = wait.text;
+  send(wait, std::move(probe));
+}
+
+void DeadlockWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
+  // Ranks that have left the order that most ranks keep; of two equal halves, the one without the
+  // lowest rank.
+  std::vector<int> missing;
+  std::vector<int> present;
+  for (int rank_idx = 0; rank_idx < peers_.num_ranks(); ++rank_idx)
+    if (peers_.is_active(rank_idx))
+      (rank_idx != peers_.rank_idx() && is_missing(rank_idx) ? missing : present)
+          .push_back(rank_idx);
+  const bool is_few = missing.size() < present.size() ||
+                      (missing.size() == present.size() && present.front() < missing.front());
+  peers_.abort(layout::AbortCause::kPeerTimeout,
+               site_,
+               is_few ? missing : present,
+               concat("ranks wait for each other in different calls: ", circle));
+  peers_.throw_abort();
+}
+
+void answer_probes(Peers& peers) {
+  std::string message;
+  for (int peer_rank = 0; peer_rank < peers.num_ranks(); ++peer_rank)
+    while (peer_rank != peers.rank_idx() && peers.take(peer_rank, Topic::kProbe, 0, &message))
+      answer_probe(*peers.mail().entries(), message);
 }
 
 }  // namespace moe::group

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "group/entry_waits.h"
-#include "group/group.h"
+#include "group/peers.h"
 
 namespace moe::group {
 
@@ -16,7 +16,7 @@ class ShownWait {
  public:
   /// @param what  "to enter combine of buffer 3, epoch 7": what the peer has to do.
   ShownWait(
-      Group& group, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what);
+      Peers& peers, uint64_t buffer_number, uint64_t epoch, int peer_rank, const std::string& what);
   ~ShownWait();
   ShownWait(const ShownWait&) = delete;
   ShownWait& operator=(const ShownWait&) = delete;
@@ -25,7 +25,7 @@ class ShownWait {
   const EntryWait& wait() const { return *wait_; }
 
  private:
-  Group& group_;
+  Peers& peers_;
   int peer_rank_;
   std::shared_ptr<EntryWait> wait_;
 };
@@ -41,7 +41,7 @@ class DeadlockWatch {
  public:
   /// @param site  What the peer has to enter; outlives this.
   /// @param start_ns  Since when it is waited for.
-  DeadlockWatch(Group& group, const WaitSite& site, int peer_rank, int64_t start_ns);
+  DeadlockWatch(Peers& peers, const WaitSite& site, int peer_rank, int64_t start_ns);
   DeadlockWatch(const DeadlockWatch&) = delete;
   DeadlockWatch& operator=(const DeadlockWatch&) = delete;
 
@@ -52,7 +52,7 @@ class DeadlockWatch {
  private:
   [[noreturn]] void give_up(const std::string& circle, const std::function<bool(int)>& is_missing);
 
-  Group& group_;
+  Peers& peers_;
   const WaitSite& site_;
   int peer_rank_;
   int64_t start_ns_;
@@ -60,7 +60,7 @@ class DeadlockWatch {
   std::optional<ShownWait> shown_;  ///< once it has lasted a little
 };
 
-/// Hands on a probe that a peer has sent. Called by the service thread.
-void answer_probe(const EntryTable& entries, const std::string& message);
+/// Hands on the probes that peers have sent. Called by the service thread.
+void answer_probes(Peers& peers);
 
 }  // namespace moe::group

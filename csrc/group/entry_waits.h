@@ -20,7 +20,7 @@ class EntryWait {
  public:
   /// Tells one wait from every other on any rank.
   struct Id {
-    uint64_t channel = 0;  ///< of the communicator
+    uint64_t channel = 0;  ///< of the communicator, for probes
     int32_t rank_idx = -1;
     uint64_t number = 0;
     bool operator==(const Id&) const = default;
@@ -29,7 +29,6 @@ class EntryWait {
   Id id;
   std::shared_ptr<PeerLink> link;
   int peer_link_rank = -1;
-  uint64_t channel = 0;  ///< of probes
   uint64_t buffer_number = 0;
   uint64_t epoch = 0;
   std::string text;  ///< "rank 0 waits for rank 2 to enter combine of buffer 3, epoch 7"

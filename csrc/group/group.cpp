@@ -8,15 +8,6 @@
 
 namespace moe::group {
 
-namespace {
-
-int64_t seconds_to_ns(double seconds) {
-  // A century stands for "no limit" and keeps sums of two times inside 64 bits.
-  return static_cast<int64_t>(std::min(seconds, 3.0e9) * 1e9);
-}
-
-}  // namespace
-
 Group::Group(std::shared_ptr<PeerLink> link,
              std::shared_ptr<SymmetricMemory> memory,
              std::vector<int> members,
@@ -29,32 +20,27 @@ Group::Group(std::shared_ptr<PeerLink> link,
              const InterruptCheck& interrupt_check,
              int num_local_ranks,
              int num_machine_ranks)
-    : Membership(std::move(link),
-                 std::move(memory),
-                 std::move(members),
-                 rank_idx,
-                 channel,
-                 is_child,
-                 num_local_ranks,
-                 num_machine_ranks),
-      stall_timeout_ns_(seconds_to_ns(stall_timeout_s)),
-      arrival_timeout_ns_(seconds_to_ns(arrival_timeout_s)),
-      num_threads_(num_threads),
-      aborts_(*this),
-      mail_(*this, aborts_),
-      retired_(*this),
-      recovery_(*this),
-      shrink_agreement_(std::make_unique<ShrinkAgreement>(*this)) {
+    : Peers(std::move(link),
+            std::move(memory),
+            std::move(members),
+            rank_idx,
+            channel,
+            stall_timeout_s,
+            arrival_timeout_s,
+            is_child,
+            num_local_ranks,
+            num_machine_ranks),
+      num_threads_(num_threads) {
   listener_id_ = this->link()->add_listener([this] {
-    mail_.take_all();
+    mail().take_all();
+    answer_probes(*this);
     sync::ring(own_doorbell());
   });
   try {
     const Offer own_offer = own_control_window().offer();
     const std::string payload(reinterpret_cast<const char*>(&own_offer), sizeof(own_offer));
     const auto payloads = all_gather(payload, interrupt_check);
-    WaitSite site;
-    site.interrupt_check = &interrupt_check;
+    const WaitSite site{.interrupt_check = &interrupt_check};
     for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
       Offer offer;
       std::memcpy(&offer, payloads[static_cast<size_t>(peer_rank)].data(), sizeof(offer));
@@ -124,8 +110,8 @@ void Group::await_announcement(int rank_idx,
   await_peer(*this, site, is_here, [&](int64_t now_ns) {
     check_gone(
         *this, site, [&](int peer_rank) { return peer_rank == rank_idx && !is_here(); }, kAwaited);
-    if (now_ns - start_ns > stall_timeout_ns_)
-      give_up_stalled(*this, site, rank_idx, stall_timeout_ns_, kAwaited);
+    if (now_ns - start_ns > stall_timeout_ns())
+      give_up_stalled(*this, site, rank_idx, stall_timeout_ns(), kAwaited);
   });
 }
 
@@ -134,14 +120,14 @@ void Group::check_usable(layout::Operation operation) {
       operation == layout::Operation::kNone ? "collective call" : layout::operation_name(operation);
   check_process(name);
   check_abort();
-  if (recovery_.is_unfinished()) [[unlikely]]
-    throw PeerFailed(concat(name, ": the last recover() of rank ", rank_idx(), " has not ended"),
+  const bool is_recovering = recovery_.is_unfinished();
+  if (is_recovering || shrink_ballots().is_unfinished()) [[unlikely]] {
+    const char* const call = is_recovering ? "recover" : "shrink";
+    throw PeerFailed(concat(name, ": the last ", call, "() of rank ", rank_idx(), " has not ended"),
                      FailureSite{missing_ranks(), name, "idle", -1});
-  if (shrink_agreement_->is_unfinished()) [[unlikely]]
-    throw PeerFailed(concat(name, ": the last shrink() of rank ", rank_idx(), " has not ended"),
-                     FailureSite{missing_ranks(), name, "idle", -1});
+  }
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (!is_active(peer_rank) || peer_rank == rank_idx())
+    if (!is_peer(peer_rank))
       continue;
     const PeerState peer_state = state(peer_rank);
     if (peer_state == PeerState::kAlive) [[likely]]
@@ -154,37 +140,25 @@ void Group::check_usable(layout::Operation operation) {
                                        " of rank ",
                                        rank_idx());
     if (peer_state == PeerState::kDead) {
-      WaitSite site;
-      site.operation = operation;
-      abort(layout::AbortCause::kPeerFailed, site, {peer_rank}, message);
+      abort(layout::AbortCause::kPeerFailed, {.operation = operation}, {peer_rank}, message);
       throw_abort();
     }
     throw PeerFailed(message, FailureSite{{peer_rank}, name, "idle", -1});
   }
 }
 
-/// Who goes on without this rank has said so before it let this rank find out.
-void Group::check_evicted() const {
-  link()->catch_up();
-  shrink_agreement_->check_evicted();
-}
-
-void Group::throw_abort() const {
-  check_evicted();
-  aborts_.throw_cause();
-}
-
 std::vector<std::string> Group::all_gather(const std::string& payload,
                                            const InterruptCheck& interrupt_check) {
   check_usable(layout::Operation::kNone);
   retired_.free_closed();
-  const uint64_t sequence = gather_sequence_++;
-  mail_.entries()->add_caller();
-  mail_.entries()->enter(EntryTable::kCollectiveCall, sequence);
+  const uint64_t sequence = next_gather_sequence();
+  set_next_gather_sequence(sequence + 1);
+  mail().entries()->add_caller();
+  mail().entries()->enter(EntryTable::kCollectiveCall, sequence);
   post_to_peers(Topic::kGather, sequence, payload);
   std::vector<std::string> payloads(static_cast<size_t>(num_ranks()));
   std::vector<uint8_t> has_arrived(payloads.size());
-  payloads[static_cast<size_t>(rank_idx())] = payload;
+  payloads[own_idx()] = payload;
   // A message that was sent before its sender left or died counts.
   const auto is_missing = [&](int peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);
@@ -192,12 +166,11 @@ std::vector<std::string> Group::all_gather(const std::string& payload,
       has_arrived[idx] = take(peer_rank, Topic::kGather, sequence, &payloads[idx]);
     return has_arrived[idx] == 0;
   };
-  WaitSite site;
-  site.buffer_number = EntryTable::kCollectiveCall;
-  site.epoch = static_cast<int64_t>(sequence);
-  site.interrupt_check = &interrupt_check;
+  const WaitSite site{.epoch = static_cast<int64_t>(sequence),
+                      .buffer_number = EntryTable::kCollectiveCall,
+                      .interrupt_check = &interrupt_check};
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank) {
-    if (peer_rank == rank_idx() || !is_active(peer_rank) || !is_missing(peer_rank))
+    if (!is_peer(peer_rank) || !is_missing(peer_rank))
       continue;
     ArrivalWatch arrival(*this, site, peer_rank);
     await_peer(

@@ -8,22 +8,20 @@
 #include <vector>
 
 #include "core/error.h"
-#include "group/aborts.h"
 #include "group/group_shrink.h"
-#include "group/mail.h"
-#include "group/membership.h"
+#include "group/peers.h"
 #include "group/recovery.h"
 #include "group/retired_memory.h"
 #include "group/wait_site.h"
 
 namespace moe::group {
 
-/// The ranks of one communicator, and what they do together besides the operations of buffers: one
-/// of its parts each for what aborted them, for small messages, for memory that peers may still
-/// write to, and for going on after a failure, with the same group or with another.
+/// The ranks of one communicator, and what they do together besides the operations of buffers: they
+/// gather, and have one part each for memory that peers may still write to, and for going on after
+/// a failure, with the same group or with another.
 ///
 /// Thread-safe, except that `all_gather` and `recover` are called by one thread at a time.
-class Group : public Membership {
+class Group : public Peers {
  public:
   /// @param link     Sockets of the widest communicator.
   /// @param memory   Heap of the widest communicator.
@@ -48,14 +46,10 @@ class Group : public Membership {
   ~Group();
 
   int num_threads() const { return num_threads_; }
-  int64_t stall_timeout_ns() const { return stall_timeout_ns_; }
-  int64_t arrival_timeout_ns() const { return arrival_timeout_ns_; }
-
-  Mail& mail() { return mail_; }
   RetiredMemory& retired() { return retired_; }
   Recovery& recovery() { return recovery_; }
   /// How the survivors of failures leave this group for a new one.
-  ShrinkAgreement& shrink_agreement() { return *shrink_agreement_; }
+  ShrinkAgreement& shrink_agreement() { return shrink_agreement_; }
 
   /// Tells peers. Local, idempotent.
   void destroy();
@@ -74,43 +68,11 @@ class Group : public Membership {
   /// Every active rank's payload, in rank order; "" for excluded ranks. Collective.
   std::vector<std::string> all_gather(const std::string& payload,
                                       const InterruptCheck& interrupt_check);
-  /// Number of the next collective call, equal on every rank: names a buffer made by that call.
-  uint64_t next_gather_sequence() const { return gather_sequence_; }
-  void set_next_gather_sequence(uint64_t sequence) { gather_sequence_ = sequence; }
 
   /// Throws when the communicator is aborted, destroyed or forked away, or when an active peer is
   /// gone; called before an operation publishes anything. A death also aborts, because peers may
   /// wait for this rank, which will not come.
   void check_usable(layout::Operation operation);
-
-  // ---- Aborts.
-
-  /// Aborts the communicator: stores the record here and at every living peer, wakes all sleepers.
-  /// Only the first abort counts. Ranks of other nodes are sent it.
-  void abort(layout::AbortCause cause,
-             const WaitSite& site,
-             const std::vector<int>& ranks,
-             const std::string& message) {
-    aborts_.abort(cause, site, ranks, message);
-  }
-  /// Aborts every living peer for what aborted this rank. An operation that ends by it calls this
-  /// before its caller may write to what peers read: a peer that read it hears of the abort before
-  /// it takes what it read for good. Does nothing when nobody aborted.
-  void spread_abort() { aborts_.spread(); }
-  bool is_aborted() const { return aborts_.has_aborted(); }
-  /// Throws what aborted the communicator, if anything did. One relaxed load otherwise.
-  void check_abort() const {
-    if (is_aborted()) [[unlikely]]
-      throw_abort();
-  }
-  [[noreturn]] void throw_abort() const;
-  /// For waits that call nothing here, such as those of kernels: layout::AbortRecord::state
-  /// of this rank, which counts once its generation is at least generation(). Lives as long as
-  /// abort_memory().
-  const uint32_t* abort_word() const { return aborts_.word(); }
-  std::shared_ptr<const void> abort_memory() const { return control_memory(); }
-  /// Recoveries that have ended.
-  uint32_t generation() const { return aborts_.generation(); }
 
   // ---- Recovery.
 
@@ -138,17 +100,11 @@ class Group : public Membership {
  private:
   layout::ControlBlock* find_control(int peer_rank, const Offer& offer, const WaitSite& site);
   void await_announcement(int rank_idx, const WaitSite& site, const std::function<bool()>& is_here);
-  void check_evicted() const;
 
-  int64_t stall_timeout_ns_;
-  int64_t arrival_timeout_ns_;
   int num_threads_;
-  uint64_t gather_sequence_ = 0;
-  Aborts aborts_;
-  Mail mail_;
-  RetiredMemory retired_;
-  Recovery recovery_;
-  std::unique_ptr<ShrinkAgreement> shrink_agreement_;
+  RetiredMemory retired_{*this};
+  Recovery recovery_{*this, retired_};
+  ShrinkAgreement shrink_agreement_{*this, recovery_};
   int listener_id_ = -1;
 };
 

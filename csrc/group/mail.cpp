@@ -3,7 +3,6 @@
 #include <mutex>
 #include <utility>
 
-#include "group/deadlock_watch.h"
 #include "group/message.h"
 
 namespace moe::group {
@@ -15,7 +14,6 @@ void Mail::take_all() {
     take_aborts_locked();
   }
   answer_questions();
-  answer_probes();
 }
 
 void Mail::begin_generation() {
@@ -116,13 +114,6 @@ void Mail::answer_questions() {
       append_value(&answer, awaited_rank);
       ranks_.post(peer_rank, Topic::kAwaited, number, answer);
     }
-}
-
-void Mail::answer_probes() {
-  std::string message;
-  for (int peer_rank = 0; peer_rank < ranks_.num_ranks(); ++peer_rank)
-    while (peer_rank != ranks_.rank_idx() && ranks_.take(peer_rank, Topic::kProbe, 0, &message))
-      answer_probe(*entries_, message);
 }
 
 }  // namespace moe::group

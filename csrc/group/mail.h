@@ -58,7 +58,6 @@ class Mail {
   void take_ends_locked();
   void take_aborts_locked();
   void answer_questions();
-  void answer_probes();
 
   const Membership& ranks_;
   Aborts& aborts_;

@@ -34,6 +34,11 @@ NodeLayout checked_layout(int num_ranks, int num_local_ranks) {
   return {num_ranks, num_local_ranks};
 }
 
+int64_t seconds_to_ns(double seconds) {
+  // A century stands for "no limit" and keeps sums of two times inside 64 bits.
+  return static_cast<int64_t>(std::min(seconds, 3.0e9) * 1e9);
+}
+
 }  // namespace
 
 Membership::Membership(std::shared_ptr<PeerLink> link,
@@ -41,6 +46,8 @@ Membership::Membership(std::shared_ptr<PeerLink> link,
                        std::vector<int> members,
                        int rank_idx,
                        uint64_t channel,
+                       double stall_timeout_s,
+                       double arrival_timeout_s,
                        bool is_child,
                        int num_local_ranks,
                        int num_machine_ranks)
@@ -50,6 +57,8 @@ Membership::Membership(std::shared_ptr<PeerLink> link,
       rank_idx_(rank_idx),
       nodes_(checked_layout(static_cast<int>(members_.size()), num_local_ranks)),
       channel_(channel & ~kTopicBits),
+      stall_timeout_ns_(seconds_to_ns(stall_timeout_s)),
+      arrival_timeout_ns_(seconds_to_ns(arrival_timeout_s)),
       has_spare_cores_((num_machine_ranks == 0 ? nodes_.num_ranks : num_machine_ranks) <=
                        num_usable_cores()),
       process_id_(getpid()),
@@ -96,7 +105,7 @@ bool Membership::leave() {
 
 void Membership::post_to_peers(Topic topic, uint64_t sequence, const std::string& payload) const {
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (peer_rank != rank_idx_ && is_active(peer_rank))
+    if (is_peer(peer_rank))
       post(peer_rank, topic, sequence, payload);
 }
 
@@ -116,7 +125,7 @@ PeerState Membership::state(int rank_idx) const {
 std::vector<int> Membership::missing_ranks() const {
   std::vector<int> ranks;
   for (int peer_rank = 0; peer_rank < num_ranks(); ++peer_rank)
-    if (peer_rank != rank_idx_ && is_active(peer_rank) && state(peer_rank) != PeerState::kAlive)
+    if (is_peer(peer_rank) && state(peer_rank) != PeerState::kAlive)
       ranks.push_back(peer_rank);
   return ranks;
 }

@@ -28,22 +28,37 @@ enum class Topic : uint64_t {
 };
 
 /// The ranks of one communicator as one of them sees them: who takes part, who lives and on which
-/// node, what it shows them and which words it shares with them.
+/// node, how long it waits for them, what it shows them and which words it shares with them.
 ///
 /// Ranks are the communicator's own, [0, num_ranks). Those of one node share memory; what ranks of
 /// other nodes must hear goes over the link. Thread-safe.
 class Membership {
  public:
+  /// The parameters are those of Group.
+  Membership(std::shared_ptr<PeerLink> link,
+             std::shared_ptr<SymmetricMemory> memory,
+             std::vector<int> members,
+             int rank_idx,
+             uint64_t channel,
+             double stall_timeout_s,
+             double arrival_timeout_s,
+             bool is_child,
+             int num_local_ranks,
+             int num_machine_ranks);
   Membership(const Membership&) = delete;
   Membership& operator=(const Membership&) = delete;
 
   int rank_idx() const { return rank_idx_; }
+  /// The same, for what is held by rank.
+  size_t own_idx() const { return static_cast<size_t>(rank_idx_); }
   int num_ranks() const { return static_cast<int>(members_.size()); }
   const NodeLayout& nodes() const { return nodes_; }
   /// Whether that rank is on this rank's node: only then does this process see its memory.
   bool is_local(int rank_idx) const { return nodes_.is_same_node(rank_idx, rank_idx_); }
   /// Whether the ranks of this machine have a core each.
   bool has_spare_cores() const { return has_spare_cores_; }
+  int64_t stall_timeout_ns() const { return stall_timeout_ns_; }
+  int64_t arrival_timeout_ns() const { return arrival_timeout_ns_; }
   SymmetricMemory& memory() const { return *memory_; }
   const std::shared_ptr<SymmetricMemory>& shared_memory() const { return memory_; }
   const std::shared_ptr<PeerLink>& link() const { return link_; }
@@ -63,6 +78,8 @@ class Membership {
 
   /// Whether a rank takes part; false for ranks a recovery has excluded.
   bool is_active(int rank_idx) const { return is_active_[static_cast<size_t>(rank_idx)] != 0; }
+  /// Whether it is another rank that takes part.
+  bool is_peer(int rank_idx) const { return rank_idx != rank_idx_ && is_active(rank_idx); }
   /// The rank takes no part any more.
   void exclude(int rank_idx) { is_active_[static_cast<size_t>(rank_idx)] = 0; }
   /// Of a peer; a thread that sees it gone also sees every flag it stored before.
@@ -105,15 +122,6 @@ class Membership {
   std::string location(int rank_idx) const;
 
  protected:
-  /// @param num_local_ranks, num_machine_ranks  See Group.
-  Membership(std::shared_ptr<PeerLink> link,
-             std::shared_ptr<SymmetricMemory> memory,
-             std::vector<int> members,
-             int rank_idx,
-             uint64_t channel,
-             bool is_child,
-             int num_local_ranks,
-             int num_machine_ranks);
   ~Membership();
 
   /// A control block that nobody else sees.
@@ -132,6 +140,8 @@ class Membership {
   int rank_idx_;
   NodeLayout nodes_;
   uint64_t channel_;
+  int64_t stall_timeout_ns_;
+  int64_t arrival_timeout_ns_;
   bool has_spare_cores_;
   int process_id_;
   bool is_child_;

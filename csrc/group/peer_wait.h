@@ -6,8 +6,8 @@
 
 #include "core/sync.h"
 #include "group/deadlock_watch.h"
-#include "group/group.h"
 #include "group/pace.h"
+#include "group/peers.h"
 
 // What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
 // order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
@@ -24,7 +24,10 @@ constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper look
 /// @param ready    Looks at the flag, with acquire order. Always looked at before anything else.
 /// @param on_slow  Called now and then while waiting; throws to give up.
 template <typename Ready, typename OnSlow>
-void wait_until(Group& group, const WaitLadder& ladder, Ready&& ready, OnSlow&& on_slow) {
+void wait_until(const Membership& ranks,
+                const WaitLadder& ladder,
+                Ready&& ready,
+                OnSlow&& on_slow) {
   for (int i = 0; i < ladder.num_spins; ++i) {
     if (ready())
       return;
@@ -39,7 +42,7 @@ void wait_until(Group& group, const WaitLadder& ladder, Ready&& ready, OnSlow&& 
   }
   while (!ready()) {
     // Aborts and deaths ring as well: a sleeper that looks at them once it is enrolled hears them.
-    sync::sleep_unless(group.own_doorbell(), kSleepSliceNs, [&] {
+    sync::sleep_unless(ranks.own_doorbell(), kSleepSliceNs, [&] {
       on_slow();
       return ready();
     });
@@ -47,32 +50,32 @@ void wait_until(Group& group, const WaitLadder& ladder, Ready&& ready, OnSlow&& 
 }
 
 template <typename Ready, typename OnSlow>
-void wait_until(Group& group, Ready&& ready, OnSlow&& on_slow) {
-  wait_until(group, wait_ladder(group.has_spare_cores()), ready, on_slow);
+void wait_until(const Membership& ranks, Ready&& ready, OnSlow&& on_slow) {
+  wait_until(ranks, wait_ladder(ranks.has_spare_cores()), ready, on_slow);
 }
 
 // ---- What it looks at meanwhile.
 
 /// Answers the caller's signals. Their handlers may throw, and may have forked this process or
 /// destroyed the communicator.
-void answer_caller(const Group& group, const WaitSite& site);
+void answer_caller(const Membership& ranks, const WaitSite& site);
 
 /// What every wait in a communicator that works does now and then, in this order: it answers its
 /// caller; it looks at what it waits for once more, because a peer may do its part and then abort
 /// or leave; it hears of an abort, whose cause says more than what follows from it; then
 /// @p look(now_ns) looks at what this wait alone has to fear.
 template <typename Ready, typename Look>
-void look_up(Group& group, const WaitSite& site, Ready&& ready, Look&& look) {
-  answer_caller(group, site);
+void look_up(Peers& peers, const WaitSite& site, Ready&& ready, Look&& look) {
+  answer_caller(peers, site);
   if (ready())
     return;
-  if (group.is_aborted()) [[unlikely]] {
+  if (peers.is_aborted()) [[unlikely]] {
     // A peer that has everything of a call may go on and abort: what this rank lacks of it was sent
     // before, and may lie unread in the link.
-    group.link()->catch_up();
+    peers.link()->catch_up();
     if (ready())
       return;
-    group.throw_abort();
+    peers.throw_abort();
   }
   look(sync::now_ns());
 }
@@ -80,12 +83,12 @@ void look_up(Group& group, const WaitSite& site, Ready&& ready, Look&& look) {
 /// Waits until @p ready() for peers that may fail; see wait_until() and look_up().
 template <typename Ready, typename Look>
 void await_peer(
-    Group& group, const WaitLadder& ladder, const WaitSite& site, Ready&& ready, Look&& look) {
-  wait_until(group, ladder, ready, [&] { look_up(group, site, ready, look); });
+    Peers& peers, const WaitLadder& ladder, const WaitSite& site, Ready&& ready, Look&& look) {
+  wait_until(peers, ladder, ready, [&] { look_up(peers, site, ready, look); });
 }
 template <typename Ready, typename Look>
-void await_peer(Group& group, const WaitSite& site, Ready&& ready, Look&& look) {
-  await_peer(group, wait_ladder(group.has_spare_cores()), site, ready, look);
+void await_peer(Peers& peers, const WaitSite& site, Ready&& ready, Look&& look) {
+  await_peer(peers, wait_ladder(peers.has_spare_cores()), site, ready, look);
 }
 
 // ---- A rank that is gone.
@@ -122,13 +125,13 @@ class GoneWatch {
  public:
   /// Of a rank that still owes something. What it said is there in memory that this rank sees, and
   /// may be under way from another node.
-  bool has_ended(const Group& group, int gone_rank, int64_t now_ns) {
-    return group.is_local(gone_rank) || remote_.has_passed(now_ns, kRemoteGraceNs);
+  bool has_ended(const Membership& ranks, int gone_rank, int64_t now_ns) {
+    return ranks.is_local(gone_rank) || remote_.has_passed(now_ns, kRemoteGraceNs);
   }
   /// Of a rank that has entered and owes this wait nothing: it ends the wait for others that
   /// cannot come because of its death, and only then.
-  bool keeps_others(const Group& group, int gone_rank, int64_t now_ns) {
-    return group.state(gone_rank) == PeerState::kDead && death_.has_passed(now_ns, kDeathGraceNs);
+  bool keeps_others(const Membership& ranks, int gone_rank, int64_t now_ns) {
+    return ranks.state(gone_rank) == PeerState::kDead && death_.has_passed(now_ns, kDeathGraceNs);
   }
   /// What was under way has come.
   void restart() { remote_.restart(); }
@@ -140,7 +143,7 @@ class GoneWatch {
 
 /// Aborts and throws because @p peer_rank is gone.
 /// @param awaited  What this rank waited for, where @p site does not say; null otherwise.
-[[noreturn]] void give_up_gone(Group& group,
+[[noreturn]] void give_up_gone(Peers& peers,
                                const WaitSite& site,
                                int peer_rank,
                                const char* awaited = nullptr);
@@ -148,30 +151,27 @@ class GoneWatch {
 /// Gives up where a peer is gone from which something @p is_missing(peer). The flag is looked at
 /// after the state: a peer may store it and then leave in good order.
 template <typename IsMissing>
-void check_gone(Group& group,
+void check_gone(Peers& peers,
                 const WaitSite& site,
                 IsMissing&& is_missing,
                 const char* awaited = nullptr) {
-  for (int peer_rank = 0; peer_rank < group.num_ranks(); ++peer_rank)
-    if (peer_rank != group.rank_idx() && group.is_active(peer_rank) &&
-        group.state(peer_rank) != PeerState::kAlive && is_missing(peer_rank)) [[unlikely]]
-      give_up_gone(group, site, peer_rank, awaited);
+  for (int peer_rank = 0; peer_rank < peers.num_ranks(); ++peer_rank)
+    if (peers.is_peer(peer_rank) && peers.state(peer_rank) != PeerState::kAlive &&
+        is_missing(peer_rank)) [[unlikely]]
+      give_up_gone(peers, site, peer_rank, awaited);
 }
 
 // ---- A rank that does not come.
 
-/// "enter dispatch of buffer 3, epoch 7": what a rank does that comes to @p site.
-std::string entrance(const WaitSite& site);
-
 /// "rank 1 did not call recover() within 60 s of rank 0"
 /// @param deed  What it did not do: "call recover()".
-std::string describe_absence(const Group& group,
+std::string describe_absence(const Membership& ranks,
                              int peer_rank,
                              const std::string& deed,
                              int64_t limit_ns);
 
 /// Aborts and throws because @p peer_rank did not come within the arrival limit.
-[[noreturn]] void give_up_absent(Group& group, const WaitSite& site, int peer_rank);
+[[noreturn]] void give_up_absent(Peers& peers, const WaitSite& site, int peer_rank);
 
 /// How long this rank has waited for others to come.
 class ArrivalClock {
@@ -183,12 +183,12 @@ class ArrivalClock {
   /// @param describe_deed  What it has not done, as a string: "call recover()".
   /// @return whether the limit has run out.
   template <typename DescribeDeed>
-  bool has_run_out(const Group& group,
+  bool has_run_out(const Membership& ranks,
                    int64_t now_ns,
                    int peer_rank,
                    DescribeDeed&& describe_deed) {
     if (is_warning_due(now_ns))
-      warn_of(group, now_ns, peer_rank, describe_deed());
+      warn_of(ranks, now_ns, peer_rank, describe_deed());
     return now_ns - start_ns_ > limit_ns_;
   }
 
@@ -196,7 +196,7 @@ class ArrivalClock {
 
  private:
   bool is_warning_due(int64_t now_ns) const;
-  void warn_of(const Group& group, int64_t now_ns, int peer_rank, const std::string& deed);
+  void warn_of(const Membership& ranks, int64_t now_ns, int peer_rank, const std::string& deed);
 
   int64_t limit_ns_;
   int64_t start_ns_;
@@ -210,14 +210,14 @@ class ArrivalWatch {
   static constexpr int64_t kNoLimit = INT64_MAX;
 
   /// @param site  The operation and its epoch; outlives this.
-  ArrivalWatch(Group& group, const WaitSite& site, int peer_rank)
-      : ArrivalWatch(group, site, peer_rank, group.arrival_timeout_ns()) {}
-  ArrivalWatch(Group& group, const WaitSite& site, int peer_rank, int64_t limit_ns)
-      : group_(group),
+  ArrivalWatch(Peers& peers, const WaitSite& site, int peer_rank)
+      : ArrivalWatch(peers, site, peer_rank, peers.arrival_timeout_ns()) {}
+  ArrivalWatch(Peers& peers, const WaitSite& site, int peer_rank, int64_t limit_ns)
+      : peers_(peers),
         site_(site),
         peer_rank_(peer_rank),
         clock_(limit_ns),
-        circle_(group, site, peer_rank, clock_.start_ns()) {}
+        circle_(peers, site, peer_rank, clock_.start_ns()) {}
 
   /// Called now and then while the peer has not come: warns once an interval, by name; aborts and
   /// throws when the arrival limit has run out, or at once where the peer cannot come.
@@ -228,7 +228,7 @@ class ArrivalWatch {
   int64_t start_ns() const { return clock_.start_ns(); }
 
  private:
-  Group& group_;
+  Peers& peers_;
   const WaitSite& site_;
   int peer_rank_;
   ArrivalClock clock_;
@@ -240,7 +240,7 @@ class ArrivalWatch {
 /// "rank 2 made no progress for 30 s in combine of buffer 3, epoch 7, phase data; rank 0 waited for
 /// rank 1"
 /// @param awaited  What this rank waited for: "rank 1".
-std::string describe_stall(const Group& group,
+std::string describe_stall(const Membership& ranks,
                            const WaitSite& site,
                            int culprit,
                            int64_t limit_ns,
@@ -248,11 +248,11 @@ std::string describe_stall(const Group& group,
 
 /// Aborts and throws because @p culprit made no progress for @p limit_ns.
 [[noreturn]] void give_up_stalled(
-    Group& group, const WaitSite& site, int culprit, int64_t limit_ns, const std::string& awaited);
+    Peers& peers, const WaitSite& site, int culprit, int64_t limit_ns, const std::string& awaited);
 
 /// Who keeps @p peer_rank from going on. A peer that itself waits for somebody is not the one to
 /// blame: the chain is followed to its end, over all nodes. Every rank is asked, because what a
 /// stopped one has written down is old.
-int find_culprit(Group& group, const WaitSite& site, int peer_rank);
+int find_culprit(Peers& peers, const WaitSite& site, int peer_rank);
 
 }  // namespace moe::group

@@ -4,9 +4,9 @@
 #include <mutex>
 #include <utility>
 
-#include "group/group.h"
 #include "group/message.h"
 #include "group/peer_wait.h"
+#include "group/retired_memory.h"
 
 namespace moe::group {
 
@@ -21,41 +21,39 @@ constexpr char kCommitment = 'c';
 // sequence of all_gather(); then one BufferEpochs per buffer.
 
 RecoveryResult Recovery::recover(const InterruptCheck& interrupt_check) {
-  group_.check_process("recover");
-  const auto count = static_cast<size_t>(group_.num_ranks());
+  peers_.check_process("recover");
+  const auto count = static_cast<size_t>(peers_.num_ranks());
   proposals_.resize(count);
   has_committed_.resize(count);
   is_unfinished_.store(true, std::memory_order_relaxed);
   end_operations(interrupt_check, "recover");
   constexpr const char* kDeed = "call recover()";
-  WaitSite site;
-  site.interrupt_check = &interrupt_check;
-  site.call = "recover";
-  ArrivalClock arrival(group_.arrival_timeout_ns());
+  const WaitSite site{.interrupt_check = &interrupt_check, .call = "recover"};
+  ArrivalClock arrival(peers_.arrival_timeout_ns());
   GraceClock since_decision;
   // Not await_peer(): what aborted the communicator is what this call is for.
   wait_until(
-      group_,
+      peers_,
       [this] { return step(); },
       [&] {
-        answer_caller(group_, site);
+        answer_caller(peers_, site);
         const int64_t now_ns = sync::now_ns();
         // A rank may have given this call up before all had committed.
         if (!decision_.empty() && since_decision.has_passed(now_ns, kAbortPatienceNs))
-          group_.shrink_agreement().check_nobody_shrinks("recover");
+          peers_.shrink_ballots().check_nobody_shrinks("recover");
         if (now_ns - arrival.start_ns() > kAbortPatienceNs)
           abort_to("recover");
         const int missing = first_missing();
         // Nobody waits for this rank in an operation: the limit ends this call, which may be made
         // again, and aborts nothing.
-        if (missing >= 0 && arrival.has_run_out(group_, now_ns, missing, [] { return kDeed; }))
-          throw PeerTimeout(describe_absence(group_, missing, kDeed, group_.arrival_timeout_ns()),
+        if (missing >= 0 && arrival.has_run_out(peers_, now_ns, missing, [] { return kDeed; }))
+          throw PeerTimeout(describe_absence(peers_, missing, kDeed, peers_.arrival_timeout_ns()),
                             FailureSite{{missing}, "recover", "idle", -1});
       });
   proposals_.clear();
   has_committed_.clear();
   decision_.clear();
-  group_.mail().begin_generation();
+  peers_.mail().begin_generation();
   is_unfinished_.store(false, std::memory_order_relaxed);
   return std::move(result_);
 }
@@ -82,16 +80,16 @@ void Recovery::end_operations(const InterruptCheck& interrupt_check, const char*
 }
 
 void Recovery::abort_to(const char* purpose) {
-  if (group_.is_aborted() || !decision_.empty())
+  if (peers_.is_aborted() || !decision_.empty())
     return;
-  std::vector<int> ranks = group_.missing_ranks();
+  std::vector<int> ranks = peers_.missing_ranks();
   if (ranks.empty())
-    ranks.push_back(group_.rank_idx());
-  group_.abort(layout::AbortCause::kPeerFailed,
+    ranks.push_back(peers_.rank_idx());
+  peers_.abort(layout::AbortCause::kPeerFailed,
                WaitSite{},
                ranks,
                concat("rank ",
-                      group_.rank_idx(),
+                      peers_.rank_idx(),
                       " left the operations of this communicator to ",
                       purpose,
                       " it"));
@@ -99,21 +97,21 @@ void Recovery::abort_to(const char* purpose) {
 
 /// Hears what peers said and answers; @return whether every living rank has committed.
 bool Recovery::step() {
-  const auto is_gone = group_.missing_ranks();
+  const auto is_gone = peers_.missing_ranks();
   // Who goes on without this rank says so before it leaves. But once this rank has committed, a
   // peer may have ended this call and be in the next, while others' commitments are on their way.
   if (decision_.empty())
-    group_.shrink_agreement().check_nobody_shrinks("recover");
+    peers_.shrink_ballots().check_nobody_shrinks("recover");
   else
-    group_.shrink_agreement().check_evicted();
-  const std::string& own = own_proposal();
+    peers_.shrink_ballots().check_evicted();
+  const std::string& own = proposals_[peers_.own_idx()];
   std::string message;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+  for (int peer_rank = 0; peer_rank < peers_.num_ranks(); ++peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+    if (!peers_.is_peer(peer_rank))
       continue;
     const bool is_heeded = own.empty() || own[1 + idx] == 0;
-    while (group_.take(peer_rank, Topic::kRecovery, group_.generation(), &message)) {
+    while (peers_.take(peer_rank, Topic::kRecovery, peers_.generation(), &message)) {
       if (message[0] == kProposal) {
         proposals_[idx] = message;
         continue;
@@ -129,8 +127,8 @@ bool Recovery::step() {
       return false;
     result_ = commit(merge_proposals());
   }
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    const bool is_done = peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
+  for (int peer_rank = 0; peer_rank < peers_.num_ranks(); ++peer_rank) {
+    const bool is_done = !peers_.is_peer(peer_rank) ||
                          has_committed_[static_cast<size_t>(peer_rank)] != 0 ||
                          std::find(is_gone.begin(), is_gone.end(), peer_rank) != is_gone.end();
     if (!is_done)
@@ -141,25 +139,25 @@ bool Recovery::step() {
 
 /// Tells the peers what this rank knows, if it knows more than it said last.
 void Recovery::propose() {
-  std::string failed(static_cast<size_t>(group_.num_ranks()), '\0');
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
-    if (peer_rank != group_.rank_idx() &&
-        (!group_.is_active(peer_rank) || group_.state(peer_rank) != PeerState::kAlive))
+  std::string failed(static_cast<size_t>(peers_.num_ranks()), '\0');
+  for (int peer_rank = 0; peer_rank < peers_.num_ranks(); ++peer_rank)
+    if (peer_rank != peers_.rank_idx() &&
+        (!peers_.is_active(peer_rank) || peers_.state(peer_rank) != PeerState::kAlive))
       failed[static_cast<size_t>(peer_rank)] = 1;
   for (const auto& proposal : proposals_)
     for (size_t i = 0; !proposal.empty() && i < failed.size(); ++i)
       failed[i] = static_cast<char>(failed[i] | proposal[1 + i]);
-  MOE_CHECK(failed[static_cast<size_t>(group_.rank_idx())] == 0,
+  MOE_CHECK(failed[peers_.own_idx()] == 0,
             "recover: a peer takes rank ",
-            group_.rank_idx(),
+            peers_.rank_idx(),
             ", which is this one, for failed");
-  std::string& own = own_proposal();
+  std::string& own = proposals_[peers_.own_idx()];
   if (!own.empty() && own.compare(1, failed.size(), failed) == 0)
     return;
   own = kProposal + failed;
-  append_value(&own, group_.next_gather_sequence());
+  append_value(&own, peers_.next_gather_sequence());
   own += own_epochs();
-  group_.post_to_peers(Topic::kRecovery, group_.generation(), own);
+  peers_.post_to_peers(Topic::kRecovery, peers_.generation(), own);
 }
 
 std::string Recovery::own_epochs() {
@@ -174,8 +172,8 @@ std::string Recovery::own_epochs() {
 }
 
 bool Recovery::is_agreed() const {
-  const auto count = static_cast<size_t>(group_.num_ranks());
-  const std::string& own = own_proposal();
+  const auto count = static_cast<size_t>(peers_.num_ranks());
+  const std::string& own = proposals_[peers_.own_idx()];
   for (size_t peer_rank = 0; peer_rank < count; ++peer_rank) {
     const std::string& proposal = proposals_[peer_rank];
     if (own[1 + peer_rank] == 0 &&
@@ -187,8 +185,8 @@ bool Recovery::is_agreed() const {
 
 /// The commitment that follows from proposals that agree.
 std::string Recovery::merge_proposals() const {
-  const auto count = static_cast<size_t>(group_.num_ranks());
-  const std::string& own = own_proposal();
+  const auto count = static_cast<size_t>(peers_.num_ranks());
+  const std::string& own = proposals_[peers_.own_idx()];
   uint64_t next_sequence = 0;
   std::map<uint64_t, BufferEpochs> buffers;
   for (size_t peer_rank = 0; peer_rank < count; ++peer_rank) {
@@ -214,14 +212,14 @@ std::string Recovery::merge_proposals() const {
 /// Does what was decided, then tells the peers; from then on they may write to this rank.
 RecoveryResult Recovery::commit(const std::string& decision) {
   RecoveryResult result;
-  for (int rank = 0; rank < group_.num_ranks(); ++rank)
+  for (int rank = 0; rank < peers_.num_ranks(); ++rank)
     if (decision[1 + static_cast<size_t>(rank)] != 0) {
-      group_.exclude(rank);
+      peers_.exclude(rank);
       result.failed_ranks.push_back(rank);
     }
   std::vector<std::shared_ptr<void>> kept;  // let go of without the lock: it may run Python
-  size_t position = 1 + static_cast<size_t>(group_.num_ranks());
-  group_.set_next_gather_sequence(read_value<uint64_t>(decision, &position));
+  size_t position = 1 + static_cast<size_t>(peers_.num_ranks());
+  peers_.set_next_gather_sequence(read_value<uint64_t>(decision, &position));
   {
     const std::lock_guard<sync::Mutex> lock(mutex_);
     while (position < decision.size()) {
@@ -233,30 +231,21 @@ RecoveryResult Recovery::commit(const std::string& decision) {
         buffer->restart(epochs.next_epoch);
     }
   }
-  kept = group_.retired().release();
+  kept = retired_.release();
   decision_ = decision;
-  group_.post_to_peers(Topic::kRecovery, group_.generation(), decision);
+  peers_.post_to_peers(Topic::kRecovery, peers_.generation(), decision);
   return result;
 }
 
 int Recovery::first_missing() const {
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+  for (int peer_rank = 0; peer_rank < peers_.num_ranks(); ++peer_rank) {
     const auto idx = static_cast<size_t>(peer_rank);
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank) ||
-        group_.state(peer_rank) != PeerState::kAlive)
+    if (!peers_.is_peer(peer_rank) || peers_.state(peer_rank) != PeerState::kAlive)
       continue;
     if (decision_.empty() ? proposals_[idx].empty() : has_committed_[idx] == 0)
       return peer_rank;
   }
   return -1;
-}
-
-std::string& Recovery::own_proposal() {
-  return proposals_[static_cast<size_t>(group_.rank_idx())];
-}
-
-const std::string& Recovery::own_proposal() const {
-  return proposals_[static_cast<size_t>(group_.rank_idx())];
 }
 
 void Recovery::add(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer) {

@@ -12,7 +12,8 @@
 
 namespace moe::group {
 
-class Group;
+class Peers;
+class RetiredMemory;
 
 /// Part of a buffer that takes part in recovery.
 class Recoverable {
@@ -46,7 +47,7 @@ struct RecoveryResult {
 /// next recovery.
 class Recovery {
  public:
-  explicit Recovery(Group& group) : group_(group) {}
+  Recovery(Peers& peers, RetiredMemory& retired) : peers_(peers), retired_(retired) {}
   Recovery(const Recovery&) = delete;
   Recovery& operator=(const Recovery&) = delete;
 
@@ -78,10 +79,9 @@ class Recovery {
   std::string merge_proposals() const;
   RecoveryResult commit(const std::string& decision);
   int first_missing() const;
-  std::string& own_proposal();
-  const std::string& own_proposal() const;
 
-  Group& group_;
+  Peers& peers_;
+  RetiredMemory& retired_;
   std::vector<std::string> proposals_;  ///< by rank, the latest; "" for none yet
   std::vector<uint8_t> has_committed_;  ///< by rank
   std::string decision_;                ///< what this rank has committed to; "" for none yet

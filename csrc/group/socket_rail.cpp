@@ -370,8 +370,7 @@ std::shared_ptr<Rail> make_socket_rail(Group& group, uint64_t buffer_number) {
   std::vector<int> link_ranks;
   for (int node_idx = 0; node_idx < nodes.num_nodes(); ++node_idx) {
     const int rank_idx = nodes.rail_rank(group.rank_idx(), node_idx);
-    link_ranks.push_back(group.is_active(rank_idx) ? group.members()[static_cast<size_t>(rank_idx)]
-                                                   : -1);
+    link_ranks.push_back(group.is_active(rank_idx) ? group.link_rank(rank_idx) : -1);
   }
   return std::make_shared<SocketRail>(
       group.link(),

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
+#include "core/error.h"
 #include "layout/row.h"
 
 namespace moe::group {
@@ -18,6 +20,24 @@ struct WaitSite {
   uint64_t buffer_number = 0;  ///< or what stands for one in EntryTable
   const InterruptCheck* interrupt_check = nullptr;
   const char* call = "a collective call of the communicator";  ///< where it is no operation
+
+  /// "dispatch of buffer 3, epoch 7"
+  std::string name() const {
+    if (operation == layout::Operation::kNone)
+      return call;
+    return concat(
+        layout::operation_name(operation), " of buffer ", buffer_number, ", epoch ", epoch);
+  }
+  /// "dispatch of buffer 3, epoch 7, phase data"
+  std::string describe() const {
+    return operation == layout::Operation::kNone
+               ? name()
+               : concat(name(), ", phase ", layout::phase_name(phase));
+  }
+  /// "enter dispatch of buffer 3, epoch 7": what a rank does that comes here.
+  std::string entrance() const {
+    return concat(operation == layout::Operation::kNone ? "arrive at " : "enter ", name());
+  }
 };
 
 }  // namespace moe::group

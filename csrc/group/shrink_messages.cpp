@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "group/group.h"
 #include "group/message.h"
+#include "group/shrink_ballots.h"
 
 // What ranks say to each other while survivors of failures agree, and how they hear it.
 
@@ -22,15 +22,15 @@ constexpr char kRefusal = 'e';
 // kDone: uint32 round. Of a refusal: kMistake, text; or kFailure, num_ranks bytes of members (those
 // that have failed are named by the error), text.
 
-void ShrinkAgreement::become_done_locked() {
+void ShrinkBallots::become_done_locked() {
   is_done_ = true;
   std::string message(1, kDone);
   append_value(&message, built_round_);
   post(message);
 }
 
-void ShrinkAgreement::say_locked() {
-  Statement& own = statements_[static_cast<size_t>(group_.rank_idx())];
+void ShrinkBallots::say_locked() {
+  Statement& own = statements_[ranks_.own_idx()];
   own.has_spoken = true;
   if (own.ballot.has_group != 0)
     built_round_ = own.ballot.round;
@@ -45,14 +45,14 @@ void ShrinkAgreement::say_locked() {
   post(message);
 }
 
-void ShrinkAgreement::hear_locked() {
+void ShrinkBallots::hear_locked() {
   std::string message;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    if (peer_rank == group_.rank_idx() || !group_.is_active(peer_rank))
+  for (int peer_rank = 0; peer_rank < ranks_.num_ranks(); ++peer_rank) {
+    if (!ranks_.is_peer(peer_rank))
       continue;
     const auto idx = static_cast<size_t>(peer_rank);
     // The attempt ends where a message says so: what follows belongs to another.
-    while (group_.take(peer_rank, Topic::kShrink, attempt_, &message)) {
+    while (ranks_.take(peer_rank, Topic::kShrink, attempt_, &message)) {
       const bool is_heeded = !is_failed_locked(peer_rank);
       size_t position = 1;
       switch (message.empty() ? '\0' : message[0]) {
@@ -77,10 +77,8 @@ void ShrinkAgreement::hear_locked() {
   }
 }
 
-void ShrinkAgreement::hear_ballot_locked(int peer_rank,
-                                         const std::string& message,
-                                         bool is_heeded) {
-  const auto num_ranks = static_cast<size_t>(group_.num_ranks());
+void ShrinkBallots::hear_ballot_locked(int peer_rank, const std::string& message, bool is_heeded) {
+  const auto num_ranks = static_cast<size_t>(ranks_.num_ranks());
   size_t position = 1;
   Statement heard;
   heard.has_spoken = true;
@@ -93,8 +91,7 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
   heard.agreed = message.substr(position, agreed_bytes);
   heard.epochs = message.substr(position + agreed_bytes);
   Statement& statement = statements_[static_cast<size_t>(peer_rank)];
-  if ((heard.ballot.members[static_cast<size_t>(group_.rank_idx())] & kFailed) != 0 &&
-      counts(heard)) {
+  if ((heard.ballot.members[ranks_.own_idx()] & kFailed) != 0 && counts(heard)) {
     named_by_ = peer_rank;
     position = 0;
     const uint64_t last_completed =
@@ -108,14 +105,14 @@ void ShrinkAgreement::hear_ballot_locked(int peer_rank,
 }
 
 /// This rank is no part of what comes: nobody needs to wait for a word of it.
-void ShrinkAgreement::resign_locked() {
+void ShrinkBallots::resign_locked() {
   if (is_evicted_)
     return;
   is_evicted_ = true;
   post(std::string(1, kResignation));
 }
 
-void ShrinkAgreement::end_attempt_locked(const std::string& text) {
+void ShrinkBallots::end_attempt_locked(const std::string& text) {
   post(kRefusal + text);
   ++attempt_;
   std::fill(reported_.begin(), reported_.end(), '\0');
@@ -133,8 +130,8 @@ void ShrinkAgreement::end_attempt_locked(const std::string& text) {
   is_unfinished_.store(false, std::memory_order_relaxed);
 }
 
-void ShrinkAgreement::post(const std::string& message) {
-  group_.post_to_peers(Topic::kShrink, attempt_, message);
+void ShrinkBallots::post(const std::string& message) {
+  ranks_.post_to_peers(Topic::kShrink, attempt_, message);
 }
 
 }  // namespace moe::group
