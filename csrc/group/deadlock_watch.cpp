@@ -18,39 +18,29 @@ constexpr int64_t kAskEveryNs = 250'000'000;
 constexpr int32_t kMostHops = 256;
 constexpr size_t kMostTextBytes = 4096;
 
-/// "May I wait for you to enter this?": what travels from rank to rank.
-struct Probe {
+/// A probe without its text.
+struct ProbeHead {
   EntryWait::Id origin;
-  int32_t num_hops = 0;
-  bool is_verdict = false;  ///< the circle was found; the ranks in it are told
   uint64_t buffer_number = 0;
   uint64_t epoch = 0;
+  int32_t num_hops = 0;
+  bool is_verdict = false;  ///< the circle was found; the ranks in it are told
+};
+
+/// "May I wait for you to enter this?": what travels from rank to rank.
+struct Probe : ProbeHead {
   std::string text;  ///< of all waits so far
 
   std::string encode() const {
     std::string bytes;
-    append_value(&bytes, origin.channel);
-    append_value(&bytes, origin.rank_idx);
-    append_value(&bytes, origin.number);
-    append_value(&bytes, num_hops);
-    append_value(&bytes, is_verdict);
-    append_value(&bytes, buffer_number);
-    append_value(&bytes, epoch);
+    append_value<ProbeHead>(&bytes, *this);
     return bytes + text;
   }
 
   static Probe decode(const std::string& bytes) {
-    Probe probe;
     size_t position = 0;
-    probe.origin.channel = read_value<uint64_t>(bytes, &position);
-    probe.origin.rank_idx = read_value<int32_t>(bytes, &position);
-    probe.origin.number = read_value<uint64_t>(bytes, &position);
-    probe.num_hops = read_value<int32_t>(bytes, &position);
-    probe.is_verdict = read_value<bool>(bytes, &position);
-    probe.buffer_number = read_value<uint64_t>(bytes, &position);
-    probe.epoch = read_value<uint64_t>(bytes, &position);
-    probe.text = bytes.substr(position);
-    return probe;
+    const auto head = read_value<ProbeHead>(bytes, &position);
+    return {head, bytes.substr(position)};
   }
 };
 

@@ -161,32 +161,20 @@ int ShrinkBallots::first_missing(bool* has_failed) const {
   const std::lock_guard<sync::Mutex> lock(mutex_);
   const Ballot& own = statements_[ranks_.own_idx()].ballot;
   *has_failed = !ranks_with(own.members, kFailed).empty();
-  for (int peer_rank = 0; peer_rank < ranks_.num_ranks(); ++peer_rank) {
-    const Statement& statement = statements_[static_cast<size_t>(peer_rank)];
-    if (peer_rank == ranks_.rank_idx() || is_failed_locked(peer_rank) ||
-        ranks_.state(peer_rank) != PeerState::kAlive)
-      continue;
-    if (!statement.has_spoken || statement.ballot.round < own.round ||
-        statement.ballot.has_group < own.has_group ||
-        !have_same_failed(statement.ballot.members, own.members))
+  for (int peer_rank = 0; peer_rank < ranks_.num_ranks(); ++peer_rank)
+    if (peer_rank != ranks_.rank_idx() && !is_failed_locked(peer_rank) &&
+        ranks_.state(peer_rank) == PeerState::kAlive &&
+        !has_said(statements_[static_cast<size_t>(peer_rank)], own))
       return peer_rank;
-  }
   return -1;
 }
 
-/// Whether every rank outside the own failed set has said what this rank says, or more of the same
-/// round.
+/// Whether every rank outside the own failed set has said what this rank says.
 bool ShrinkBallots::is_unanimous_locked() const {
   const Ballot& own = statements_[ranks_.own_idx()].ballot;
-  for (size_t idx = 0; idx < statements_.size(); ++idx) {
-    if ((own.members[idx] & kFailed) != 0)
-      continue;
-    const Statement& statement = statements_[idx];
-    if (!statement.has_spoken || statement.ballot.round != own.round ||
-        !have_same_failed(statement.ballot.members, own.members) ||
-        statement.ballot.has_group < own.has_group)
+  for (size_t idx = 0; idx < statements_.size(); ++idx)
+    if ((own.members[idx] & kFailed) == 0 && !has_said(statements_[idx], own))
       return false;
-  }
   return true;
 }
 

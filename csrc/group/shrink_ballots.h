@@ -105,6 +105,12 @@ class ShrinkBallots {
     std::string epochs;  ///< BufferEpochs, one after the other
   };
 
+  /// Whether a rank has said what is in @p ballot, or more.
+  static bool has_said(const Statement& statement, const Ballot& ballot) {
+    return statement.has_spoken && statement.ballot.round >= ballot.round &&
+           statement.ballot.has_group >= ballot.has_group &&
+           have_same_failed(statement.ballot.members, ballot.members);
+  }
   void find_failed_locked(const std::vector<PeerState>& states, std::string* members) const;
   bool is_unanimous_locked() const;
   bool has_majority_locked();
