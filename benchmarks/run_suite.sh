@@ -81,4 +81,4 @@ else
   echo "vllm_experts: not run, needs vLLM for CPUs (make test-vllm)"
 fi
 
-moe-comm bench summary "$out" --pictures "$out"
+python -m benchmarks.summary "$out" --pictures "$out"

@@ -6,7 +6,7 @@ import typer
 
 from moe_comm.cli.bench_command import bench_app
 from moe_comm.cli.budget_command import budget
-from moe_comm.cli.command_rules import example
+from moe_comm.cli.command_rules import CommandGroup, example
 from moe_comm.cli.doctor_command import doctor
 from moe_comm.cli.model_command import model
 from moe_comm.cli.reshard_command import reshard_app
@@ -18,6 +18,7 @@ __all__ = ["app"]
 # Plain help: boxes of rich cut the names of options where a terminal is narrow.
 app = typer.Typer(
     name="moe-comm",
+    cls=CommandGroup,
     help=SUMMARY,
     epilog=example(EXAMPLE),
     no_args_is_help=True,

@@ -22,7 +22,6 @@ from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
 from moe_comm.cli.bench.sweep import SWEEP_TOKENS, check_sweep, run_sweep
 from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench_reshard_command import bench_reshard
-from moe_comm.cli.bench_summary_command import bench_summary
 from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
 from moe_comm.cli.options import (
     DtypeName,
@@ -290,9 +289,6 @@ bench_app.command(
     "reshard",
     epilog=example("moe-comm bench reshard --ranks 4 --from tp2.ep2 --to tp4 --bytes 256MiB"),
 )(bench_reshard)
-bench_app.command("summary", epilog=example("moe-comm bench summary benchmarks/results"))(
-    bench_summary
-)
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

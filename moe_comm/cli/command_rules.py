@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import typer
+import typer.core
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -13,9 +16,32 @@ from rich.table import Table
 
 from moe_comm import env
 
-__all__ = ["FoldedTable", "example", "in_a_sentence", "wide_console"]
+__all__ = ["CommandGroup", "FoldedTable", "example", "in_a_sentence", "wide_console"]
 
 PIPE_WIDTH = 168
+
+# Beginnings of command lines that are no more, and what does the same in a checkout of the package.
+_GONE = {
+    r"bench summary\b": "python -m benchmarks.summary",
+    r"model (.* )?--published\b": "python -m benchmarks.published",
+}
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """A group that says what to write in place of words that no command has any more."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, as click asks a group to.
+
+        Raises:
+            click.UsageError: A word is no more.
+        """
+        words = " ".join(args)
+        for gone, instead in _GONE.items():
+            found = re.match(gone, words)
+            if found is not None:
+                ctx.fail(f"{found[0]!r} is no part of the package: in a checkout write {instead}")
+        return super().parse_args(ctx, args)
 
 
 def example(*lines: str) -> str:

@@ -13,7 +13,6 @@ from rich.table import Table
 from moe_comm.cli.command_rules import FoldedTable, in_a_sentence, wide_console
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.prediction import OperationPrediction, predict
-from moe_comm.cli.model.published import PUBLISHED, Comparison, compare, spread
 from moe_comm.cli.model.workload import Movement, Workload
 from moe_comm.ep import budget as formulas
 
@@ -72,10 +71,6 @@ def model(
     ] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Pieces of what a rank sends to a node.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the routing that is drawn.")] = 0,
-    published: Annotated[
-        bool,
-        typer.Option("--published", help="Also: published figures against the model's (20 s)."),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Predict dispatch and combine on a cluster: time, bytes per link, heap, count rows."""
@@ -113,32 +108,18 @@ def model(
         )
         predictions = predict(workload, stated, skew=skew, seed=seed, num_chunks=chunks)
         heap = _heap_bytes(workload, stated, wire)
-        comparisons = [compare(figure, seed=seed) for figure in PUBLISHED] if published else []
         if as_json:
             document = {
                 "cluster": dataclasses.asdict(stated),
                 "workload": dataclasses.asdict(workload),
                 "operations": [dataclasses.asdict(prediction) for prediction in predictions],
                 "heap_bytes": heap,
-                "published": [
-                    dataclasses.asdict(one) | {"ratio": one.ratio} for one in comparisons
-                ],
             }
             typer.echo(json.dumps(document, indent=1))
             return
         console = wide_console()
         console.print(_table(predictions, stated))
         typer.echo(f"heap of one rank, rows of one layer alive: {heap / 1e6:,.1f} MB")
-        if comparisons:
-            console.print(_published_table(comparisons))
-            low, median, high = spread(comparisons)
-            typer.echo(
-                f"published time over predicted: median {median:.2f}, from {low:.2f} to {high:.2f}. The "
-                "model knows links at their stated speed, no protocol overhead and no SM limit: what it "
-                "says is what a library could reach, not what it will."
-            )
-        else:
-            typer.echo("with --published: how far published figures lie from this model")
 
 
 def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
@@ -207,28 +188,5 @@ def _table(predictions: list[OperationPrediction], cluster: Cluster) -> FoldedTa
             f"{simulated.time_us:,.0f}",
             f"{simulated.rows_us:,.0f}",
             f"{simulated.nic_busy:.2f} / {simulated.nvlink_busy:.2f} / {simulated.memory_busy:.2f}",
-        )
-    return FoldedTable(table)
-
-
-def _published_table(comparisons: list[Comparison]) -> FoldedTable:
-    table = Table(title="published figures against this model", title_justify="left")
-    for name in ("who", "operation", "ranks", "source"):
-        table.add_column(name)
-    for name in ("published", "model", "published time / model"):
-        table.add_column(name, justify="right")
-    for one in comparisons:
-        figure = one.published
-        if one.predicted_gbs is None:
-            numbers = (f"{one.published_us:,.0f} us", f"{one.predicted_us:,.0f} us")
-        else:
-            numbers = (f"{figure.gbs:,.0f} GB/s", f"{one.predicted_gbs:,.0f} GB/s")
-        table.add_row(
-            figure.who,
-            f"{figure.operation}, {'fp8' if figure.element_bytes < 2 else 'bf16'}",
-            f"{figure.num_nodes} x {figure.num_local_ranks}, {figure.cluster}",
-            figure.source,
-            *numbers,
-            f"{one.ratio:.2f}",
         )
     return FoldedTable(table)

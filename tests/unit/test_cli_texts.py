@@ -101,6 +101,26 @@ def test_the_example_of_every_command_names_real_options(
     assert {word for word in words if word.startswith("--")} <= known
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("bench", "summary", "results"), "python -m benchmarks.summary"),
+        (("bench", "summary"), "python -m benchmarks.summary"),
+        (("model", "--published"), "python -m benchmarks.published"),
+        (("model", "--nodes", "2", "--published", "--json"), "python -m benchmarks.published"),
+    ],
+)
+def test_what_is_no_more_says_what_to_write(arguments: tuple[str, ...], instead: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    said = " ".join(re.sub("[^ -~]", " ", done.output).split())
+    assert f"is no part of the package: in a checkout write {instead}" in said
+    assert run("bench", "--help").exit_code == 0
+    assert "--publish" not in run("model", "--help").output
+    module = instead.removeprefix("python -m ").replace(".", "/")
+    assert '__name__ == "__main__"' in (ROOT / f"{module}.py").read_text()
+
+
 OUTPUTS = [
     ("bench", "dispatch-combine", "--json"),
     ("bench", "dispatch-combine", "--plot"),

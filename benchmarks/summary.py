@@ -1,4 +1,9 @@
-"""`moe-comm bench summary`."""
+"""Tables of docs/measured.md and the picture of the README, from recorded results.
+
+Run from the root of the repository:
+
+    python -m benchmarks.summary benchmarks/results --page docs/measured.md --pictures docs/pictures
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,16 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.bench.picture import draw, picture_of
-from moe_comm.cli.bench.recorded import load_recorded
+from benchmarks.picture import draw, picture_of
+from benchmarks.recorded import load_recorded
+from benchmarks.tables import markdown_tables, write_between_marks
 from moe_comm.cli.bench.svg import DARK, LIGHT
-from moe_comm.cli.bench.tables import markdown_tables, write_between_marks
-from moe_comm.cli.command_rules import in_a_sentence
 from moe_comm.output_files import check_output
 
-__all__ = ["bench_summary"]
+__all__ = ["summary"]
 
 
-def bench_summary(
+def summary(
     folder: Annotated[
         Path, typer.Argument(exists=True, file_okay=False, help="Of JSON files of the benchmark.")
     ],
@@ -36,7 +40,7 @@ def bench_summary(
 
     The same files always give the same bytes.
     """
-    with in_a_sentence("bench"):
+    try:
         check_output("--page", page)
         for palette in (LIGHT, DARK) if pictures is not None else ():
             assert pictures is not None
@@ -55,3 +59,10 @@ def bench_summary(
             (pictures / f"measured-{name}.svg").write_text(text, encoding="utf-8")
         if page is None:
             typer.echo(tables)
+    except (ValueError, OSError) as error:
+        typer.echo(f"benchmarks.summary: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(summary)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recorded import Recorded, machine_line, mpi_names
 from moe_comm.cli.bench.parts import PARTS
-from moe_comm.cli.bench.recorded import Recorded, machine_line, mpi_names
 from moe_comm.cli.bench.report import LABELS
 
 __all__ = ["BEGIN", "END", "markdown_tables", "write_between_marks"]

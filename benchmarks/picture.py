@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from moe_comm.cli.bench.recorded import Recorded, machine_line, mpi_names
+from benchmarks.recorded import Recorded, machine_line, mpi_names
 from moe_comm.cli.bench.report import LABELS
 from moe_comm.cli.bench.svg import (
     BAR,

@@ -2,14 +2,21 @@
 
 Every figure is the publisher's, of the publisher's machine and version; none was measured here.
 Bandwidths are in the convention of their table: bytes of rows, those that stay included ("logical"),
-over time.
+over time. Run from the root of the repository; it takes 20 s:
+
+    python -m benchmarks.published
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+from typing import Annotated
 
+import typer
+from rich.table import Table
+
+from moe_comm.cli.command_rules import FoldedTable, wide_console
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.routing import draw_traffic
 from moe_comm.cli.model.simulation import simulate
@@ -252,3 +259,42 @@ def spread(comparisons: list[Comparison]) -> tuple[float, float, float]:
     """Lowest, median and highest ratio of published to predicted time."""
     ratios = sorted(comparison.ratio for comparison in comparisons)
     return ratios[0], statistics.median(ratios), ratios[-1]
+
+
+def _published_table(comparisons: list[Comparison]) -> FoldedTable:
+    table = Table(title="published figures against this model", title_justify="left")
+    for name in ("who", "operation", "ranks", "source"):
+        table.add_column(name)
+    for name in ("published", "model", "published time / model"):
+        table.add_column(name, justify="right")
+    for one in comparisons:
+        figure = one.published
+        if one.predicted_gbs is None:
+            numbers = (f"{one.published_us:,.0f} us", f"{one.predicted_us:,.0f} us")
+        else:
+            numbers = (f"{figure.gbs:,.0f} GB/s", f"{one.predicted_gbs:,.0f} GB/s")
+        table.add_row(
+            figure.who,
+            f"{figure.operation}, {'fp8' if figure.element_bytes < 2 else 'bf16'}",
+            f"{figure.num_nodes} x {figure.num_local_ranks}, {figure.cluster}",
+            figure.source,
+            *numbers,
+            f"{one.ratio:.2f}",
+        )
+    return FoldedTable(table)
+
+
+def published(seed: Annotated[int, typer.Option(help="Of the routing that is drawn.")] = 0) -> None:
+    """Published figures against those of `moe-comm model`."""
+    comparisons = [compare(figure, seed=seed) for figure in PUBLISHED]
+    wide_console().print(_published_table(comparisons))
+    low, median, high = spread(comparisons)
+    typer.echo(
+        f"published time over predicted: median {median:.2f}, from {low:.2f} to {high:.2f}. The "
+        "model knows links at their stated speed, no protocol overhead and no SM limit: what it "
+        "says is what a library could reach, not what it will."
+    )
+
+
+if __name__ == "__main__":
+    typer.run(published)

@@ -1,4 +1,4 @@
-"""`moe-comm bench summary`: what is checked in is what the recorded results give."""
+"""`python -m benchmarks.summary`: what is checked in is what the recorded results give."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from moe_comm.cli.app import app
-from moe_comm.cli.bench.picture import draw, picture_of
-from moe_comm.cli.bench.recorded import Recorded, load_recorded
+from benchmarks.picture import draw, picture_of
+from benchmarks.recorded import Recorded, load_recorded
+from benchmarks.summary import summary as make_summary
+from benchmarks.tables import BEGIN, END, markdown_tables, write_between_marks
 from moe_comm.cli.bench.svg import DARK, LIGHT, Palette
-from moe_comm.cli.bench.tables import BEGIN, END, markdown_tables, write_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
+COMMAND = typer.Typer()
+COMMAND.command()(make_summary)
 SVG = "{http://www.w3.org/2000/svg}"
-AGAIN = "moe-comm bench summary benchmarks/results --page docs/measured.md --pictures docs/pictures"
+AGAIN = "python -m benchmarks.summary benchmarks/results --page docs/measured.md --pictures docs/pictures"
 
 Document = dict[str, Any]
 
@@ -38,7 +41,7 @@ def write_results(folder: Path, change: Callable[[str, Document], None]) -> Path
 
 
 def summary(*arguments: object) -> tuple[int, str]:
-    outcome = CliRunner().invoke(app, ["bench", "summary", *map(str, arguments)])
+    outcome = CliRunner().invoke(COMMAND, [*map(str, arguments)])
     return outcome.exit_code, outcome.output
 
 
