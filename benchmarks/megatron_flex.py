@@ -23,7 +23,7 @@ from moe_comm.cli.bench.statistics import Interval
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext
-from moe_comm.testing.megatron import Routed, make_config, make_groups, on_cpu
+from tests.helpers.megatron_on_cpu import Routed, make_config, make_groups, on_cpu
 
 ORACLE = "alltoall_gloo"
 CLIENTS = ("flex_manager", "flex_hybridep", "flex_deepep", "own_dispatcher")

@@ -25,9 +25,9 @@ from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep import group_buffers
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.dispatcher_cases import DISPATCHER_CASES, RankTokens, all_tokens
-from moe_comm.testing.dispatchers import DISPATCHERS
 from tests.helpers import deep_ep_oracle as oracle
+from tests.helpers.dispatcher_cases import DISPATCHER_CASES, RankTokens, all_tokens
+from tests.helpers.dispatcher_targets import DISPATCHERS
 from tests.helpers.pretended_device import DEVICE, Stream, on_pretended_device, pretend
 
 CASE = oracle.Case("devices", 6, 2, 128, (5, 4), share_unused=0.2)

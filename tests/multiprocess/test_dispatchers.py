@@ -13,7 +13,7 @@ from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.conformance import ConformanceError
-from moe_comm.testing.dispatcher_cases import (
+from tests.helpers.dispatcher_cases import (
     DISPATCHER_CASES,
     DispatcherCase,
     RankTokens,
@@ -22,8 +22,8 @@ from moe_comm.testing.dispatcher_cases import (
     expert_output,
     kept_choices,
 )
-from moe_comm.testing.dispatcher_conformance import DispatcherTarget, can_run, check_dispatcher
-from moe_comm.testing.dispatchers import DISPATCHERS
+from tests.helpers.dispatcher_conformance import DispatcherTarget, can_run, check_dispatcher
+from tests.helpers.dispatcher_targets import DISPATCHERS
 
 RUNS = [
     pytest.param(target, case, id=f"{target.name}-{case.name}")

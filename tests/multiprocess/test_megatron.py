@@ -13,7 +13,7 @@ import moe_comm.compat
 from moe_comm import fused_a2a
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.megatron import Experts, make_config, make_groups, on_cpu, run_layer
+from tests.helpers.megatron_on_cpu import Experts, make_config, make_groups, on_cpu, run_layer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"

@@ -12,7 +12,7 @@ import torch
 from moe_comm import compat, fused_a2a
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.megatron import make_config, make_moe_layer, on_cpu
+from tests.helpers.megatron_on_cpu import make_config, make_moe_layer, on_cpu
 from tests.helpers.pages import python_blocks
 
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moe_comm import compat
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.megatron import make_config, on_cpu, start_parallel_state
+from tests.helpers.megatron_on_cpu import make_config, on_cpu, start_parallel_state
 from tests.helpers.pages import python_blocks
 
 pytestmark = [

@@ -14,9 +14,9 @@ import torch
 
 from moe_comm import Communicator, EpBuffer, EpConfig
 from moe_comm.testing import RankContext, run_ranks
-from moe_comm.testing.dispatcher_cases import DISPATCHER_CASES, DispatcherCase
-from moe_comm.testing.dispatcher_conformance import DispatcherTarget, _run_rank, can_run
-from moe_comm.testing.dispatchers import DISPATCHERS
+from tests.helpers.dispatcher_cases import DISPATCHER_CASES, DispatcherCase
+from tests.helpers.dispatcher_conformance import DispatcherTarget, _run_rank, can_run
+from tests.helpers.dispatcher_targets import DISPATCHERS
 from tests.helpers.moe_layer import assert_same_bits
 from tests.helpers.node_ranks import launched
 from tests.multiprocess import test_autograd as autograd

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import sys
 
@@ -58,3 +60,22 @@ def test_import_leaves_the_command_line_and_the_test_suite_alone(added: list[str
 def test_import_loads_few_modules_of_the_standard_library(added: list[str]) -> None:
     stdlib = [module for module in added if module.split(".")[0] != "moe_comm"]
     assert len(stdlib) <= NUM_MAX_STDLIB_MODULES, stdlib
+
+
+GONE = {
+    "moe_comm.testing.dispatcher_cases": "tests.helpers.dispatcher_cases",
+    "moe_comm.testing.dispatcher_conformance": "tests.helpers.dispatcher_conformance",
+    "moe_comm.testing.dispatchers": "tests.helpers.dispatcher_targets",
+    "moe_comm.testing.megatron": "tests.helpers.megatron_on_cpu",
+}
+
+
+@pytest.mark.parametrize(("name", "place"), GONE.items())
+def test_a_module_that_has_left_the_package_says_where_it_is(name: str, place: str) -> None:
+    with pytest.raises(ModuleNotFoundError) as told:
+        importlib.import_module(name)
+    assert str(told.value) == f"{name} is no part of the package: in a checkout write {place}"
+    assert importlib.util.find_spec(place) is not None
+    package, _, last = name.rpartition(".")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named"):
+        importlib.import_module(f"{package}.x{last}")

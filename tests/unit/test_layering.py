@@ -254,7 +254,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.ep.spec",
         "moe_comm.ep.tracing",
     },
-    {"moe_comm.ep.budget", "moe_comm.output_files"},
+    {"moe_comm.ep.budget", "moe_comm.gone", "moe_comm.output_files"},
     {"moe_comm._nvshmem"},
     {"moe_comm._cuda", "moe_comm._host", "moe_comm._simt"},
 ]

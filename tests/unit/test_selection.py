@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm.testing.case_list import CASES, NODE_REDUCTION_CASES, RANK_REDUCTION_CASES
-from moe_comm.testing.dispatcher_cases import DISPATCHER_CASES
+from tests.helpers.dispatcher_cases import DISPATCHER_CASES
 from tests.helpers.selection import (
     ALONE,
     Attributes,

@@ -23,13 +23,13 @@ from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import GroupBuffers
 from moe_comm.ep.routing_map import routing_map_of_topk
 from moe_comm.peers.bootstrap import RankThreads
-from moe_comm.testing.dispatcher_cases import (
+from tests.helpers.dispatcher_cases import (
     DispatcherCase,
     RankTokens,
     expert_output,
     fixed_rows,
 )
-from moe_comm.testing.dispatcher_conformance import DispatcherTarget
+from tests.helpers.dispatcher_conformance import DispatcherTarget
 
 __all__ = ["DISPATCHERS", "local_experts", "most_tokens"]
 

@@ -14,14 +14,14 @@ import torch
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.peers.communicator import Communicator
 from moe_comm.testing.conformance import ConformanceError
-from moe_comm.testing.dispatcher_cases import (
+from moe_comm.testing.launch import RankContext, run_ranks
+from tests.helpers.dispatcher_cases import (
     DispatcherCase,
     Expected,
     RankTokens,
     all_tokens,
     expected,
 )
-from moe_comm.testing.launch import RankContext, run_ranks
 
 __all__ = ["DispatcherTarget", "RunLayer", "can_run", "check_dispatcher"]
 
