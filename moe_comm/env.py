@@ -18,7 +18,6 @@ __all__ = [
     "launched_ranks",
     "launcher_world_size",
     "master_address",
-    "master_port",
     "mpi_job",
     "nvshmem_allow_unsupported_version",
     "nvshmem_home",
@@ -126,11 +125,6 @@ def socket_interface() -> str | None:
 def master_address() -> str | None:
     """`MASTER_ADDR` as launchers set it: sockets use the interface that leads there."""
     return os.environ.get("MASTER_ADDR") or None
-
-
-def master_port() -> int:
-    """`MASTER_PORT` as launchers set it, 8361 when absent: where DeepEP's test programs meet."""
-    return int(os.environ.get("MASTER_PORT", "8361") or "8361")
 
 
 def mpi_job() -> str:

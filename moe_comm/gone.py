@@ -7,26 +7,32 @@ import sys
 
 __all__ = ["answer_imports", "refuse"]
 
-# Modules, and names of modules, with their place in a checkout.
+# Modules, and names of modules that stay, with their place in a checkout.
+_DEEP_EP_UTILS = r"(?:moe_comm\.compat\.)?deep_ep\.utils\."
 _GONE = {
-    "moe_comm.testing.dispatcher_cases": "tests.helpers.dispatcher_cases",
-    "moe_comm.testing.dispatcher_conformance": "tests.helpers.dispatcher_conformance",
-    "moe_comm.testing.dispatchers": "tests.helpers.dispatcher_targets",
-    "moe_comm.testing.megatron": "tests.helpers.megatron_on_cpu",
+    rf"{_DEEP_EP_UTILS}(envs|gate|refs|testing)": r"tests.helpers.deep_ep_utils.\1",
+    rf"{_DEEP_EP_UTILS}math\.(count_bytes|create_grouped_scores|hash_tensors?|inplace_unique|safe_div)": (
+        r"tests.helpers.deep_ep_utils.math.\1"
+    ),
+    r"moe_comm\.testing\.(dispatcher_cases|dispatcher_conformance)": r"tests.helpers.\1",
+    r"moe_comm\.testing\.dispatchers": "tests.helpers.dispatcher_targets",
+    r"moe_comm\.testing\.megatron": "tests.helpers.megatron_on_cpu",
 }
 
 
 def refuse(name: str) -> None:
-    """Let nothing pass that is in the table.
+    """Return for names that are in no row of the table.
 
     Raises:
-        ModuleNotFoundError: It is, by one of its names; the message has its place.
+        ModuleNotFoundError: One matches; the message has its place.
     """
-    place = _GONE.get(re.sub(r"^deep_ep\.", "moe_comm.compat.deep_ep.", name))
-    if place is not None:
-        raise ModuleNotFoundError(
-            f"{name} is no part of the package: in a checkout write {place}", name=name
-        )
+    for gone, place in _GONE.items():
+        found = re.fullmatch(gone, name)
+        if found is not None:
+            raise ModuleNotFoundError(
+                f"{name} is no part of the package: in a checkout write {found.expand(place)}",
+                name=name,
+            )
 
 
 class _Finder:

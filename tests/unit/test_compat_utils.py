@@ -1,4 +1,4 @@
-"""What `deep_ep.utils` offers to test programs of DeepEP."""
+"""`deep_ep.utils`, and what test programs of DeepEP import of it besides."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe_comm.compat.deep_ep import EventHandle, EventOverlap
-from moe_comm.compat.deep_ep.utils import envs, gate, math, per_token_cast_back, refs, testing
-from moe_comm.compat.deep_ep.utils.math import per_token_cast_to_fp8
+from moe_comm.compat.deep_ep.utils import per_token_cast_back, per_token_cast_to_fp8
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.deep_ep_utils import envs, gate, math, refs, testing
 
 
 def test_an_event_has_one_hook() -> None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from moe_comm import compat
 from tests.helpers.fresh_python import run_python
 
 PROGRAM = """
@@ -62,16 +63,23 @@ def test_import_loads_few_modules_of_the_standard_library(added: list[str]) -> N
     assert len(stdlib) <= NUM_MAX_STDLIB_MODULES, stdlib
 
 
+UTILS = "tests.helpers.deep_ep_utils"
 GONE = {
     "moe_comm.testing.dispatcher_cases": "tests.helpers.dispatcher_cases",
     "moe_comm.testing.dispatcher_conformance": "tests.helpers.dispatcher_conformance",
     "moe_comm.testing.dispatchers": "tests.helpers.dispatcher_targets",
     "moe_comm.testing.megatron": "tests.helpers.megatron_on_cpu",
+    **{
+        f"{package}deep_ep.utils.{name}": f"{UTILS}.{name}"
+        for package in ("", "moe_comm.compat.")
+        for name in ("envs", "gate", "refs", "testing")
+    },
 }
 
 
 @pytest.mark.parametrize(("name", "place"), GONE.items())
 def test_a_module_that_has_left_the_package_says_where_it_is(name: str, place: str) -> None:
+    compat.install("deep_ep")
     with pytest.raises(ModuleNotFoundError) as told:
         importlib.import_module(name)
     assert str(told.value) == f"{name} is no part of the package: in a checkout write {place}"
@@ -79,3 +87,18 @@ def test_a_module_that_has_left_the_package_says_where_it_is(name: str, place: s
     package, _, last = name.rpartition(".")
     with pytest.raises(ModuleNotFoundError, match=r"^No module named"):
         importlib.import_module(f"{package}.x{last}")
+    compat.uninstall("deep_ep")
+
+
+def test_a_name_that_has_left_its_module_says_where_it_is() -> None:
+    there = importlib.import_module(f"{UTILS}.math")
+    here = importlib.import_module("moe_comm.compat.deep_ep.utils.math")
+    names = set(there.__all__) - set(here.__all__)
+    assert len(names) == 6
+    for name in names:
+        with pytest.raises(
+            ModuleNotFoundError, match=rf"\.{name} is no part .* write {UTILS}\.math\.{name}$"
+        ):
+            getattr(here, name)
+    with pytest.raises(AttributeError, match="has no attribute 'unheard_of'"):
+        here.unheard_of  # noqa: B018

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_comm.compat.deep_ep.combining import Bias
 from moe_comm.compat.deep_ep.rows import Rows
-from moe_comm.compat.deep_ep.utils.envs import get_global_seed
+from tests.helpers.deep_ep_utils.envs import get_global_seed
 
 __all__ = ["combine", "dispatch", "generate_pre_combine_data", "ordered_accumulate"]
 

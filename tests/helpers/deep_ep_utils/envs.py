@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import sys
 
@@ -54,10 +55,11 @@ def init_dist(
         Rank, number of ranks, and a group of all of them.
     """
     num_nodes = env.launcher_world_size()
+    port = os.environ.get("MASTER_PORT") or "8361"  # noqa: TID251
     node_rank = max(env.launched_ranks()[0][0], 0)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{env.master_address() or '127.0.0.1'}:{env.master_port()}",
+        init_method=f"tcp://{env.master_address() or '127.0.0.1'}:{port}",
         world_size=num_nodes * num_local_ranks,
         rank=node_rank * num_local_ranks + local_rank,
     )
