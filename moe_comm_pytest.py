@@ -1,7 +1,7 @@
 """A pytest plugin: ranks, and `import deep_ep` on the CPU, for the tests of frameworks.
 
-Beside the package and not in it, because `import moe_comm` imports torch, and pytest loads this in every
-session. `docs/testing.md` shows it.
+Beside the package and not in it: pytest loads this in every session, and the package where a fixture asks for it.
+`docs/testing.md` shows it.
 """
 
 from __future__ import annotations

@@ -1,43 +1,19 @@
 """Expert-parallel communication for Mixture-of-Experts models.
 
 Start with `Communicator`, `EpConfig` and `EpBuffer`; `dispatch` and `combine` are the differentiable
-forms of the buffer's operations.
+forms of the buffer's operations. `import moe_comm` loads little; the first name that is used loads what
+all of them need.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_comm import compat as compat
-from moe_comm.ep.autograd import SAVED_OPERATORS, QuantizedRows, combine, dispatch
-from moe_comm.ep.buffer import EpBuffer
-from moe_comm.ep.buffer_manager import BufferManager
-from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.gradient_sum import GradientSum
-from moe_comm.ep.handles import (
-    CombineResult,
-    CommEvent,
-    DispatchHandle,
-    DispatchResult,
-    WaitStatistics,
-)
-from moe_comm.errors import (
-    CapacityError,
-    CommunicationError,
-    EvictedError,
-    PeerFailedError,
-    PeerTimeoutError,
-    RefitError,
-)
-from moe_comm.peers.bootstrap import Bootstrap, RankThreads
-from moe_comm.peers.communicator import Communicator, HeapStats, Recovery
-from moe_comm.peers.elastic import Grown, Shrunk
-from moe_comm.tensors.quantization import (
-    FP8_BLOCK128,
-    MXFP8,
-    Quantization,
-    QuantizationFormat,
-    ScaleFormat,
-)
-from moe_comm.tensors.quantized import dequantize, quantize
+
+if TYPE_CHECKING:
+    from moe_comm.names import *
 
 __all__ = [
     "FP8_BLOCK128",
@@ -76,3 +52,26 @@ __all__ = [
     "dispatch",
     "quantize",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return a public name, with which all of them are loaded, or a module of the package."""
+        if name in __all__:
+            names = importlib.import_module("moe_comm.names")
+            globals().update({each: getattr(names, each) for each in __all__})
+            return globals()[name]
+        missing = f"module {__name__!r} has no attribute {name!r}"
+        if name.startswith("_"):
+            raise AttributeError(missing)
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(missing) from None
+
+    def __dir__() -> list[str]:
+        """List public names, loaded or not, and what a module has."""
+        return sorted({*globals(), *__all__})

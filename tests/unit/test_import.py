@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import moe_comm
 from moe_comm import compat
 from tests.helpers.fresh_python import run_python
 
@@ -45,7 +46,34 @@ def test_the_count_sees_an_expensive_import() -> None:
 
 @pytest.fixture(scope="module")
 def added() -> list[str]:
-    return modules_added_by("import moe_comm")
+    return modules_added_by("import moe_comm; moe_comm.Layout")
+
+
+def test_import_loads_almost_nothing_before_a_name_is_used() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import moe_comm\n"
+        "assert set(moe_comm.__all__) <= set(dir(moe_comm))\n"
+        "assert not hasattr(moe_comm, 'unheard_of') and not hasattr(moe_comm, '__path')\n"
+        "added = set(sys.modules) - before\n"
+        "print(sorted({m for m in added if m.split('.')[0] not in sys.stdlib_module_names}))\n"
+        "assert moe_comm.errors is sys.modules['moe_comm.errors']  # a module, as if it were imported\n"
+        "import moe_comm.env, moe_comm.ep.config\n"
+        "assert 'moe_comm.names' not in sys.modules\n"
+        "from moe_comm import *\n"
+        "assert EpBuffer is moe_comm.EpBuffer is sys.modules['moe_comm.ep.buffer'].EpBuffer\n"
+        "assert all(name in globals() and name in vars(moe_comm) for name in moe_comm.__all__)\n"
+        "import torch; torch.ops.moe_comm.dispatch\n"
+    )
+    run = run_python("-c", program)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[0] == "['moe_comm', 'moe_comm.compat', 'moe_comm.env']"
+
+
+def test_public_names_are_those_that_are_loaded() -> None:
+    """What type checkers read (`names`) and what the package offers is one list."""
+    names = importlib.import_module("moe_comm.names")
+    public = {name for name in vars(names) if not name.startswith("_")} - {"annotations"}
+    assert public == set(moe_comm.__all__)
 
 
 def test_import_loads_only_the_package_and_the_standard_library(added: list[str]) -> None:

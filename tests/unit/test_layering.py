@@ -207,6 +207,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.cli"},
     {"moe_comm.testing"},
     {"moe_comm"},
+    {"moe_comm.names"},
     {"moe_comm.nn"},
     {"moe_comm.dispatcher", "moe_comm.fused_a2a", "moe_comm.compat"},
     {"moe_comm.ep.autograd"},
