@@ -7,11 +7,11 @@ import typer
 from moe_comm.cli.bench_command import bench_app
 from moe_comm.cli.budget_command import budget
 from moe_comm.cli.command_rules import CommandGroup, example
+from moe_comm.cli.commands import COMMANDS, EXAMPLE, SUMMARY
 from moe_comm.cli.doctor_command import doctor
 from moe_comm.cli.model_command import model
 from moe_comm.cli.reshard_command import reshard_app
 from moe_comm.cli.trace_command import trace_app
-from moe_comm_command import COMMANDS, EXAMPLE, SUMMARY
 
 __all__ = ["app"]
 

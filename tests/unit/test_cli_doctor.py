@@ -49,7 +49,7 @@ def test_doctor_fails_without_the_native_module(monkeypatch: pytest.MonkeyPatch)
 def test_the_command_says_that_the_native_module_is_missing() -> None:
     """In a process that has imported nothing yet."""
     hide = "import sys; sys.modules['moe_comm._host'] = None; sys.argv = ['moe-comm', 'doctor', '--json']"
-    done = run_python("-c", f"{hide}; import moe_comm_command; moe_comm_command.main()")
+    done = run_python("-c", f"{hide}; from moe_comm import cli; cli.main()")
     assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)
     found = {finding["name"]: finding for finding in document["findings"]}

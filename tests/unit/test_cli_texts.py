@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-import moe_comm_command
+from moe_comm import cli
 from moe_comm.cli.app import app
 from moe_comm.cli.bench import serve
 from moe_comm.cli.bench.run import CaseRun
 from moe_comm.cli.command_rules import FoldedTable
+from moe_comm.cli.commands import help_text
 from moe_comm.ep.config import NUM_MAX_EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,28 +46,28 @@ def run(*arguments: str, **options: Any) -> Any:
 def test_help_of_the_script_imports_no_torch() -> None:
     program = (
         "import sys; sys.argv = ['moe-comm', '--help']\n"
-        "import moe_comm_command\n"
-        "try:\n    moe_comm_command.main()\n"
+        "from moe_comm import cli\n"
+        "try:\n    cli.main()\n"
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
-        "print([name for name in ('torch', 'typer', 'rich', 'moe_comm') if name in sys.modules])\n"
+        "print([name for name in ('torch', 'typer', 'rich', 'moe_comm.cli.app') if name in sys.modules])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     text, _, loaded = done.stdout.rstrip("\n").rpartition("\n")
     assert loaded == "[]"
-    assert text + "\n" == moe_comm_command.help_text()
+    assert text + "\n" == help_text()
 
 
-def test_the_script_is_the_module_beside_the_package() -> None:
+def test_the_script_is_the_entry_of_the_commands() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    assert 'moe-comm = "moe_comm_command:main"' in text
-    assert 'py-modules = ["moe_comm_command", "moe_comm_pytest"]' in text
+    assert 'moe-comm = "moe_comm.cli:main"' in text
+    assert callable(cli.main)
 
 
 def test_help_of_the_script_is_that_of_the_commands() -> None:
     done = run("--help", env=NARROW)
-    assert done.output == moe_comm_command.help_text()
+    assert done.output == help_text()
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=COMMAND_IDS)

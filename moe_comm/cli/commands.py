@@ -1,13 +1,8 @@
-"""The `moe-comm` script: its commands, and help that does not wait for torch.
-
-Beside the package and not in it, because `import moe_comm` imports torch.
-"""
+"""Commands of `moe-comm` and its first page, for which nothing else is loaded."""
 
 from __future__ import annotations
 
-import sys
-
-__all__ = ["COMMANDS", "SUMMARY", "help_text", "main"]
+__all__ = ["COMMANDS", "EXAMPLE", "SUMMARY", "help_text"]
 
 SUMMARY = "Measure, inspect and plan expert-parallel communication."
 
@@ -35,15 +30,3 @@ def help_text() -> str:
         f"Commands:\n{commands}\n"
         f"  Example:\n    {EXAMPLE}\n"
     )
-
-
-def main() -> None:
-    """Entry point of the `moe-comm` script."""
-    if sys.argv[1:] in ([], ["--help"]):
-        sys.stdout.write(help_text())
-        # Without a command nothing was done, and a script should not take it for success.
-        raise SystemExit(0 if sys.argv[1:] else 2)
-    # Here, because it imports torch.
-    from moe_comm.cli.app import app
-
-    app(prog_name="moe-comm")
