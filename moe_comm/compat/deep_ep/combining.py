@@ -9,10 +9,9 @@ import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
-from moe_comm.compat.deep_ep.routing import last_choices
+from moe_comm.compat.deep_ep.routing import last_choices, row_sources
 from moe_comm.compat.deep_ep.streams import plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle
-from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle
@@ -199,7 +198,8 @@ def start_with_biases(
     """
     pulled = _pulled_weights(buffer, native, topk_weights)
     plan = plan_on_call_device(native.plan)
-    returned = _return_rows(owner, rows, _sources(buffer, owner, native, plan))
+    sources = row_sources(plan, buffer.expert_rank, owner.rank_idx)
+    returned = _return_rows(owner, rows, sources)
     # Rows come back in order of (rank that held it, row there), which is the order of slots.
     is_used = plan.slots >= 0
     order = plan.slots[is_used].argsort()
@@ -251,23 +251,3 @@ def _adding(
         return Combined(sums, topk_weights, EventHandle())
 
     return add
-
-
-def _sources(
-    buffer: EpBuffer, owner: GroupOwner, native: DispatchHandle, plan: PlanTensors
-) -> torch.Tensor:
-    """int64 `[M]`, the rank every received row came from, -1 for padding."""
-    num_ranks = owner.num_ranks
-    if native.layout is Layout.RANK_MAJOR:
-        lengths = plan.sent_tokens[:, owner.rank_idx].to(torch.int64)
-        rank_of_part = torch.arange(num_ranks)
-    else:
-        mine = (buffer.expert_rank == owner.rank_idx).nonzero().flatten()
-        per_expert = plan.sent_choices[:, mine].T.to(torch.int64)
-        padding = -per_expert.sum(1, keepdim=True) % native.expert_alignment
-        lengths = torch.cat([per_expert, padding], dim=1).flatten()
-        rank_of_part = torch.cat([torch.arange(num_ranks), torch.tensor([-1])]).repeat(len(mine))
-    filled = torch.repeat_interleave(rank_of_part, lengths)[: native.num_recv_tokens]
-    sources = torch.full((native.num_recv_tokens,), -1, dtype=torch.int64)
-    sources[: len(filled)] = filled
-    return sources

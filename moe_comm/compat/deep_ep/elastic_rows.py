@@ -10,7 +10,7 @@ import torch
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
-from moe_comm.compat.deep_ep.routing import last_choices
+from moe_comm.compat.deep_ep.routing import last_choices, received_choices, row_sources
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import on_call_device, plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle
@@ -301,13 +301,7 @@ def _make_handle(
     unit = sending.expert_alignment
     rounded = (raw + unit - 1) // unit * unit
     ends = rounded.cumsum(0)
-    if sending.is_expanded:
-        filled = _filled_rows(buffer, owner, plan, ends - rounded)
-        num_expanded = result.handle.num_recv_tokens
-    else:
-        sources = torch.repeat_interleave(torch.arange(owner.num_ranks), from_rank)
-        filled = _Filled(torch.arange(len(sources)), sources, None)
-        num_expanded = 0
+    filled = _filled_rows(buffer, owner, plan)
     return EPHandle(
         do_expand=sending.is_expanded,
         num_experts=buffer.config.num_experts,
@@ -317,7 +311,7 @@ def _make_handle(
         choices=sending.topk_idx.clone() if sending.copies_topk_idx else sending.topk_idx,
         topk_idx_version=sending.topk_idx_version,
         num_recv_tokens=int(from_rank.sum()),
-        num_expanded_tokens=num_expanded,
+        num_expanded_tokens=result.handle.num_recv_tokens if sending.is_expanded else 0,
         num_recv_tokens_per_expert_list=rounded.tolist() if sending.is_exact else [],
         psum_num_recv_tokens_per_scaleup_rank=from_rank.cumsum(0).to(torch.int32),
         psum_num_recv_tokens_per_expert=(ends - rounded + raw if sending.is_expanded else ends).to(
@@ -355,19 +349,14 @@ class _Filled:
     experts: torch.Tensor | None
 
 
-def _filled_rows(
-    buffer: EpBuffer, owner: GroupOwner, plan: PlanTensors, starts: torch.Tensor
-) -> _Filled:
-    """Of expanded rows whose experts begin at `starts`."""
-    mine = on_call_device((buffer.expert_rank == owner.rank_idx).nonzero().flatten())
-    per_expert = plan.sent_choices[:, mine].T.to(torch.int64)
-    ranks = torch.arange(owner.num_ranks).repeat(len(mine))
-    sources = torch.repeat_interleave(ranks, per_expert.flatten())
-    per_local = per_expert.sum(1)
-    shift = torch.repeat_interleave(starts - (per_local.cumsum(0) - per_local), per_local)
-    return _Filled(
-        torch.arange(len(sources)) + shift, sources, torch.repeat_interleave(mine, per_local)
-    )
+def _filled_rows(buffer: EpBuffer, owner: GroupOwner, plan: PlanTensors) -> _Filled:
+    sources = row_sources(plan, buffer.expert_rank, owner.rank_idx)
+    rows = (sources >= 0).nonzero().flatten()
+    experts = None
+    if plan.layout is Layout.EXPERT_MAJOR:
+        mine, counts = received_choices(plan, buffer.expert_rank, owner.rank_idx)
+        experts = torch.repeat_interleave(on_call_device(mine), counts.sum(1))
+    return _Filled(rows, sources[rows], experts)
 
 
 def _metadata(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
+from moe_comm.compat.deep_ep.routing import rows_on_ranks
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
@@ -208,7 +209,7 @@ def from_parts(
         )
     ranks, _ = topk_of_routing_map(in_rank)
     ranks = torch.nn.functional.pad(ranks, (0, num_ranks - ranks.shape[1]), value=-1)
-    rows = prefix[rank_idx] - sent[rank_idx] + in_rank.cumsum(0) - 1
+    rows = rows_on_ranks(in_rank, sent, rank_idx)
     slots = ranks << _SLOT_RANK_SHIFT | rows.gather(1, ranks.clamp_min(0))
     first_experts = [(buffer.expert_rank == rank).nonzero()[:1, 0] for rank in range(num_ranks)]
     if any(not len(first) and int(sent[:, rank].sum()) for rank, first in enumerate(first_experts)):

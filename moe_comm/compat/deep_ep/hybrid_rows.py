@@ -11,7 +11,7 @@ from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
-from moe_comm.compat.deep_ep.routing import tokens_in_ranks
+from moe_comm.compat.deep_ep.routing import rows_on_ranks, tokens_in_ranks
 from moe_comm.compat.deep_ep.streams import (
     Place,
     on_call_device,
@@ -306,8 +306,5 @@ def _sparse_to_dense(
     owner: GroupOwner, buffer: EpBuffer, plan: PlanTensors, topk_idx: torch.Tensor
 ) -> torch.Tensor:
     """int32 `[N, R]`: the row of every token on every rank, or -1."""
-    sent = plan.sent_tokens.to(torch.int64)
-    first = (sent.cumsum(0) - sent)[owner.rank_idx]
     is_in_rank, _ = tokens_in_ranks(topk_idx, buffer.expert_rank, owner.num_ranks)
-    row = is_in_rank.cumsum(0) - 1 + first
-    return row.masked_fill_(~is_in_rank, -1).to(torch.int32)
+    return rows_on_ranks(is_in_rank, plan.sent_tokens, owner.rank_idx).to(torch.int32)

@@ -160,9 +160,9 @@ def dispatch(
 
     def finish() -> None:
         recv_count.copy_(result.num_tokens_per_expert)
-        is_mine = buffer.expert_rank == owner.rank_idx
-        mine = plan_on_call_device(result.plan).sent_choices[:, is_mine].T.to(torch.int64)
-        layout_range.copy_(routing.packed_layout_range(mine))
+        plan = plan_on_call_device(result.plan)
+        _, counts = routing.received_choices(plan, buffer.expert_rank, owner.rank_idx)
+        layout_range.copy_(routing.packed_layout_range(counts))
         assert result.topk_weights is not None
         is_filled = torch.arange(num_places) < recv_count[:, None]
         arrived = result.topk_weights.view(num_local_experts, num_places)

@@ -281,18 +281,23 @@ def _make_handle(
     source: torch.Tensor,
 ) -> RankMajorHandle:
     assert sending.is_token_in_rank is not None
-    rank_prefix = plan_on_call_device(result.handle.plan).sent_tokens.cumsum(0, dtype=torch.int64)
-    mine = rank_prefix[:, owner.rank_idx]
-    num_filled = int(mine[-1])
+    plan = plan_on_call_device(result.handle.plan)
+    rank_prefix = plan.sent_tokens.cumsum(0, dtype=torch.int32)
+    num_filled = int(rank_prefix[-1, owner.rank_idx])
+    sources = routing.row_sources(plan, buffer.expert_rank, owner.rank_idx)
     recv_src_idx = source[:, 0].contiguous()
     channel_prefix, send_head = routing.send_channels(
         sending.is_token_in_rank, sending.num_channels
     )
     recv_channel_prefix = routing.recv_channel_prefix_matrix(
-        mine, recv_src_idx[:num_filled], source[:num_filled, 1], sending.num_channels
+        sources[:num_filled],
+        recv_src_idx[:num_filled],
+        source[:num_filled, 1],
+        owner.num_ranks,
+        sending.num_channels,
     )
     places = (
-        rank_prefix.to(torch.int32),
+        rank_prefix,
         channel_prefix,
         recv_channel_prefix,
         recv_src_idx,

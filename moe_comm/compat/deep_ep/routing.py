@@ -6,12 +6,18 @@ import dataclasses
 
 import torch
 
+from moe_comm.ep import config
+from moe_comm.ep.backends.base import PlanTensors
+
 __all__ = [
     "Layout",
     "dispatch_layout",
     "last_choices",
     "packed_layout_range",
+    "received_choices",
     "recv_channel_prefix_matrix",
+    "row_sources",
+    "rows_on_ranks",
     "send_channels",
     "tokens_in_ranks",
 ]
@@ -127,26 +133,79 @@ def send_channels(
     return at_bounds[1:].T.contiguous(), place.masked_fill_(~is_token_in_rank, -1)
 
 
+def rows_on_ranks(
+    is_token_in_rank: torch.Tensor, sent_tokens: torch.Tensor, rank_idx: int
+) -> torch.Tensor:
+    """int64 `[num_tokens, num_ranks]`: the row of every token on every rank of RANK_MAJOR, or -1.
+
+    Args:
+        is_token_in_rank: bool `[num_tokens, num_ranks]`, of this rank.
+        sent_tokens: Integers `[num_ranks, num_ranks]`, tokens from every rank to every other.
+        rank_idx: This rank.
+    """
+    sent = sent_tokens.to(torch.int64)
+    first = (sent.cumsum(0) - sent)[rank_idx]
+    return (is_token_in_rank.cumsum(0) - 1 + first).masked_fill_(~is_token_in_rank, -1)
+
+
+def received_choices(
+    plan: PlanTensors, expert_rank: torch.Tensor, rank_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices that every rank sent of this rank's experts.
+
+    Args:
+        plan: Of the dispatch.
+        expert_rank: int32 `[num_experts]`, the rank of every expert.
+        rank_idx: This rank.
+
+    Returns:
+        int64 `[num_local_experts]`, ids of the experts; int64 `[num_local_experts, num_ranks]`.
+    """
+    mine = (expert_rank == rank_idx).nonzero().flatten()
+    return mine, plan.sent_choices[:, mine].T.to(torch.int64)
+
+
+def row_sources(plan: PlanTensors, expert_rank: torch.Tensor, rank_idx: int) -> torch.Tensor:
+    """int64 `[M]`: the rank every received row came from, -1 for padding.
+
+    Args:
+        plan: Of a dispatch in RANK_MAJOR or EXPERT_MAJOR.
+        expert_rank: int32 `[num_experts]`, the rank of every expert.
+        rank_idx: This rank.
+    """
+    num_ranks = plan.sent_tokens.shape[0]
+    if plan.layout is config.Layout.RANK_MAJOR:
+        lengths = plan.sent_tokens[:, rank_idx].to(torch.int64)
+        rank_of_part = torch.arange(num_ranks)
+    else:
+        mine, per_expert = received_choices(plan, expert_rank, rank_idx)
+        padding = -per_expert.sum(1, keepdim=True) % plan.expert_alignment
+        lengths = torch.cat([per_expert, padding], dim=1).flatten()
+        rank_of_part = torch.cat([torch.arange(num_ranks), torch.tensor([-1])]).repeat(len(mine))
+    filled = torch.repeat_interleave(rank_of_part, lengths)[: plan.num_recv_tokens]
+    sources = torch.full((plan.num_recv_tokens,), -1, dtype=torch.int64)
+    sources[: len(filled)] = filled
+    return sources
+
+
 def recv_channel_prefix_matrix(
-    rank_prefix: torch.Tensor,
+    sources: torch.Tensor,
     recv_src_idx: torch.Tensor,
     src_num_tokens: torch.Tensor,
+    num_ranks: int,
     num_channels: int,
 ) -> torch.Tensor:
     """int32 `[num_ranks, num_channels]`: where a channel of a source begins in the source's rows.
 
     Args:
-        rank_prefix: int64 `[num_ranks]`, received rows of ranks up to and including each.
+        sources: int64 `[num_rows]`, the rank every row came from.
         recv_src_idx: int32 `[num_rows]`, index of every row on its source.
         src_num_tokens: int32 `[num_rows]`, tokens of the row's source.
+        num_ranks: Ranks.
         num_channels: Channels.
     """
-    num_ranks = rank_prefix.numel()
-    num_rows = recv_src_idx.numel()
-    per_source = rank_prefix.diff(prepend=rank_prefix.new_zeros(1))
-    source = torch.repeat_interleave(torch.arange(num_ranks), per_source, output_size=num_rows)
     per_channel = (src_num_tokens.to(torch.int64) + num_channels - 1) // num_channels
-    place = source * num_channels + recv_src_idx.to(torch.int64) // per_channel.clamp(min=1)
+    place = sources * num_channels + recv_src_idx.to(torch.int64) // per_channel.clamp(min=1)
     counts = torch.bincount(place, minlength=num_ranks * num_channels)
     counts = counts.view(num_ranks, num_channels)
     return (counts.cumsum(1) - counts).to(torch.int32)
