@@ -15,6 +15,8 @@ from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.prediction import OperationPrediction, predict
 from moe_comm.cli.model.workload import Movement, Workload
 from moe_comm.ep import budget as formulas
+from moe_comm.ep.config import quantized_sizes
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8
 
 __all__ = ["model"]
 
@@ -39,6 +41,11 @@ class WireName(str, enum.Enum):
     MXFP8 = "mxfp8"
 
 
+QUANTIZATIONS = {
+    WireName.BF16: None,
+    WireName.FP8_BLOCK128: FP8_BLOCK128,
+    WireName.MXFP8: MXFP8,
+}
 # A scale factor of 4 bytes per 128 channels, of 1 byte per 32: the same on average.
 WIRE_BYTES = {WireName.BF16: 2.0, WireName.FP8_BLOCK128: 1.03125, WireName.MXFP8: 1.03125}
 
@@ -123,37 +130,21 @@ def model(
 
 
 def _heap_bytes(workload: Workload, cluster: Cluster, wire: WireName) -> int:
-    """Windows of one layer that are alive together, by the formulas of `moe-comm budget`."""
-    scales = None
-    if wire is WireName.FP8_BLOCK128:
-        scales = formulas.ScaleSizes(num_scales=-(-workload.hidden // 128), scale_bytes=4)
-    elif wire is WireName.MXFP8:
-        scales = formulas.ScaleSizes(num_scales=-(-workload.hidden // 32), scale_bytes=1)
-    num_rows = formulas.expected_recv_rows(workload.num_tokens, workload.num_topk)
-    row_bytes = workload.hidden * (2 if wire is WireName.BF16 else 1)
-    window = formulas.receive_window_bytes(
-        num_rows,
-        row_bytes,
-        weight_bytes=4,
+    """Windows of one layer that are alive together, with the sizes of `moe-comm budget`."""
+    dispatched_row_bytes, scales = quantized_sizes(workload.hidden, QUANTIZATIONS[wire])
+    sizes = formulas.window_sizes(
+        num_ranks=cluster.num_ranks,
+        num_tokens=workload.num_tokens,
+        num_topk=workload.num_topk,
+        num_experts=workload.num_experts,
+        num_local_experts=workload.num_experts // cluster.num_ranks,
+        row_bytes=workload.hidden * 2,
+        dispatched_row_bytes=dispatched_row_bytes,
         scales=scales,
         spans_devices=cluster.num_nodes == 1 < cluster.num_local_ranks,
+        rank_reduction=cluster.num_nodes == 1 and workload.combine.is_once_per_rank,
     )
-    row_bytes = workload.hidden * 2
-    rank_sums = 0
-    if cluster.num_nodes == 1 and workload.combine.is_once_per_rank:
-        rank_sums = formulas.rank_sums_bytes(
-            workload.num_tokens, workload.num_topk, num_rows, row_bytes
-        )
-    return sum(
-        formulas.round_window_bytes(num_bytes)
-        for num_bytes in (
-            window,
-            num_rows * row_bytes,
-            workload.num_tokens * row_bytes,
-            rank_sums,
-            formulas.workspace_bytes(cluster.num_ranks, workload.num_experts, 4),
-        )
-    )
+    return sizes.dispatched + sizes.expert_output + sizes.sums + sizes.control
 
 
 def _table(predictions: list[OperationPrediction], cluster: Cluster) -> FoldedTable:

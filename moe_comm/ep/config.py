@@ -22,6 +22,7 @@ __all__ = [
     "default_expert_rank",
     "num_places_per_expert",
     "numbers_of",
+    "quantized_sizes",
 ]
 
 ROW_BYTES_MULTIPLE = 16
@@ -290,7 +291,7 @@ class EpConfig:
             )
         assert self.hidden is not None
         placement = self.resolve_expert_rank(num_ranks)
-        dispatched_row_bytes, scales = _quantized_sizes(self.hidden, quantization)
+        dispatched_row_bytes, scales = quantized_sizes(self.hidden, quantization)
         return budget.window_sizes(
             num_ranks=num_ranks,
             num_tokens=self.num_max_tokens_per_rank,
@@ -414,7 +415,7 @@ _LAYOUT_NAMES: dict[Layout, budget.LayoutName] = {
 }
 
 
-def _quantized_sizes(
+def quantized_sizes(
     hidden: int, quantization: Quantization | None
 ) -> tuple[int | None, budget.ScaleSizes | None]:
     """Bytes of a quantized row and its scale factors; (None, None) for rows as they are."""

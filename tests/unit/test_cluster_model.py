@@ -23,6 +23,8 @@ from moe_comm.cli.model.workload import (
     expected_alone,
     expected_distinct,
 )
+from moe_comm.ep.config import EpConfig
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
 
 H100 = CLUSTERS["h100-cx7"]
 ONCE = Movement(element_bytes=2.0, is_once_per_node=True, is_once_per_rank=True)
@@ -234,6 +236,32 @@ def test_json_holds_what_the_table_shows() -> None:
     assert document["heap_bytes"] > 64 * 8 * 7168 * 2
     table = CliRunner().invoke(app, ["model", *arguments[:-1]])
     assert "simulated us" in table.output
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("wire", "quantization"), [("bf16", None), ("fp8_block128", FP8_BLOCK128), ("mxfp8", MXFP8)]
+)
+def test_the_heap_is_that_of_a_buffer(
+    nodes: int, wire: str, quantization: Quantization | None
+) -> None:
+    config = EpConfig(
+        num_experts=16,
+        num_topk=4,
+        hidden=1040,
+        num_max_tokens_per_rank=96,
+        rank_reduction=nodes == 1,
+    )
+    sizes = config.window_sizes(2 * nodes, quantization=quantization, spans_devices=nodes == 1)
+    arguments = f"model --nodes {nodes} --local-ranks 2 --tokens 96 --hidden 1040 --topk 4".split()
+    arguments += ["--experts", "16", "--wire", wire, "--json"]
+    if nodes == 1:
+        arguments.append("--rank-reduction")
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["heap_bytes"] == (
+        sizes.dispatched + sizes.expert_output + sizes.sums + sizes.control
+    )
 
 
 @pytest.mark.slow
