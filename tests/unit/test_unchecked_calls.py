@@ -25,7 +25,7 @@ from moe_comm import (
 )
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep import validation
-from moe_comm.ep.options import DispatchOptions
+from moe_comm.ep.options import DispatchOptions, check_options
 from tests.helpers.described_tensors import needs_described_tensors
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
@@ -156,7 +156,7 @@ def test_a_dispatch_seen_at_a_glance_passes_every_check(buffer: EpBuffer, seen: 
         num_seen += 1
         validation.check_rows(x, None)
         validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx, topk_weights=weights)
-        options = DispatchOptions(layout, alignment)
+        options = check_options(DispatchOptions(layout, alignment))
         validation.check_dispatch(CONFIG, x, topk_idx, weights, options, is_quantized=False)
     # Rows of every layout, with and without weights, also as a parameter, and none; two of the layouts
     # aligned, too.
@@ -188,7 +188,7 @@ def test_a_dispatch_seen_to_quantize_passes_every_check(buffer: EpBuffer, seen: 
         num_seen += 1
         validation.check_rows(x, quantization)
         validation.check_devices(torch.device("cpu"), x=x, topk_idx=topk_idx)
-        options = DispatchOptions(layout, 1, quantization)
+        options = check_options(DispatchOptions(layout, 1, quantization))
         validation.check_dispatch(CONFIG, x, topk_idx, None, options, is_quantized=False)
     # Rows of every layout, and none.
     assert num_seen == 2 * len(Layout) * len(QUANTIZATIONS)
@@ -275,6 +275,7 @@ def test_an_open_configuration_takes_at_a_glance_what_can_be_added(
         def is_seen(x: torch.Tensor, topk_idx: torch.Tensor) -> bool:
             return look(x, topk_idx, None, None, DispatchOptions()) is not None
 
+        buffer.dispatch(x, topk_idx)  # its options pass
         assert is_seen(x, topk_idx)
         assert is_seen(x, topk_idx[:, :1].contiguous()) == (opened == "num_topk")
         assert not is_seen(x, topk_idx[:, :0])
@@ -461,6 +462,7 @@ def test_a_map_is_seen_where_it_is_one(communicator: Communicator) -> None:
             look = buffer._backend.dispatch_unchecked
             return look(x, routing_map, probs, None, DispatchOptions()) is not None
 
+        buffer.dispatch(x, good)  # its options pass
         assert [is_seen(*each) for each in tried] == [True] + [False] * (len(tried) - 1)
     # Three choices of a token.
     with EpBuffer(communicator, dataclasses.replace(OPEN, num_topk=2)) as buffer:

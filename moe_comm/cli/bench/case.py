@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from moe_comm.ep.config import EpConfig, Layout
-from moe_comm.ep.options import DispatchOptions
+from moe_comm.ep.options import DispatchOptions, check_options
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.ep.validation import check_dispatch, check_rows
 from moe_comm.tensors.quantization import Quantization
@@ -104,7 +104,9 @@ class BenchCase:
         config = self.config
         rows, _ = check_rows(torch.empty(0, self.hidden, dtype=self.torch_dtype), self.quantization)
         choices = torch.empty(0, self.num_topk, dtype=torch.int64)
-        options = DispatchOptions(self.layout, self.expert_alignment, self.quantization)
+        options = check_options(
+            DispatchOptions(self.layout, self.expert_alignment, self.quantization)
+        )
         check_dispatch(config, rows, choices, None, options, is_quantized=False)
 
     def _check_hybrid_ep(self) -> None:
