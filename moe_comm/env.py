@@ -19,9 +19,7 @@ __all__ = [
     "launcher_world_size",
     "master_address",
     "mpi_job",
-    "nvshmem_allow_unsupported_version",
     "nvshmem_home",
-    "nvshmem_max_ctas",
     "poison_windows",
     "sglang_num_max_dispatch_tokens_per_rank",
     "sglang_plugins",
@@ -140,16 +138,6 @@ def sglang_num_max_dispatch_tokens_per_rank() -> int:
 def sglang_plugins() -> tuple[str, ...]:
     """`SGLANG_PLUGINS`, which SGLang reads: names of the plugins to run, all of them when empty."""
     return _names(os.environ.get("SGLANG_PLUGINS", ""))
-
-
-def nvshmem_max_ctas() -> str | None:
-    """`NVSHMEM_MAX_CTAS`, which NVSHMEM reads; checked before it is initialized."""
-    return os.environ.get("NVSHMEM_MAX_CTAS")
-
-
-def nvshmem_allow_unsupported_version() -> bool:
-    """`MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION=1`: take an NVSHMEM older than is known to work."""
-    return os.environ.get("MEGATRON_NVSHMEM_ALLOW_UNSUPPORTED_VERSION", "0") == "1"
 
 
 def nvshmem_home() -> str | None:

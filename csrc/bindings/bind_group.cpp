@@ -2,7 +2,6 @@
 #include <numeric>
 
 #include "bindings/bind_shrink.h"
-#include "bindings/bind_slots.h"
 #include "bindings/bindings.h"
 #include "bindings/shared/heap_stats.h"
 #include "bindings/shared/make_tensor.h"
@@ -211,7 +210,6 @@ void bind_group(py::module_& module) {
         if (self.owns_mesh)
           self.mesh->leave();
       });
-  bind_slots(group);
   bind_shrink(group);
 }
 

@@ -191,7 +191,6 @@ class Communicator(ElasticRanks, Destroyable):
         self._dependants: weakref.WeakSet[Destroyable] = weakref.WeakSet()
         self.latest_buffer: Callable[[], _Rejecting | None] = _nothing
         """Gives the buffer that this rank has used last."""
-        self._retained: list[object] = []
 
         stated: _Statement | None = None
         try:
@@ -367,10 +366,6 @@ class Communicator(ElasticRanks, Destroyable):
     def adopt(self, dependant: Destroyable) -> None:
         """Destroy `dependant`, a buffer or a child, before this communicator, if it still lives."""
         self._dependants.add(dependant)
-
-    def retain(self, resource: object) -> None:
-        """Keep `resource` as long as this object: memory that peers of a failed call may still write."""
-        self._retained.append(resource)
 
     @gathers
     def all_gather(self, payload: bytes) -> list[bytes]:

@@ -172,12 +172,9 @@ def test_ids_are_required(mistake: str, name: str) -> None:
         assert (kind, "requires a task_id" in text) == ("ValueError", True)
 
 
-def test_the_same_requests_are_not_scheduled_again() -> None:
-    results = run(scripts.run_same_requests, 3, "nvshmem")
-    assert results == [[1, 1, 1, 2, 2, 3]] * 3
-
-
-@pytest.mark.parametrize("name", ["symmetric", "symmetric_in_heap", "symmetric_small_slots"])
+@pytest.mark.parametrize(
+    "name", ["nvshmem", "symmetric", "symmetric_in_heap", "symmetric_small_slots"]
+)
 def test_a_prepared_batch_runs_again(name: str) -> None:
     run(scripts.run_prepared, 3, name)
 

@@ -16,7 +16,6 @@ from moe_comm.compat.deep_ep import Buffer, ElasticBuffer
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.peers.bootstrap import bootstrap_for
-from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers import wrong_argument_families as faces
@@ -259,7 +258,6 @@ def be_in_different_calls(context: RankContext, pair: tuple[str, str]) -> list[t
         "GradientSum": lambda: GradientSum(communicator, 8),
         "EpBuffer": lambda: EpBuffer(communicator, CONFIG),
         "barrier": ElasticBuffer(context.group).barrier,
-        "SymmetricBytes": lambda: SymmetricBytes(communicator, 64),
     }
     found = [outcome_of(calls[pair[context.rank_idx]])]
     assert communicator.all_gather(b"x") == [b"x"] * 2
@@ -268,7 +266,7 @@ def be_in_different_calls(context: RankContext, pair: tuple[str, str]) -> list[t
 
 PAIRS = list(
     itertools.combinations(
-        ["all_gather", "TokenDispatcher", "GradientSum", "EpBuffer", "barrier", "SymmetricBytes"], 2
+        ["all_gather", "TokenDispatcher", "GradientSum", "EpBuffer", "barrier"], 2
     )
 )
 

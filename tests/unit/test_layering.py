@@ -513,7 +513,7 @@ def test_folders_of_resharding_know_each_other_one_way() -> None:
         ("plan.planner", "planner"),
         ("formats.transforms", "move.execution"),
         ("copy_services.base", "plan.reshard_plan"),
-        ("nvshmem_copy_service.service", "copy_services.base"),
+        ("copy_services.base", "nvshmem_copy_service.service"),
         ("move.execution", "hold.refit"),
         ("ir.units", "plan.reshard_plan"),
     ],

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
 
 DTYPES = [torch.bfloat16, torch.float64, torch.bool, torch.float8_e4m3fn, torch.complex64]
 
@@ -68,38 +67,6 @@ def test_bad_sizes_and_backends() -> None:
     def no_heap(comm: moe_comm.Communicator) -> None:
         with pytest.raises(ValueError, match="collective backend has no heap"):
             comm.empty(2, dtype=torch.int8)
-        with pytest.raises(ValueError, match="collective backend has no heap"):
-            SymmetricBytes(comm, 8)
 
     on_ranks(1, body, max_heap_bytes=1 << 20)
     on_ranks(1, no_heap, backend="collective")
-
-
-def test_every_rank_addresses_every_ranks_bytes() -> None:
-    def body(comm: moe_comm.Communicator) -> None:
-        shared = SymmetricBytes(comm, 100 * comm.rank_idx)
-        shared.local.fill_(comm.rank_idx)
-        comm.all_gather(b"")
-        for rank_idx in range(comm.num_ranks):
-            assert shared.peer(rank_idx).tolist() == [rank_idx] * 100 * rank_idx
-        comm.all_gather(b"")
-        if comm.rank_idx == 0:
-            shared.peer(2)[7] = 77
-        comm.all_gather(b"")
-        assert comm.rank_idx != 2 or shared.local[7] == 77
-        with pytest.raises(ValueError, match=r"rank_idx must be one of \[0, 1, 2\], got 3"):
-            shared.peer(3)
-
-    on_ranks(3, body)
-
-
-def test_a_bad_size_is_an_error_on_every_rank() -> None:
-    def body(comm: moe_comm.Communicator) -> None:
-        with pytest.raises(ValueError, match="rank 1: num_bytes must be >= 0, got -4"):
-            SymmetricBytes(comm, -4 if comm.rank_idx == 1 else 8)
-        with pytest.raises(moe_comm.CapacityError, match="rank 0: ") as caught:
-            SymmetricBytes(comm, 1 << 60 if comm.rank_idx == 0 else 8)
-        assert caught.value.ranks == (0,)
-        assert SymmetricBytes(comm, 8).local.numel() == 8
-
-    on_ranks(2, body)

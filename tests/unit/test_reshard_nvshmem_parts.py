@@ -10,21 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from moe_comm import Communicator
+from moe_comm.resharding import nvshmem_copy_service
 from moe_comm.resharding.nvshmem_copy_service import (
     DoubleBufferManager,
     GPUResourceManager,
     KernelLauncher,
     PipelineExecutor,
     RemoteCopyService,
-    compat,
     validation,
 )
-from moe_comm.resharding.nvshmem_copy_service.core.gpu_resource_manager import check_nvshmem
-from moe_comm.resharding.nvshmem_copy_service.core.host_stream import HostEvent, HostStream
+from moe_comm.resharding.nvshmem_copy_service.core.gpu_resource_manager import HostEvent, HostStream
 from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     IterationSchedule,
@@ -60,31 +60,39 @@ class Recorder:
 class Slots:
     """A buffer manager without memory."""
 
-    def __init__(self, calls: list[str]) -> None:
-        self.signals = types.SimpleNamespace(take_epochs=lambda num: 100)
-        recorder = Recorder("signals", calls)
-        for name in ("post_ready", "post_arrived", "await_ready", "await_arrived"):
-            setattr(self.signals, name, getattr(recorder, name))
-        self.put = Recorder("slots", calls).put
+    def __init__(self, calls: list[str], error: Exception | None = None) -> None:
+        self._calls = calls
+        self._error = error
+
+    def exchange(
+        self, iteration: int, sent: ScheduledBatch | None, received: ScheduledBatch | None
+    ) -> None:
+        to = "nobody" if sent is None else sent.dest_pe
+        source = "nobody" if received is None else received.src_pe
+        self._calls.append(f"exchange {iteration} to {to} from {source}")
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self, reason: str) -> None:
+        self._calls.append(f"give up: {reason}")
 
 
 ROLES = ("pack", "unpack", "send", "copy")
 
 
 def recording_executor(
-    calls: list[str], *, num_streams: int = 8, num_events: int = 3
+    calls: list[str],
+    *,
+    num_streams: int = 8,
+    num_events: int = 3,
+    error: Exception | None = None,
 ) -> PipelineExecutor:
     launcher: Any = types.SimpleNamespace(
         launch_pack=lambda plan, *rest: calls.append(f"pack {plan[0]} on {rest[1]}"),
         launch_unpack=lambda plan, *rest: calls.append(f"unpack {plan[0]} on {rest[1]}"),
-        copy=lambda plan, is_streaming: calls.append("copy"),
     )
-    executor = PipelineExecutor(
-        launcher,
-        Slots(calls),
-        0,
-        producer_stream=lambda: Recorder("producer", calls),  # type: ignore[arg-type]
-    )
+    executor = PipelineExecutor(launcher, Slots(calls, error), 0)  # type: ignore[arg-type]
+    executor._current_stream = lambda: Recorder("producer", calls)  # type: ignore[method-assign]
     roles = ROLES if num_streams == 8 else ("pack", "unpack", "copy")
     executor.set_streams(
         *(Recorder(f"raw_{role}", calls) for role in ROLES),
@@ -113,44 +121,61 @@ def test_packing_waits_for_whoever_made_the_tensors() -> None:
     executor.execute_pipeline(schedule_of((batch(0, 1, "a"), batch(1, 0, "b"))), 1)
     assert calls.index("pack.wait_stream(producer)") < calls.index("pack a on pack")
     assert calls.index("unpack.wait_stream(producer)") < calls.index("unpack b on unpack")
-    assert calls.index("send.wait_event(pack_event0)") < calls.index("slots.put(0, 1, 9)")
+    assert calls.index("send.wait_event(pack_event0)") < calls.index("exchange 0 to 1 from 1")
     assert calls.index("unpack.wait_event(arrival_event0)") < calls.index("unpack b on unpack")
     # What the caller does next sees the result, and may overwrite its tensors.
     assert calls[-2:] == ["producer.wait_stream(pack)", "producer.wait_stream(unpack)"]
     calls.clear()
-    executor.process_self_moves([SendRequest(1, 0, 0, 4, 0)], [ReceiveRequest(1, 0, 0, 4, 0)])
-    assert calls == ["copy.wait_stream(producer)", "copy", "copy.synchronize()"]
+    source, target = torch.arange(4, dtype=torch.int16), np.zeros(4, dtype=np.int16)
+    executor.process_self_moves(
+        [SendRequest(1, source, 2, 4, 0), SendRequest(2, source.data_ptr(), 0, 2, 0)],
+        [ReceiveRequest(2, target, 0, 2, 0), ReceiveRequest(1, target, 4, 4, 0)],
+    )
+    assert calls == ["copy.wait_stream(producer)", "copy.synchronize()"]
+    assert target.tolist() == [0, 0, 1, 2]
 
 
-def test_order_of_slots_and_signals() -> None:
-    """The slot of iteration 0 is offered again, for iteration 4, when it has been unpacked."""
+def test_order_of_packing_moving_and_unpacking() -> None:
+    """A slot is packed before it moves, and unpacked before a peer may write it again."""
     calls: list[str] = []
     recording_executor(calls).execute_pipeline(
         schedule_of(
             (None, batch(1, 0, "r0")),
-            (None, batch(2, 0, "r1")),
+            (batch(0, 2, "s1"), batch(2, 0, "r1")),
             (batch(0, 1, "s2"), None),
             (None, None),
-            (None, batch(2, 0, "r4")),
+            (None, batch(2, 0, "not run")),
         ),
-        5,
+        4,
     )
-    steps = [call for call in calls if call.startswith(("signals", "slots", "pack ", "unpack r"))]
-    assert steps == [
-        "signals.post_ready(1, 0, 100)",
-        "signals.post_ready(2, 1, 101)",
-        "pack s2 on pack",
-        "signals.await_arrived(1, 0, 100)",
-        "unpack r0 on unpack",
-        "signals.post_ready(2, 0, 104)",
-        "signals.await_arrived(2, 1, 101)",
-        "unpack r1 on unpack",
-        "signals.await_ready(1, 0, 102)",
-        "slots.put(2, 1, 9)",
-        "signals.post_arrived(1, 0, 102)",
-        "signals.await_arrived(2, 0, 104)",
-        "unpack r4 on unpack",
+    steps = [
+        call for call in calls if call.startswith(("exchange", "pack ", "unpack r", "unpack_"))
     ]
+    assert steps == [
+        "pack s1 on pack",
+        "exchange 0 to nobody from 1",
+        "pack s2 on pack",
+        "unpack r0 on unpack",
+        "unpack_event0.synchronize()",
+        "exchange 1 to 2 from 2",
+        "unpack r1 on unpack",
+        "unpack_event1.synchronize()",
+        "exchange 2 to 1 from nobody",
+        "exchange 3 to nobody from nobody",
+    ]
+
+
+def test_peers_hear_of_what_fails_between_exchanges_and_of_nothing_else() -> None:
+    calls: list[str] = []
+    executor = recording_executor(calls)
+    executor.kernel_launcher.launch_pack = lambda *args: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        executor.execute_pipeline(schedule_of((batch(0, 1, "a"), None)), 1)
+    assert calls[-1].startswith("give up: ZeroDivisionError: ")
+    executor = recording_executor(calls, error=ValueError("rank 1: no"))
+    with pytest.raises(ValueError, match="rank 1: no"):
+        executor.execute_pipeline(schedule_of((batch(0, 1, "a"), None)), 1)
+    assert calls[-1] == "exchange 0 to 1 from nobody"
 
 
 def test_the_older_form_waits_on_the_host() -> None:
@@ -159,8 +184,8 @@ def test_the_older_form_waits_on_the_host() -> None:
     assert executor.torch_send_stream_wrapper is None
     assert str(executor.torch_copy_stream_wrapper) == "copy"
     executor.execute_pipeline(schedule_of((batch(0, 1, "a"), batch(1, 0, "b"))), 1)
-    assert calls.index("pack_event0.synchronize()") < calls.index("slots.put(0, 1, 9)")
-    assert calls.index("signals.await_arrived(1, 0, 100)") < calls.index("unpack b on unpack")
+    assert calls.index("pack_event0.synchronize()") < calls.index("exchange 0 to 1 from 1")
+    assert calls.index("exchange 0 to 1 from 1") < calls.index("unpack b on unpack")
 
 
 def blank_executor() -> PipelineExecutor:
@@ -224,7 +249,7 @@ def test_host_streams_and_events() -> None:
     stream, event = HostStream("pack"), HostEvent()
     assert event.query()
     assert not event.is_recorded
-    assert stream.record_event(event) is event
+    event.record(stream)
     assert event.is_recorded
     stream.wait_event(event)
     stream.wait_stream(HostStream("other"))
@@ -234,65 +259,79 @@ def test_host_streams_and_events() -> None:
 
 
 def test_a_launch_records_its_event_and_an_empty_one_does_not() -> None:
-    with Communicator(backend="host") as communicator:
-        launcher = KernelLauncher(communicator)
-        src, dst = torch.arange(50, dtype=torch.uint8), torch.zeros(50, dtype=torch.uint8)
-        plan = (
-            torch.tensor([src.data_ptr(), src.data_ptr() + 30]),
-            torch.tensor([dst.data_ptr(), dst.data_ptr() + 30]),
-            torch.tensor([20, 20]),
-            2,
-        )
-        event = HostEvent()
-        with pytest.raises(RuntimeError, match=r"call load_kernels\(\) first"):
-            launcher.launch_pack(plan, None, None, event)
-        launcher.load_kernels()
-        launcher.launch_unpack(None, None, None, event)
-        launcher.launch_pack((*plan[:3], 0), None, None, event)
-        assert not event.is_recorded
-        for launch in (launcher.launch_pack, launcher.launch_unpack):
-            dst.zero_()
-            launch(plan, None, None, event)
-            assert event.is_recorded
-            expected = torch.where((src < 20) | (src >= 30), src, 0)
-            assert torch.equal(dst, expected)
-        with pytest.raises(ValueError, match="chunk 1 has -1 bytes"):
-            launcher.copy((*plan[:2], torch.tensor([1, -1]), 2), is_streaming=False)
+    launcher = KernelLauncher()
+    src, dst = torch.arange(50, dtype=torch.uint8), torch.zeros(50, dtype=torch.uint8)
+    plan = (
+        torch.tensor([src.data_ptr(), src.data_ptr() + 30]),
+        torch.tensor([dst.data_ptr(), dst.data_ptr() + 30]),
+        torch.tensor([20, 20]),
+        2,
+    )
+    event = HostEvent()
+    with pytest.raises(RuntimeError, match=r"call load_kernels\(\) first"):
+        launcher.launch_pack(plan, None, None, event)
+    launcher.load_kernels()
+    launcher.launch_unpack(None, None, None, event)
+    launcher.launch_pack((*plan[:3], 0), None, None, event)
+    assert not event.is_recorded
+    for launch in (launcher.launch_pack, launcher.launch_unpack):
+        dst.zero_()
+        launch(plan, None, None, event)
+        assert event.is_recorded
+        expected = torch.where((src < 20) | (src >= 30), src, 0)
+        assert torch.equal(dst, expected)
+    with pytest.raises(ValueError, match="chunk 1 has -1 bytes"):
+        launcher.launch_pack((*plan[:2], torch.tensor([1, -1]), 2), None, None, event)
 
 
-def test_what_needs_a_device_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"no CUDA kernels: it moves CPU tensors, got .* cuda"):
+def test_devices_without_kernels_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"it moves CPU tensors, got device cuda"):
         KernelLauncher(device="cuda").load_kernels()
-    with pytest.raises(RuntimeError, match="needs a communicator to copy"):
-        KernelLauncher().load_kernels()
+    with pytest.raises(RuntimeError, match="device must be cpu, got cuda"):
+        GPUResourceManager("cuda").init()
     with pytest.raises(RuntimeError, match="needs a communicator to allocate"):
         DoubleBufferManager().allocate()
     with pytest.raises(RuntimeError, match=r"call allocate\(\) first"):
         DoubleBufferManager().get_send_slot(0)
-    with pytest.raises(RuntimeError):
-        GPUResourceManager("cuda").init()
     assert DoubleBufferManager().slot_size == 256 * 1024 * 1024
 
 
 def test_slots_by_iteration() -> None:
-    with Communicator(backend="host") as communicator:
+    def body(communicator: Communicator) -> None:
         manager = DoubleBufferManager(1000, communicator)
         manager.allocate()
         slots = [manager.get_send_slot(i) for i in range(2)]
         slots += [manager.get_recv_slot(i) for i in range(2)]
         assert [slot.numel() for slot in slots] == [1000] * 4
+        assert len({slot.data_ptr() for slot in slots}) == 4
         for value, slot in enumerate(slots):
-            slot.fill_(value)
-        assert [int(slot.max()) for slot in slots] == [0, 1, 2, 3]
+            slot.fill_(10 * communicator.rank_idx + value)
         assert manager.get_recv_slot(7).data_ptr() == slots[3].data_ptr()
-        manager.put(1, 0, 999)
-        assert slots[3].tolist() == [1] * 999 + [3]
-        with pytest.raises(ValueError, match="a slot has 1000 bytes, got a batch of 1001"):
-            manager.put(0, 0, 1001)
-        with pytest.raises(ValueError, match="PE 5 has no slots"):
-            manager.put(0, 5, 1)
+        rank_idx = communicator.rank_idx
+        sent, received = batch(rank_idx, 1 - rank_idx, "s"), batch(1 - rank_idx, rank_idx, "r")
+        sent.total_size = received.total_size = 999
+        manager.exchange(1, sent, received)
+        assert slots[3].tolist() == [10 * (1 - rank_idx) + 1] * 999 + [10 * rank_idx + 3]
+        sent.total_size = 1001
+        with pytest.raises(ValueError, match="rank 0: a slot has 1000 bytes, got a batch of 1001"):
+            manager.exchange(1, sent if rank_idx == 0 else None, None)
+        sent.total_size = 9
+        with pytest.raises(ValueError, match="9 bytes of uint8 to rank 1, which does not receive"):
+            manager.exchange(1, sent if rank_idx == 0 else None, None)
+        if rank_idx == 0:
+            manager.give_up("no room")
+        else:
+            with pytest.raises(ValueError, match="rank 0: gave up: no room"):
+                manager.exchange(0, None, None)
         manager.free()
         manager.free()
+        other = DoubleBufferManager(64 << rank_idx, communicator)
+        with pytest.raises(
+            ValueError, match=r"slot_size=64 on rank 0 met .*slot_size=128 on rank 1"
+        ):
+            other.allocate()
+
+    on_ranks(2, body)
 
 
 def test_resources() -> None:
@@ -318,51 +357,13 @@ def test_resources() -> None:
         communicator.require_native()  # was given, so it lives
 
 
-@pytest.mark.parametrize(
-    ("version", "max_ctas", "options", "message"),
-    [
-        ("3.6.5", "2", {}, None),
-        ("3.10.0", "2", {}, None),
-        (None, "2", {}, None),
-        ("3.4.5", "2", {}, r"NVSHMEM 3\.4\.5 is installed, at least 3\.6\.5"),
-        ("3.4.5", "2", {"min_version": None}, None),
-        ("3.6.5", "4", {}, "NVSHMEM_MAX_CTAS must be '2', got '4'"),
-        ("3.6.5", None, {}, "NVSHMEM_MAX_CTAS must be '2', got None"),
-        ("3.6.5", None, {"required_max_ctas": None}, None),
-    ],
-)
-def test_what_nvshmem_is_checked_for(
-    version: str | None, max_ctas: str | None, options: dict[str, Any], message: str | None
-) -> None:
-    if message is None:
-        check_nvshmem(version, max_ctas, **options)
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            check_nvshmem(version, max_ctas, **options)
-
-
-def test_moved_modules_of_cuda_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    core = tmp_path / "cuda" / "core"
-    (core / "experimental").mkdir(parents=True)
-    (core / "__init__.py").write_text("class Device: pass\n")
-    (core / "_memory.py").write_text("name = 'new memory'\n")
-    (core / "_stream.py").write_text("name = 'new stream'\n")
-    (core / "experimental" / "__init__.py").write_text("")
-    (core / "experimental" / "_stream.py").write_text("name = 'old stream'\n")
-    for name in list(sys.modules):
-        if name.split(".")[0] == "cuda":
-            monkeypatch.delitem(sys.modules, name)
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    try:
-        compat.ensure_nvshmem_compat()
-        compat.ensure_nvshmem_compat()
-        assert sys.modules["cuda.core.experimental._memory"].name == "new memory"  # type: ignore[attr-defined]
-        assert "cuda.core.experimental._stream" not in sys.modules
-        assert compat.get_cuda_core_device_class().__module__ == "cuda.core"
-    finally:
-        for name in set(sys.modules) - before:
-            del sys.modules[name]
+def test_names_that_are_gone_say_what_to_write() -> None:
+    for name, hint in (("FullDuplexScheduler", "CommunicationScheduler"), ("compat", "nvshmem4py")):
+        with pytest.raises(ImportError, match=f"has no {name}: .*{hint}"):
+            getattr(nvshmem_copy_service, name)
+    assert not hasattr(nvshmem_copy_service, "other")
+    with pytest.raises(TypeError, match="takes no alignment, packing: it packs and orders no"):
+        RemoteCopyService(packing="first_fit", alignment=16)
 
 
 @pytest.mark.full

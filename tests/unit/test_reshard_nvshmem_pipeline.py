@@ -1,23 +1,36 @@
-"""The copy pipeline end to end on ranks that are threads."""
+"""`RemoteCopyService`, and the parts of the pipeline end to end, on ranks that are threads."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from moe_comm import Communicator, PeerFailedError, PeerTimeoutError
+from moe_comm import Communicator, PeerTimeoutError
 from moe_comm.resharding.nvshmem_copy_service import (
+    CommunicationScheduler,
+    DoubleBufferManager,
+    GPUExecutionPlanner,
+    GPUResourceManager,
+    KernelLauncher,
+    PipelineExecutor,
     RemoteCopyService,
+    TaskSegmenter,
+    WorkloadPacker,
     validation,
 )
+from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
+    IterationSchedule,
+    ReceiveRequest,
+    SendRequest,
+)
 from moe_comm.resharding.plan.transfer_op import pack_task_id
-from tests.helpers.failing_ranks import HANG_S, SHORT_S, error_of
+from tests.helpers.failing_ranks import SHORT_S, error_of
 from tests.helpers.rank_threads import on_ranks
 
 SLOT = 4096
@@ -93,12 +106,8 @@ def check_run(
 @pytest.mark.parametrize("num_pes", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"full_duplex": False, "packing": "next_fit", "alignment": 1},
-        {"slot_bytes": 1000, "alignment": 64},
-    ],
-    ids=["default", "as upstream", "odd slots"],
+    [{}, {"slot_bytes": None}, {"slot_bytes": 64}],
+    ids=["small slots", "default", "tiny slots"],
 )
 def test_random_tasks(num_pes: int, options: dict[str, Any]) -> None:
     tasks = random_tasks(num_pes, num_pes, 12 * num_pes)
@@ -124,7 +133,6 @@ def test_another_schedule_on_the_same_slots() -> None:
             service.clear_requests()
         service.schedule()
         service.run()
-        assert service.num_iterations == 0
 
     on_ranks(3, body)
 
@@ -157,7 +165,7 @@ def test_any_dtype_and_shape() -> None:
     on_ranks(2, body)
 
 
-def test_memory_is_bounded_by_the_slots() -> None:
+def test_the_heap_is_given_back() -> None:
     def body(communicator: Communicator) -> None:
         before = communicator.heap_stats().live_bytes
         service = service_on(communicator)
@@ -167,19 +175,121 @@ def test_memory_is_bounded_by_the_slots() -> None:
         service.register_receive(peer, torch.zeros_like(data), 0, data.numel(), peer)
         service.schedule()
         service.run()
-        after = communicator.heap_stats()
-        assert after.live_bytes - before <= 4 * SLOT + 4096
-        assert after.peak_live_bytes - before <= 20 * SLOT
+        # What does not lie in the heap goes through a few slots of it.
+        assert communicator.heap_stats().peak_live_bytes - before <= 20 * SLOT
         service.finalize()
         service.finalize()
         assert not service.initialized
         communicator.bootstrap.all_gather(None)
-        assert communicator.heap_stats().live_bytes == before
+        # The slots are gone; a table of a page at most may wait until peers have looked at it.
+        assert communicator.heap_stats().live_bytes - before < SLOT
         service.init()
         service.schedule()
         service.run()
 
     on_ranks(2, body)
+
+
+def test_bytes_of_arrays_and_addresses() -> None:
+    def body(communicator: Communicator) -> None:
+        service = service_on(communicator)
+        source, target = np.arange(40, dtype=np.uint8), np.zeros(40, dtype=np.uint8)
+        if service.my_pe == 0:
+            service.register_send(1, source, 8, 30, 1)
+            with pytest.raises(
+                TypeError, match="expected a tensor, an array or an address, got str"
+            ):
+                service.register_send(1, "no tensor", 0, 1, 1)
+        else:
+            service.register_receive(1, target.ctypes.data, 4, 30, 0)
+        service.schedule()
+        service.run()
+        if service.my_pe == 1:
+            assert target.tolist() == [0] * 4 + list(range(8, 38)) + [0] * 6
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("num_pes", [1, 2, 3])
+def test_the_parts_of_the_pipeline_together(num_pes: int) -> None:
+    """Requests, segments, slots, iterations, addresses and the executor, as Megatron joins them."""
+    tasks = [
+        dataclasses.replace(task, task_id=i)
+        for i, task in enumerate(random_tasks(num_pes, num_pes, 12 * num_pes))
+    ]
+
+    def body(communicator: Communicator) -> None:
+        my_pe = communicator.rank_idx
+        sources = {
+            t.task_id: validation.generate_deterministic_data(t.task_id, t.size, "cpu")
+            for t in tasks
+            if t.src_pe == my_pe
+        }
+        targets = {
+            t.task_id: torch.zeros(t.size + 3, dtype=torch.uint8)
+            for t in tasks
+            if t.dest_pe == my_pe
+        }
+        sends = [
+            SendRequest(t.task_id, sources[t.task_id], 0, t.size, t.dest_pe)
+            for t in tasks
+            if t.src_pe == my_pe
+        ]
+        recvs = [
+            ReceiveRequest(t.task_id, targets[t.task_id], 3, t.size, t.src_pe)
+            for t in tasks
+            if t.dest_pe == my_pe
+        ]
+        segmenter = TaskSegmenter(SLOT)
+        cut_sends = [s for r in sends for s in segmenter.segment_send_request(r)]
+        cut_recvs = [s for r in recvs for s in segmenter.segment_receive_request(r)]
+        workloads = WorkloadPacker(SLOT).pack_workloads(
+            [s for s in cut_sends if s.dest_pe != my_pe], num_pes
+        )
+        scheduler = CommunicationScheduler()
+        batches, summaries = scheduler.build_schedule(
+            workloads, my_pe, num_pes, communicator.bootstrap
+        )
+        schedules = [
+            IterationSchedule(send=None, recv=None) for _ in range(scheduler.num_iterations)
+        ]
+        for iteration, of_iteration in batches.items():
+            for batch in of_iteration:
+                if batch.src_pe == my_pe:
+                    batch.tasks = workloads[batch.dest_pe][batch.batch_index].tasks
+                    schedules[iteration]["send"] = batch
+                else:
+                    batch.tasks_summary = summaries[batch.src_pe, my_pe, batch.batch_index]
+                    schedules[iteration]["recv"] = batch
+        slots = DoubleBufferManager(SLOT, communicator)
+        slots.allocate()
+        GPUExecutionPlanner().create_gpu_plans(
+            schedules,
+            [slots.get_send_slot(i) for i in range(2)],
+            [slots.get_recv_slot(i) for i in range(2)],
+            cut_recvs,
+        )
+        resources = GPUResourceManager(communicator=communicator)
+        resources.init()
+        launcher = KernelLauncher()
+        launcher.load_kernels()
+        executor = PipelineExecutor(launcher, slots, my_pe)
+        streams = [resources.get_stream(name) for name in ("pack", "unpack", "send", "copy")]
+        executor.set_streams(*streams, *streams)
+        executor.set_events(*resources.create_events())
+        for _ in range(2):
+            for target in targets.values():
+                target.zero_()
+            executor.execute_pipeline(schedules, scheduler.num_iterations)
+            executor.process_self_moves(sends, recvs)
+            for t in tasks:
+                if t.dest_pe == my_pe:
+                    target = targets[t.task_id]
+                    assert not target[:3].any()
+                    assert validation.validate_received_data(t.task_id, target[3:], t.size).passed
+        slots.free()
+
+    on_ranks(num_pes, body)
 
 
 def test_its_own_communicator() -> None:
@@ -268,32 +378,45 @@ def move_another_size(service: RemoteCopyService) -> None:
         service.register_receive(5, BYTES.clone(), 0, 11, 1)
 
 
-def collide(service: RemoteCopyService) -> None:
-    """An id that equals the key of another task's segment."""
-    if service.my_pe == 0:
-        service.register_send(42, BYTES, 0, 3 * SLOT, 1)
-        service.register_send(1_000_042_001, BYTES, 0, 10, 1)
+def share_bytes(service: RemoteCopyService) -> None:
+    if service.my_pe == 1:
+        target = BYTES.clone()
+        service.register_receive(3, target, 0, 10, 0)
+        service.register_receive(4, target, 9, 10, 2)
 
 
-def send_too_much(service: RemoteCopyService) -> None:
+def send_a_large_id(service: RemoteCopyService) -> None:
     if service.my_pe == 0:
-        service.register_send(9, BYTES.data_ptr(), 0, 1001 << 28, 1)
+        service.register_send(1 << 63, BYTES, 0, 10, 1)
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (send_unmatched, "rank 1: PE 0 sends tasks that PE 1 does not receive: 6"),
-        (receive_unmatched, "rank 2: PE 2 receives tasks that PE 1 does not send: 8"),
-        (differ_in_size, "rank 1: task 5: PE 0 sends 12288 bytes, PE 1 receives 8192"),
-        (send_twice, "rank 2: task 5 is registered 2 times to PE 1"),
-        (move_unmatched, "rank 1: PE 1 sends tasks that PE 1 does not receive: 5"),
-        (move_another_size, "rank 1: task 5: PE 1 sends 10 bytes, PE 1 receives 11"),
         (
-            collide,
-            "rank 0: task 1000042001 (or segment 1 of task 42) is registered 2 times to PE 1",
+            send_unmatched,
+            "rank 0 sends task 6 (100 bytes of torch.uint8) to rank 1, which does not receive it",
         ),
-        (send_too_much, "rank 0: Task 9 validation failed: 268703891456 bytes are"),
+        (
+            receive_unmatched,
+            "rank 2 receives task 8 (12288 bytes of torch.uint8) from rank 1, which does not send it",
+        ),
+        (
+            differ_in_size,
+            "task 5: rank 0 sends 12288 bytes of torch.uint8, rank 1 receives 8192 bytes of torch.uint8",
+        ),
+        (send_twice, "rank 2: sends to rank 1: task_id 5 comes twice"),
+        (move_unmatched, "rank 1: SymmetricCopyService copy service, rank 1: unmatched local ops"),
+        (
+            move_another_size,
+            "rank 1: SymmetricCopyService copy service, rank 1: task 5 sends (10,) of torch.uint8 "
+            "and receives (11,)",
+        ),
+        (
+            share_bytes,
+            "rank 1: the destinations of tasks 3 (from rank 0) and 4 (from rank 2) share",
+        ),
+        (send_a_large_id, "rank 0: task_id must be in [0, 2^63), got 9223372036854775808"),
     ],
 )
 def test_every_pe_hears_of_a_mistake(
@@ -374,7 +497,7 @@ def test_a_pe_that_gives_up_is_named() -> None:
         for call in (service.schedule, service.run):
             if service.my_pe == 1:
                 service.abandon("no weights")
-                assert service.iter_schedules is None
+                assert service.send_requests == []
             else:
                 with pytest.raises(ValueError, match="rank 1: gave up: no weights"):
                     call()
@@ -386,17 +509,11 @@ def test_a_pe_that_gives_up_is_named() -> None:
 
 def test_pes_must_ask_for_the_same() -> None:
     def body(communicator: Communicator) -> None:
-        service = service_on(communicator, alignment=16 << communicator.rank_idx)
-        with pytest.raises(
-            ValueError, match=r"settings: .*alignment=16.* on rank 0 met .*=32.* on rank 1"
-        ):
-            service.schedule()
-        other = RemoteCopyService(
-            communicator=communicator, slot_bytes=SLOT * (1 + communicator.rank_idx)
-        )
-        with pytest.raises(ValueError, match=r"slot_size is \d+ on rank 0 and \d+ on rank 1"):
-            other.init()
-        assert not other.initialized
+        slot_bytes = SLOT * (1 + communicator.rank_idx)
+        service = RemoteCopyService(communicator=communicator, slot_bytes=slot_bytes)
+        with pytest.raises(ValueError, match=r"4096 .* rank 0 .*8192 .* rank 1"):
+            service.init()
+        assert not service.initialized
 
     on_ranks(2, body)
 
@@ -410,12 +527,6 @@ def test_different_calls_meet() -> None:
             call()
 
     on_ranks(2, body)
-
-
-@pytest.mark.parametrize("options", [{"slot_bytes": 0}, {"packing": "none"}, {"alignment": 0}])
-def test_bad_options(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        RemoteCopyService(**options)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -433,69 +544,3 @@ def test_a_pe_that_does_not_call() -> None:
             assert error.ranks == (1,)
 
     on_ranks(2, body, arrival_timeout_s=SHORT_S)
-
-
-def test_a_pe_that_fails_in_the_middle() -> None:
-    """The others are told at once; after recovery the same service runs again."""
-
-    def body(communicator: Communicator) -> None:
-        before = communicator.heap_stats().live_bytes
-        service = service_on(communicator)
-        sources, targets = register(service, random_tasks(3, 3, 30))
-        service.schedule()
-        launcher = service.kernel_launcher
-        launch, num_launched = launcher.launch_unpack, 0
-
-        def fail_at_the_second(*args: Any) -> None:
-            nonlocal num_launched
-            num_launched += 1
-            if num_launched == 2:
-                raise MemoryError("no room")
-            launch(*args)
-
-        if service.my_pe == 1:
-            launcher.launch_unpack = fail_at_the_second  # type: ignore[method-assign]
-        error = error_of(service.run)
-        if service.my_pe == 1:
-            assert isinstance(error, MemoryError)
-        else:
-            assert isinstance(error, PeerFailedError), repr(error)
-            assert error.ranks == (1,)
-            assert "rank 1 gave up an exchange of slots: MemoryError: no room" in str(error)
-        assert isinstance(error_of(service.run), PeerFailedError)
-        communicator.recover()
-        # One that failed before it entered the run has counted less far.
-        service.buffer_manager.signals.epoch += 100 * service.my_pe
-        for salt in range(2):
-            check_run(service, sources, targets, salt)
-        # A rank that did not hear of the failure yet may have written the slots: nobody else gets them.
-        service.finalize()
-        communicator.bootstrap.all_gather(None)
-        assert communicator.heap_stats().live_bytes - before >= 4 * SLOT
-
-    on_ranks(3, body)
-
-
-@pytest.mark.clock(usual_s=0.2, limit_s=SHORT_S)
-def test_a_pe_that_stops_in_the_middle() -> None:
-    """It has entered the run, and then does nothing until the other has given up."""
-    has_given_up = threading.Event()
-
-    def body(communicator: Communicator) -> None:
-        service = service_on(communicator)
-        register(service, [Task(i, 1, 0, 3 * SLOT) for i in range(4)])
-        service.schedule()
-        if service.my_pe == 1:
-            service.buffer_manager.put = (  # type: ignore[method-assign]
-                lambda iteration, dest_pe, num_bytes: has_given_up.wait(HANG_S) and None
-            )
-        error = error_of(service.run)
-        has_given_up.set()
-        assert isinstance(error, PeerTimeoutError), repr(error)
-        assert error.ranks == (1,)
-        assert str(error) == (
-            f"rank 1 made no progress for {SHORT_S:g} s in an exchange of slots; "
-            "rank 0 waited for a batch of tensors"
-        )
-
-    on_ranks(2, body, stall_timeout_s=SHORT_S)

@@ -31,7 +31,6 @@ from moe_comm.resharding.copy_services.queued_copy_service import (
     QueuedCopyService,
     copy_pair,
 )
-from moe_comm.resharding.nvshmem_copy_service import agreement
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.fresh_python import run_python
@@ -494,23 +493,21 @@ def test_nvshmem_needs_ranks() -> None:
         NVSHMEMCopyService()
 
 
-def test_the_pipeline_does_not_compare_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the service has compared, sizes and dtypes, its pipeline takes for compared."""
-    monkeypatch.delattr(agreement, "unmatched_tasks")
-
-    def rank(context: RankContext) -> bool:
-        service = NVSHMEMCopyService(context.group)
-        peer = 1 - context.rank_idx
-        arrived = torch.zeros(3)
-        service.submit_send(
-            torch.full((3,), float(context.rank_idx)), peer, task_id=context.rank_idx
-        )
-        service.submit_recv(arrived, peer, task_id=peer)
+def test_nvshmem_connects_in_the_first_run() -> None:
+    def rank(context: RankContext) -> None:
+        if context.rank_idx == 0:
+            NVSHMEMCopyService(context.group).close()  # alone: peers are not asked
+        service = NVSHMEMCopyService(context.group, slot_bytes=4096)
+        assert service.communicator is None
         service.run()
+        assert service.communicator is not None
         service.close()
-        return bool((arrived == peer).all())
+        service.close()
+        assert service.communicator is None
+        with pytest.raises(ValueError, match="the service has been closed"):
+            service.run()
 
-    assert run_ranks(rank, 2, mode="threads") == [True, True]
+    run_ranks(rank, 2, mode="threads")
 
 
 def test_the_base_class_asks_for_little() -> None:

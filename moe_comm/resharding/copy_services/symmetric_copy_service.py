@@ -18,7 +18,11 @@ from moe_comm.resharding.copy_services.batched_copy import (
     CopyStats,
     PreparedCopies,
 )
-from moe_comm.resharding.copy_services.queued_copy_service import QueuedCopyService, check_either
+from moe_comm.resharding.copy_services.queued_copy_service import (
+    Batch,
+    QueuedCopyService,
+    check_either,
+)
 
 __all__ = ["PreparedBatch", "SymmetricCopyService"]
 
@@ -107,11 +111,28 @@ class SymmetricCopyService(QueuedCopyService):
 
         What is wrong with it is raised by `run_prepared`, on every rank.
         """
-        batch = self._take()
+        return self.prepare_batch(self._take())
+
+    def prepare_batch(self, batch: Batch) -> PreparedBatch:
+        """Return a batch ready to be run; what is wrong with it is raised by `run_prepared`. Local."""
         if batch.problem is not None:
             return PreparedBatch(None, batch.problem)
         copies = self._copies.prepare(_items(batch.sends), _items(batch.recvs))
         return PreparedBatch(copies, copies.problem)
+
+    def prepare_compared(self) -> PreparedBatch:
+        """Take what was submitted and compare both ends of it now, not in its first run. Collective.
+
+        Raises:
+            ValueError: A rank's input is bad or two ends disagree; on every rank.
+        """
+        batch = self._take()
+        self._pairs_within(batch)
+        self._agree(batch)
+        return self.prepare_batch(batch)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        return self.communicator.all_gather(payload)
 
     def run_prepared(self, prepared: PreparedBatch) -> None:
         """Run a batch, for the first time or again. Collective; raises what `run()` does.

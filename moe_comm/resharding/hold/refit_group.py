@@ -245,7 +245,7 @@ def _widest(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _communicator_of(service: object) -> Communicator | None:
     """Of a service whose ranks have connected."""
-    communicator = getattr(service, "communicator", None) or getattr(service, "wire", None)
+    communicator = getattr(service, "communicator", None)
     return communicator if isinstance(communicator, Communicator) else None
 
 

@@ -1,11 +1,14 @@
-"""Copies between PEs by a pipeline of pack, send and unpack over slots of the symmetric heap.
+"""Copies of bytes between PEs under the names of Megatron's NVSHMEM service.
 
-The folders and names are those of Megatron's service: `service` is what callers hold, `planning` makes
-batches of what they have registered, `core` runs them, `memory` has the slots. PEs are ranks of one
+`service` has what callers hold: `RemoteCopyService`, whose tasks are moved by `BatchedCopy`. `planning`,
+`core` and `memory` have the parts of Megatron's pipeline for callers that use them alone: requests
+become slots, slots get an iteration, and `PipelineExecutor` moves them. PEs are ranks of one
 communicator. Has neither plans nor models.
 
-Knows: nothing else.
+Knows: copy_services.
 """
+
+from typing import NoReturn
 
 from moe_comm.resharding.nvshmem_copy_service import nvshmem_types
 from moe_comm.resharding.nvshmem_copy_service.core import (
@@ -19,7 +22,6 @@ from moe_comm.resharding.nvshmem_copy_service.memory import (
 )
 from moe_comm.resharding.nvshmem_copy_service.planning import (
     CommunicationScheduler,
-    FullDuplexScheduler,
     GPUExecutionPlanner,
     TaskSegmenter,
     WorkloadPacker,
@@ -29,7 +31,6 @@ from moe_comm.resharding.nvshmem_copy_service.service import RemoteCopyService
 __all__ = [
     "CommunicationScheduler",
     "DoubleBufferManager",
-    "FullDuplexScheduler",
     "GPUExecutionPlanner",
     "GPUResourceManager",
     "KernelLauncher",
@@ -40,3 +41,17 @@ __all__ = [
     "WorkloadPacker",
     "nvshmem_types",
 ]
+
+_GONE = {
+    "FullDuplexScheduler": "take CommunicationScheduler, or RemoteCopyService, which needs no schedule",
+    "agreement": "RemoteCopyService compares both ends of all tasks itself",
+    "compat": "patch nvshmem4py where it is imported; nothing here imports it",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what to write for a name that is gone."""
+    if name in _GONE:
+        # `from ... import` would replace an AttributeError by a text without the hint.
+        raise ImportError(f"{__name__} has no {name}: {_GONE[name]}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

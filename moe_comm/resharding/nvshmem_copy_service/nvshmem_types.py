@@ -1,4 +1,4 @@
-"""What the copy pipeline passes between its parts."""
+"""Types that the parts of the copy pipeline pass to each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any, TypedDict
 
 import torch
-
-from moe_comm.peers.plain_data import travels
 
 __all__ = [
     "MAX_SEGMENT_SIZE",
@@ -63,20 +61,16 @@ class ReceiveRequest:
 
 @dataclasses.dataclass
 class WorkloadGroup:
-    """Tasks that travel to one PE in one slot, in the order of their bytes.
-
-    `total_size` counts bytes of the slot, so gaps for alignment too.
-    """
+    """Tasks that travel to one PE in one slot of `total_size` bytes, one after the other."""
 
     dest_pe: int
     tasks: list[SendRequest] = dataclasses.field(default_factory=list)
     total_size: int = 0
 
 
-@travels
 @dataclasses.dataclass
 class WorkloadSummary:
-    """What the receiver of a batch must know of it."""
+    """Contents of a batch, as its receiver must know them."""
 
     total_size: int
     task_ids: list[int]
@@ -90,7 +84,7 @@ class ScheduledBatch:
     Args:
         src_pe: Sender.
         dest_pe: Receiver.
-        batch_index: Among the batches of this pair of PEs.
+        batch_index: Number among the batches of this pair of PEs.
         iteration: When it travels; -1 before it is scheduled.
         gpu_plan: Copies that pack it (at its sender) or unpack it (at its receiver); None for none.
         tasks: At its sender, in the order of their bytes.
@@ -109,7 +103,7 @@ class ScheduledBatch:
 
 
 class IterationSchedule(TypedDict):
-    """What one PE does in one iteration."""
+    """Batches that one PE sends and receives in one iteration."""
 
     send: ScheduledBatch | None
     recv: ScheduledBatch | None

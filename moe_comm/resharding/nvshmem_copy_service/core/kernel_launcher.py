@@ -1,32 +1,25 @@
-"""Executes the copies of a plan."""
+"""Copies between tensors and slots."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 
-from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import CopyPlan
 
 __all__ = ["KernelLauncher"]
 
 
 class KernelLauncher:
-    """Packs tensors into slots and unpacks them.
-
-    On the CPU a launch copies at once in native code, without the interpreter lock: into slots
-    through the caches, because the slot is read next; out of them past the caches.
+    """Packs tensors into slots and unpacks them. On the CPU a launch copies at once.
 
     Args:
-        communicator: Whose native code copies; needed on the CPU.
         device: "cpu"; this build has no kernels for "cuda".
     """
 
-    def __init__(
-        self, communicator: Communicator | None = None, device: str | torch.device = "cpu"
-    ) -> None:
-        self.communicator = communicator
+    def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
         self.is_loaded = False
         self.pack_stream: Any = None
@@ -36,17 +29,13 @@ class KernelLauncher:
         """Make ready to launch. Local.
 
         Raises:
-            RuntimeError: There are no kernels for the device, or no communicator.
-            ValueError: The communicator has no native code.
+            RuntimeError: There are no kernels for the device.
         """
         if self.device.type != "cpu":
             raise RuntimeError(
-                "this build of moe_comm has no CUDA kernels: it moves CPU tensors, got device "
-                f"{self.device}"
+                "this build of moe_comm has no CUDA kernels for slots: it moves CPU tensors, got "
+                f"device {self.device}"
             )
-        if self.communicator is None:
-            raise RuntimeError("KernelLauncher needs a communicator to copy on the CPU")
-        self.communicator.require_native()
         self.is_loaded = True
 
     def set_streams(self, pack_stream: Any, unpack_stream: Any) -> None:
@@ -62,7 +51,7 @@ class KernelLauncher:
         pack_event: Any,
     ) -> None:
         """Copy from tensors into a slot, then record `pack_event`. Nothing for an empty plan."""
-        self._launch(gpu_plan, torch_pack_stream_wrapper, pack_event, is_streaming=False)
+        self._launch(gpu_plan, torch_pack_stream_wrapper, pack_event)
 
     def launch_unpack(
         self,
@@ -72,25 +61,18 @@ class KernelLauncher:
         unpack_event: Any,
     ) -> None:
         """Copy from a slot into tensors, then record `unpack_event`. Nothing for an empty plan."""
-        self._launch(gpu_plan, torch_unpack_stream_wrapper, unpack_event, is_streaming=True)
+        self._launch(gpu_plan, torch_unpack_stream_wrapper, unpack_event)
 
-    def copy(self, plan: CopyPlan, *, is_streaming: bool) -> None:
-        """Copy every chunk of `plan`; sources and destinations do not overlap.
-
-        Raises:
-            RuntimeError: The kernels are not loaded.
-        """
-        if not self.is_loaded or self.communicator is None:
-            raise RuntimeError("the kernels are not loaded; call load_kernels() first")
-        src, dst, sizes, num_chunks = plan
-        self.communicator.require_native().copy_chunks(
-            src[:num_chunks], dst[:num_chunks], sizes[:num_chunks], is_streaming=is_streaming
-        )
-
-    def _launch(
-        self, gpu_plan: CopyPlan | None, wrapper: Any, event: Any, *, is_streaming: bool
-    ) -> None:
+    def _launch(self, gpu_plan: CopyPlan | None, wrapper: Any, event: Any) -> None:
         if gpu_plan is None or gpu_plan[3] == 0:
             return
-        self.copy(gpu_plan, is_streaming=is_streaming)
+        if not self.is_loaded:
+            raise RuntimeError("the kernels are not loaded; call load_kernels() first")
+        *vectors, num_chunks = gpu_plan
+        src, dst, sizes = (vector[:num_chunks].tolist() for vector in vectors)
+        for chunk, size in enumerate(sizes):
+            if size < 0:
+                raise ValueError(f"chunk {chunk} has {size} bytes")
+        for to, origin, size in zip(dst, src, sizes, strict=True):
+            ctypes.memmove(to, origin, size)
         event.record(stream=wrapper)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,10 @@ from moe_comm.peers.agree import unlike_ends
 from moe_comm.resharding.nvshmem_copy_service.core.kernel_launcher import KernelLauncher
 from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
 from moe_comm.resharding.nvshmem_copy_service.memory.double_buffer_manager import (
+    NUM_SLOTS,
     DoubleBufferManager,
 )
-from moe_comm.resharding.nvshmem_copy_service.memory.slot_signals import NUM_SLOTS
-from moe_comm.resharding.nvshmem_copy_service.memory.tensor_pointer_utils import (
-    TensorPointerExtractor,
-)
+from moe_comm.resharding.nvshmem_copy_service.memory.tensor_pointer_utils import bytes_at
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     IterationSchedule,
     ReceiveRequest,
@@ -29,18 +28,12 @@ __all__ = ["PipelineExecutor"]
 
 
 class PipelineExecutor:
-    """Runs the schedule of one PE.
-
-    No barrier: a PE waits for the PE whose batch it unpacks, and for the PE whose slot it fills,
-    and for no other. Iteration i fills slot i modulo 2 of the receiver, which lets its next sender
-    have it when it has unpacked.
+    """Runs the schedule of one PE over slots. Iteration i uses slot i modulo 2 of both ends.
 
     Args:
         kernel_launcher: Packs and unpacks.
-        buffer_manager: The slots and their signals.
+        buffer_manager: Has the slots, and moves them between PEs.
         my_pe: This PE.
-        producer_stream: The stream that the caller's work on its tensors is in; None for torch's
-            current stream of the device, nothing on the CPU.
     """
 
     def __init__(
@@ -48,13 +41,10 @@ class PipelineExecutor:
         kernel_launcher: KernelLauncher,
         buffer_manager: DoubleBufferManager,
         my_pe: int,
-        *,
-        producer_stream: Callable[[], Any] | None = None,
     ) -> None:
         self.kernel_launcher = kernel_launcher
         self.buffer_manager = buffer_manager
         self.my_pe = my_pe
-        self._producer_stream = producer_stream
         self.pack_stream: Any = None
         self.unpack_stream: Any = None
         self.send_stream: Any = None
@@ -94,31 +84,31 @@ class PipelineExecutor:
             raise TypeError(
                 f"set_streams() takes 7 or 8 streams, got {4 + len(args) + len(wrappers)}"
             )
-        named = {name.removesuffix("_wrapper"): stream for name, stream in wrappers.items()}
-        if len(named) < len(wrappers):
-            raise TypeError(f"set_streams() got a stream twice: {sorted(wrappers)}")
         # With three streams by position and none by name, there is none for sending.
-        is_short = len(args) == 3 and not named
-        order = ("pack", "unpack", "copy") if is_short else ("pack", "unpack", "send", "copy")
-        torch_streams = {
-            f"torch_{role}_stream": stream for role, stream in zip(order, args, strict=False)
-        }
-        if doubled := named.keys() & torch_streams.keys():
-            raise TypeError(f"set_streams() got a stream twice: {sorted(doubled)}")
-        torch_streams |= named
-        roles = {f"torch_{role}_stream" for role in ("pack", "unpack", "send", "copy")}
-        if unknown := torch_streams.keys() - roles:
+        roles = ("pack", "unpack", "send", "copy")
+        order = ("pack", "unpack", "copy") if len(args) == 3 and not wrappers else roles
+        given = [
+            *((f"torch_{role}_stream", stream) for role, stream in zip(order, args, strict=False)),
+            *((name.removesuffix("_wrapper"), stream) for name, stream in wrappers.items()),
+        ]
+        named = dict(given)
+        known = {f"torch_{role}_stream" for role in roles}
+        if len(named) < len(given):
+            raise TypeError(
+                f"set_streams() got a stream twice: {sorted(name for name, _ in given)}"
+            )
+        if unknown := named.keys() - known:
             raise TypeError(f"set_streams() got unknown streams: {sorted(unknown)}")
-        if missing := roles - {"torch_send_stream"} - torch_streams.keys():
+        if missing := known - {"torch_send_stream"} - named.keys():
             raise TypeError(f"set_streams() is missing streams: {sorted(missing)}")
         self.pack_stream = pack_stream
         self.unpack_stream = unpack_stream
         self.send_stream = send_stream
         self.copy_stream = copy_stream
-        self.torch_pack_stream_wrapper = torch_streams["torch_pack_stream"]
-        self.torch_unpack_stream_wrapper = torch_streams["torch_unpack_stream"]
-        self.torch_send_stream_wrapper = torch_streams.get("torch_send_stream")
-        self.torch_copy_stream_wrapper = torch_streams["torch_copy_stream"]
+        self.torch_pack_stream_wrapper = named["torch_pack_stream"]
+        self.torch_unpack_stream_wrapper = named["torch_unpack_stream"]
+        self.torch_send_stream_wrapper = named.get("torch_send_stream")
+        self.torch_copy_stream_wrapper = named["torch_copy_stream"]
 
     def set_events(
         self,
@@ -151,10 +141,9 @@ class PipelineExecutor:
     def execute_pipeline(
         self, iter_schedules: Sequence[IterationSchedule], num_iterations: int
     ) -> None:
-        """Run the first `num_iterations` iterations. Called by every PE with as many.
+        """Run the first `num_iterations` iterations. Collective, with as many on every PE.
 
-        In iteration i: pack i + 1, unpack i - 1, send i. Returns when this PE has received
-        everything and given away everything, whatever other PEs still do.
+        In iteration i: pack i + 1, unpack i - 1, send i; `DoubleBufferManager.exchange` ends it.
 
         Args:
             iter_schedules: What this PE does in each iteration.
@@ -162,33 +151,28 @@ class PipelineExecutor:
 
         Raises:
             RuntimeError: Streams or events are missing.
-            PeerFailedError: A PE died, left or gave up; the communicator is aborted.
-            PeerTimeoutError: A PE does not get on; the communicator is aborted.
+            ValueError: Two PEs have other batches, or a PE gave up; on every PE.
+            PeerFailedError: A PE died or left.
+            PeerTimeoutError: A PE does not get on.
         """
         if self.torch_pack_stream_wrapper is None or not self.pack_events:
             raise RuntimeError("set_streams() and set_events() must be called first")
         schedules = iter_schedules[:num_iterations]
-        try:
-            self._run(schedules, self.buffer_manager.signals.take_epochs(num_iterations))
-        except BaseException as error:
-            self.buffer_manager.give_up(f"{type(error).__name__}: {error}")
-            raise
-
-    def _run(self, schedules: Sequence[IterationSchedule], first_epoch: int) -> None:
-        self._wait_for_producer(self.torch_pack_stream_wrapper)
-        self._wait_for_producer(self.torch_unpack_stream_wrapper)
-        num_iterations = len(schedules)
-        for slot_idx in range(NUM_SLOTS):
-            self._offer_slot(schedules, slot_idx, first_epoch)
-        self._pack(schedules, 0)
-        for i in range(num_iterations + 1):
-            self._pack(schedules, i + 1)
-            if i > 0 and (received := schedules[i - 1]["recv"]) is not None:
-                self._receive(i - 1, received, first_epoch + i - 1)
-                # The next sender may fill the slot.
-                self._offer_slot(schedules, i - 1 + NUM_SLOTS, first_epoch)
-            if i < num_iterations and (sent := schedules[i]["send"]) is not None:
-                self._send(i, sent, first_epoch + i)
+        for i, schedule in enumerate(schedules):
+            try:
+                if i == 0:
+                    self._wait_for_producer(self.torch_pack_stream_wrapper)
+                    self._wait_for_producer(self.torch_unpack_stream_wrapper)
+                    self._pack(schedules, 0)
+                self._pack(schedules, i + 1)
+                self._unpack(schedules, i - 1)
+                self._await_packed(i, schedule["send"])
+            except BaseException as error:
+                self.buffer_manager.give_up(f"{type(error).__name__}: {error}")
+                raise
+            self.buffer_manager.exchange(i, schedule["send"], schedule["recv"])
+            self._note_arrival(i, schedule["recv"])
+        self._unpack(schedules, len(schedules) - 1)
         self._let_producer_go_on()
 
     def _pack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
@@ -196,45 +180,27 @@ class PipelineExecutor:
         if batch is not None:
             self._launch_pack(iteration, batch)
 
-    def _offer_slot(
-        self, schedules: Sequence[IterationSchedule], begin: int, first_epoch: int
-    ) -> None:
-        """Tell the sender of the first batch from iteration `begin` on, every second one, to go ahead."""
-        for iteration in range(begin, len(schedules), NUM_SLOTS):
-            batch = schedules[iteration]["recv"]
-            if batch is not None:
-                self.buffer_manager.signals.post_ready(
-                    batch.src_pe, iteration % NUM_SLOTS, first_epoch + iteration
-                )
-                return
+    def _unpack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
+        batch = schedules[iteration]["recv"] if iteration >= 0 else None
+        if batch is not None:
+            self._launch_unpack(iteration, batch)
+            if batch.gpu_plan is not None:
+                # A peer may write the slot from the next exchange on.
+                self.unpack_events[iteration % NUM_SLOTS].synchronize()
 
-    def _send(self, iteration: int, batch: ScheduledBatch, epoch: int) -> None:
-        slot_idx = iteration % NUM_SLOTS
-        if batch.gpu_plan is not None:
+    def _await_packed(self, iteration: int, batch: ScheduledBatch | None) -> None:
+        if batch is not None and batch.gpu_plan is not None:
+            event = self.pack_events[iteration % NUM_SLOTS]
             if self.torch_send_stream_wrapper is not None:
-                self.torch_send_stream_wrapper.wait_event(self.pack_events[slot_idx])
-            else:
-                self.pack_events[slot_idx].synchronize()
-        signals = self.buffer_manager.signals
-        signals.await_ready(batch.dest_pe, slot_idx, epoch)
-        self.buffer_manager.put(iteration, batch.dest_pe, batch.total_size)
-        signals.post_arrived(batch.dest_pe, slot_idx, epoch)
-        PELogger.trace(
-            "iteration %d: %d bytes to PE %d", iteration, batch.total_size, batch.dest_pe
-        )
+                self.torch_send_stream_wrapper.wait_event(event)
+            event.synchronize()
 
-    def _receive(self, iteration: int, batch: ScheduledBatch, epoch: int) -> None:
-        slot_idx = iteration % NUM_SLOTS
-        self.buffer_manager.signals.await_arrived(batch.src_pe, slot_idx, epoch)
-        if self.barrier_events and self.torch_send_stream_wrapper is not None:
-            self.barrier_events[slot_idx].record(stream=self.torch_send_stream_wrapper)
-            self.torch_unpack_stream_wrapper.wait_event(self.barrier_events[slot_idx])
-        self._launch_unpack(iteration, batch)
-        if batch.gpu_plan is not None:
-            self.unpack_events[slot_idx].synchronize()
-        PELogger.trace(
-            "iteration %d: %d bytes from PE %d", iteration, batch.total_size, batch.src_pe
-        )
+    def _note_arrival(self, iteration: int, batch: ScheduledBatch | None) -> None:
+        """Let unpacking wait for the send stream, where there is one."""
+        if batch is not None and self.barrier_events and self.torch_send_stream_wrapper is not None:
+            event = self.barrier_events[iteration % NUM_SLOTS]
+            event.record(stream=self.torch_send_stream_wrapper)
+            self.torch_unpack_stream_wrapper.wait_event(event)
 
     def _launch_pack(self, iteration: int, batch: ScheduledBatch) -> None:
         """Start to pack `batch` into the send slot of `iteration`."""
@@ -279,24 +245,19 @@ class PipelineExecutor:
             )
         if not receives:
             return
-        self._wait_for_producer(self.torch_copy_stream_wrapper)
-        pointer = TensorPointerExtractor.get_pointer
-        src, dst, sizes = [], [], []
-        for task_id, receive in receives.items():
-            send = sends[task_id]
-            src.append(pointer(send.src_tensor) + send.src_pos)
-            dst.append(pointer(receive.dest_tensor) + receive.dest_pos)
-            sizes.append(receive.size)
-        vectors = [torch.tensor(values, dtype=torch.int64) for values in (src, dst, sizes)]
-        self.kernel_launcher.copy(
-            (vectors[0], vectors[1], vectors[2], len(sizes)), is_streaming=True
-        )
-        self.torch_copy_stream_wrapper.synchronize()
-        PELogger.debug("%d tasks copied within PE %d", len(sizes), self.my_pe)
+        copy_stream = self.torch_copy_stream_wrapper
+        self._wait_for_producer(copy_stream)
+        is_cuda = isinstance(copy_stream, torch.cuda.Stream)
+        with torch.cuda.stream(copy_stream) if is_cuda else contextlib.nullcontext():
+            for task_id, receive in receives.items():
+                send = sends[task_id]
+                target = bytes_at(receive.dest_tensor, receive.dest_pos, receive.size)
+                target.copy_(bytes_at(send.src_tensor, send.src_pos, send.size))
+        copy_stream.synchronize()
+        PELogger.debug("%d tasks copied within PE %d", len(receives), self.my_pe)
 
     def _current_stream(self) -> Any:
-        if self._producer_stream is not None:
-            return self._producer_stream()
+        """Return the stream that the caller's work on its tensors is in; None on the CPU."""
         wrapper = self.torch_pack_stream_wrapper
         if isinstance(wrapper, torch.cuda.Stream):
             return torch.cuda.current_stream(wrapper.device)

@@ -1,4 +1,4 @@
-"""Slots, signals and addresses."""
+"""Slots and addresses."""
 
 from moe_comm.resharding.nvshmem_copy_service.memory.double_buffer_manager import (
     DoubleBufferManager,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from moe_comm.peers.agree import raise_different
+from moe_comm.errors import CommunicationError
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.nvshmem_copy_service.memory.slot_signals import NUM_SLOTS, SlotSignals
-from moe_comm.resharding.nvshmem_copy_service.memory.symmetric_bytes import SymmetricBytes
-from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import MAX_SEGMENT_SIZE
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy
+from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import MAX_SEGMENT_SIZE, ScheduledBatch
 
-__all__ = ["DoubleBufferManager"]
+__all__ = ["NUM_SLOTS", "DoubleBufferManager"]
 
-_ALIGNMENT = 64
+NUM_SLOTS = 2
 
 
 class DoubleBufferManager:
@@ -30,103 +31,88 @@ class DoubleBufferManager:
             raise ValueError(f"slot_size must be >= 1, got {slot_size}")
         self.slot_size = slot_size
         self.communicator = communicator
-        self.send_slots: list[torch.Tensor | None] = [None] * NUM_SLOTS
-        self.recv_slots: list[torch.Tensor | None] = [None] * NUM_SLOTS
-        self._memory: SymmetricBytes | None = None
-        self._signals: SlotSignals | None = None
-        # By (slot, destination): addresses of the slot to send and of the slot to fill.
-        self._put_places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._put_bytes = torch.zeros(1, dtype=torch.int64)
-
-    @property
-    def signals(self) -> SlotSignals:
-        """What orders the slots of all PEs."""
-        if self._signals is None:
-            raise RuntimeError("the slots are not allocated; call allocate() first")
-        return self._signals
+        self.send_slots: list[torch.Tensor] = []
+        self.recv_slots: list[torch.Tensor] = []
+        self._copies: BatchedCopy | None = None
 
     def allocate(self) -> None:
-        """Make the slots. Collective; again after `free`.
+        """Make the slots, filled with zeros. Collective; again after `free`.
 
         Raises:
             RuntimeError: There is no communicator.
-            ValueError: Ranks ask for different sizes; on every rank.
-            CapacityError: A rank's heap cannot hold its slots; on every rank.
+            ValueError: Ranks ask for different sizes, or a rank's heap cannot hold its slots; on every
+                rank.
         """
-        if self._memory is not None:
+        if self._copies is not None:
             return
-        if self.communicator is None:
+        communicator = self.communicator
+        if communicator is None:
             raise RuntimeError("DoubleBufferManager needs a communicator to allocate slots")
-        step = -(-self.slot_size // _ALIGNMENT) * _ALIGNMENT
-        sizes = [int(item or b"0") for item in self.communicator.all_gather(b"%d" % self.slot_size)]
-        raise_different(
-            "ranks ask for different slots",
-            [{"slot_size": size} if size else None for size in sizes],
-        )
-        memory = SymmetricBytes(self.communicator, 2 * NUM_SLOTS * step)
-        # Touched now, so that no put pays for it.
-        memory.local.zero_()
-        self._signals = SlotSignals(self.communicator)
-        self._memory = memory
-        for idx in range(NUM_SLOTS):
-            self.send_slots[idx] = memory.local[idx * step :][: self.slot_size]
-            self.recv_slots[idx] = memory.local[(NUM_SLOTS + idx) * step :][: self.slot_size]
-        for dest_pe, size in enumerate(sizes):
-            for idx in range(NUM_SLOTS if size else 0):
-                filled = memory.peer(dest_pe)[(NUM_SLOTS + idx) * step :]
-                self._put_places[idx, dest_pe] = (
-                    torch.tensor([self.get_send_slot(idx).data_ptr()]),
-                    torch.tensor([filled.data_ptr()]),
-                )
+        slots: list[torch.Tensor] = []
+
+        def make_slots() -> str:
+            slots.extend(
+                communicator.empty(self.slot_size, dtype=torch.uint8).zero_()
+                for _ in range(2 * NUM_SLOTS)
+            )
+            return f"slots of slot_size={self.slot_size}"
+
+        communicator.check_together(make_slots)
+        self._copies = BatchedCopy(communicator)
+        self.send_slots, self.recv_slots = slots[:NUM_SLOTS], slots[NUM_SLOTS:]
 
     def get_send_slot(self, iteration: int) -> torch.Tensor:
-        """uint8, `slot_size`: what `iteration` packs into."""
-        return self._slot(self.send_slots, iteration)
+        """Return what `iteration` packs into: uint8, `slot_size`."""
+        self._require_copies()
+        return self.send_slots[iteration % NUM_SLOTS]
 
     def get_recv_slot(self, iteration: int) -> torch.Tensor:
-        """uint8, `slot_size`: what `iteration` unpacks from."""
-        return self._slot(self.recv_slots, iteration)
+        """Return what `iteration` unpacks from: uint8, `slot_size`."""
+        self._require_copies()
+        return self.recv_slots[iteration % NUM_SLOTS]
 
-    def put(self, iteration: int, dest_pe: int, num_bytes: int) -> None:
-        """Copy the first bytes of this PE's send slot into the receive slot of `dest_pe`.
+    def exchange(
+        self, iteration: int, sent: ScheduledBatch | None, received: ScheduledBatch | None
+    ) -> None:
+        """Copy this PE's send slot into the receive slot of `sent.dest_pe`. Collective, blocking.
 
-        The caller has waited until that slot is ready.
+        Args:
+            iteration: Whose slots; equal on all PEs.
+            sent: Contents of the send slot, or None.
+            received: Contents that come into the receive slot, or None.
 
         Raises:
-            ValueError: `num_bytes` are more than a slot, or `dest_pe` has no slots.
+            ValueError: A batch is larger than a slot, has one end only or another size there, or a PE
+                gave up; on every PE.
+            PeerFailedError: A PE died or left.
+            PeerTimeoutError: A PE did not call or does not get on.
         """
-        key = (iteration % NUM_SLOTS, dest_pe)
-        if self.communicator is None or key not in self._put_places:
-            raise ValueError(f"PE {dest_pe} has no slots to put into")
-        if not 0 <= num_bytes <= self.slot_size:
-            raise ValueError(f"a slot has {self.slot_size} bytes, got a batch of {num_bytes}")
-        src, dst = self._put_places[key]
-        self._put_bytes[0] = num_bytes
-        native = self.communicator.require_native()
-        native.copy_chunks(src, dst, self._put_bytes, is_streaming=False)
+        copies = self._require_copies()
+        for batch in filter(None, (sent, received)):
+            if not 0 <= batch.total_size <= self.slot_size:
+                copies.reject(
+                    f"a slot has {self.slot_size} bytes, got a batch of {batch.total_size}"
+                )
+        send_slot, recv_slot = self.get_send_slot(iteration), self.get_recv_slot(iteration)
+        prepared = copies.prepare(
+            [(b.batch_index, send_slot[: b.total_size], b.dest_pe) for b in [sent] if b],
+            [(b.batch_index, recv_slot[: b.total_size], b.src_pe) for b in [received] if b],
+        )
+        copies.run(prepared, are_in_place=True)
 
     def give_up(self, reason: str) -> None:
-        """Tell every peer that this rank's run failed. Peers may still put into its slots.
-
-        So the slots keep their memory until the communicator is destroyed.
-        """
-        if self.communicator is not None and self._memory is not None:
-            self.communicator.retain((self._memory, self._signals))
-            self.signals.give_up(reason)
+        """Take no part in the `exchange` that the other PEs are in: it raises ValueError there."""
+        with contextlib.suppress(ValueError, CommunicationError):
+            self._require_copies().reject(f"gave up: {reason}")
 
     def free(self) -> None:
-        """Give the slots back. Idempotent.
+        """Give the slots back. Idempotent. Not while a peer may still write to them."""
+        self.send_slots, self.recv_slots = [], []
+        if self._copies is not None:
+            self._copies.destroy()
+            self._copies = None
 
-        Not while a peer may still put: a rank whose run ended without an error has got all it gets.
-        """
-        self.send_slots = [None] * NUM_SLOTS
-        self.recv_slots = [None] * NUM_SLOTS
-        self._put_places = {}
-        self._signals = None
-        self._memory = None
-
-    def _slot(self, slots: list[torch.Tensor | None], iteration: int) -> torch.Tensor:
-        slot = slots[iteration % NUM_SLOTS]
-        if slot is None:
+    def _require_copies(self) -> BatchedCopy:
+        if self._copies is None:
             raise RuntimeError("the slots are not allocated; call allocate() first")
-        return slot
+        return self._copies

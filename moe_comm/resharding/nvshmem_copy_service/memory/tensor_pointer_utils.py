@@ -1,12 +1,13 @@
-"""Addresses of tensors of any library."""
+"""Addresses of tensors of any library, and the bytes there."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 
-__all__ = ["TensorPointerExtractor"]
+__all__ = ["TensorPointerExtractor", "bytes_at"]
 
 
 class TensorPointerExtractor:
@@ -28,3 +29,21 @@ class TensorPointerExtractor:
             if isinstance(address, int):
                 return address
         raise TypeError(f"expected a tensor, an array or an address, got {type(tensor).__name__}")
+
+
+def bytes_at(tensor: Any, position: int, num_bytes: int) -> torch.Tensor:
+    """Return bytes of a contiguous CPU tensor, an array or an address, as uint8, without a copy.
+
+    Args:
+        tensor: Stays alive as long as the result is used, unless it is a torch tensor.
+        position: First byte.
+        num_bytes: Bytes; they lie in the memory of `tensor`.
+    """
+    if isinstance(tensor, torch.Tensor):
+        # Contiguous tensors of one element may have any strides, with which they are no bytes.
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return flat[position : position + num_bytes]
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    address = TensorPointerExtractor.get_pointer(tensor) + position
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)

@@ -2,7 +2,6 @@
 
 from moe_comm.resharding.nvshmem_copy_service.planning.communication_scheduler import (
     CommunicationScheduler,
-    FullDuplexScheduler,
 )
 from moe_comm.resharding.nvshmem_copy_service.planning.gpu_execution_planner import (
     GPUExecutionPlanner,
@@ -12,7 +11,6 @@ from moe_comm.resharding.nvshmem_copy_service.planning.workload_packer import Wo
 
 __all__ = [
     "CommunicationScheduler",
-    "FullDuplexScheduler",
     "GPUExecutionPlanner",
     "TaskSegmenter",
     "WorkloadPacker",

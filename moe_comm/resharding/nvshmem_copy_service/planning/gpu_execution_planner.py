@@ -17,7 +17,6 @@ from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     ScheduledBatch,
 )
 from moe_comm.resharding.nvshmem_copy_service.planning.task_segmenter import name_of_task
-from moe_comm.resharding.nvshmem_copy_service.planning.workload_packer import aligned
 
 __all__ = ["GPUExecutionPlanner"]
 
@@ -27,7 +26,6 @@ class GPUExecutionPlanner:
 
     Args:
         chunk_bytes: Most bytes of one copy.
-        alignment: As that of the `WorkloadPacker` that made the batches, on both ends.
         device: Where the vectors live.
         on_unmatched: What a task without a receive request does: "raise", or "skip" (it is logged,
             and its bytes stay in the slot).
@@ -37,20 +35,17 @@ class GPUExecutionPlanner:
         self,
         chunk_bytes: int = 128 * 1024,
         *,
-        alignment: int = 1,
         device: str | torch.device = "cpu",
         on_unmatched: str = "raise",
     ) -> None:
         if on_unmatched not in ("raise", "skip"):
             raise ValueError(f'on_unmatched must be "raise" or "skip", got {on_unmatched!r}')
-        for name, value in (("chunk_bytes", chunk_bytes), ("alignment", alignment)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be >= 1, got {chunk_bytes}")
         self.CHUNK_SIZE = chunk_bytes
-        self.alignment = alignment
         self.device = torch.device(device)
         self.on_unmatched = on_unmatched
-        self.tensor_utils = TensorPointerExtractor()
+        self._pointer = TensorPointerExtractor.get_pointer
 
     def create_gpu_plans(
         self,
@@ -77,7 +72,7 @@ class GPUExecutionPlanner:
             sent, received = schedule["send"], schedule["recv"]
             if sent is not None:
                 sent.gpu_plan = self._plan_kernel_args(
-                    [self.tensor_utils.get_pointer(task.src_tensor) for task in sent.tasks],
+                    [self._pointer(task.src_tensor) for task in sent.tasks],
                     [task.src_pos for task in sent.tasks],
                     [task.size for task in sent.tasks],
                     is_pack=True,
@@ -114,21 +109,17 @@ class GPUExecutionPlanner:
             if self.on_unmatched == "raise":
                 raise ValueError(message)
             PELogger.error("%s", message)
+        ptrs: list[int | None] = []
         for request, size in zip(found, summary.task_sizes, strict=True):
             if request is not None and request.size != size:
                 raise ValueError(
                     f"iteration {iteration}: PE {batch.src_pe} sends {size} bytes as task "
                     f"{name_of_task(request.task_id)}, {request.size} are to be received"
                 )
+            ptrs.append(None if request is None else self._pointer(request.dest_tensor))
+        positions = [0 if request is None else request.dest_pos for request in found]
         return self._plan_kernel_args(
-            [
-                None if request is None else self.tensor_utils.get_pointer(request.dest_tensor)
-                for request in found
-            ],
-            [0 if request is None else request.dest_pos for request in found],
-            summary.task_sizes,
-            is_pack=False,
-            buffer_base=buffer_base,
+            ptrs, positions, summary.task_sizes, is_pack=False, buffer_base=buffer_base
         )
 
     def _plan_kernel_args(
@@ -139,7 +130,7 @@ class GPUExecutionPlanner:
         is_pack: bool,
         buffer_base: int,
     ) -> CopyPlan | None:
-        """Copies between tasks and the slot at `buffer_base`, where each task has its aligned place.
+        """Copies between tasks and the slot at `buffer_base`, one task after the other.
 
         Args:
             ptrs: Address of each task's tensor; None for one that has its place and is not copied.
@@ -152,14 +143,13 @@ class GPUExecutionPlanner:
             None when there is nothing to copy.
 
         Example:
-            Tasks of 5, 6 and 7 bytes with alignment 4 lie at 0, 8 and 16.
+            Tasks of 5, 6 and 7 bytes lie at 0, 5 and 11.
         """
         own: list[int] = []
         slot: list[int] = []
         num_bytes: list[int] = []
         begin = 0
         for ptr, position, size in zip(ptrs, positions, sizes, strict=True):
-            begin = aligned(begin, self.alignment)
             if ptr is not None:
                 for offset in range(0, size, self.CHUNK_SIZE):
                     own.append(ptr + position + offset)
