@@ -25,7 +25,7 @@ from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.exclusive_use import ExclusiveUse, in_use
-from moe_comm.tensors.memory import as_bytes
+from moe_comm.tensors.memory import as_resolved
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
@@ -290,8 +290,8 @@ class EpBuffer(Destroyable):
             if handle is not None:
                 validation.check_handle(handle, self.buffer_id, self.generation)
             if takes_strides:
-                x = (as_bytes(x[0]), *x[1:]) if isinstance(x, tuple) and x else as_bytes(x)
-                topk_idx, topk_weights = as_bytes(topk_idx), as_bytes(topk_weights)
+                x = (as_resolved(x[0]), *x[1:]) if isinstance(x, tuple) and x else as_resolved(x)
+                topk_idx, topk_weights = as_resolved(topk_idx), as_resolved(topk_weights)
             rows, scales = validation.check_rows(x, options.quantization)
             validation.check_devices(
                 self.communicator.device,
@@ -509,7 +509,7 @@ class EpBuffer(Destroyable):
                 options = check_options(options)
                 validation.check_handle(handle, self.buffer_id, self.generation)
                 if takes_strides:
-                    expert_out, topk_weights = as_bytes(expert_out), as_bytes(topk_weights)
+                    expert_out, topk_weights = as_resolved(expert_out), as_resolved(topk_weights)
                 validation.check_devices(
                     self.communicator.device,
                     expert_out=expert_out,

@@ -6,12 +6,12 @@ from typing import TypeVar, cast
 
 import torch
 
-__all__ = ["as_bytes", "check_memory", "problem_with_memory"]
+__all__ = ["as_resolved", "bytes_of", "check_memory", "problem_with_memory"]
 
 TensorT = TypeVar("TensorT")
 
 
-def as_bytes(tensor: TensorT) -> TensorT:
+def as_resolved(tensor: TensorT) -> TensorT:
     """Return the same numbers, contiguous, and none of them a lazy conjugate or negation.
 
     Anything but a dense tensor is returned as it is, for others to refuse.
@@ -32,6 +32,12 @@ def problem_with_memory(tensor: torch.Tensor) -> str | None:
     from moe_comm import _host
 
     return _host.problem_with_memory(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, as uint8."""
+    # Contiguous tensors of one element may have any strides, with which they are no bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_comm.resharding.copy_services import process_group
 from moe_comm.resharding.ir import groups, transfer
 
 TIMEOUT_S = 60.0
@@ -123,9 +124,6 @@ class ThreadTransport:
             for dim, op in reductions
         ]
 
-    def get_world_size(self, group: Group) -> int:
-        return group.size()
-
     def all_reduce(self, tensor: torch.Tensor, *, op: Any, group: Group) -> None:
         assert tensor.is_contiguous()
 
@@ -134,7 +132,6 @@ class ThreadTransport:
             stacked = torch.stack([brought[rank] for rank in group.ranks])
             total = {
                 dist.ReduceOp.SUM: lambda: stacked.sum(0),
-                dist.ReduceOp.AVG: lambda: stacked.sum(0) / len(stacked),
                 dist.ReduceOp.MIN: lambda: stacked.amin(0),
                 dist.ReduceOp.MAX: lambda: stacked.amax(0),
                 dist.ReduceOp.PRODUCT: lambda: stacked.prod(0),
@@ -179,5 +176,6 @@ def use_thread_transport(
         return Group(ranks) if has_subgroups else None
 
     monkeypatch.setattr(transfer, "dist", transport)
+    monkeypatch.setattr(process_group, "dist", transport)
     monkeypatch.setattr(groups, "find_subgroup", find_subgroup)
     return transport

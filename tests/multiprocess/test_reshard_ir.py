@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from moe_comm.errors import CommunicationError
 from moe_comm.resharding import ir
+from moe_comm.resharding.copy_services.process_group import timeout_of
 from moe_comm.resharding.ir import groups
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S
@@ -260,7 +261,7 @@ def _make_groups(context: RankContext) -> None:
     if context.rank_idx != 2:
         assert made is not None
         assert dist.get_process_group_ranks(made) == [0, 1, 3]
-        assert groups._timeout_of(made) == dt.timedelta(seconds=77)
+        assert timeout_of(made) == dt.timedelta(seconds=77)
     # A group that lacks a process makes none, which needs nobody else.
     fewer = dist.new_group([0, 1, 2])
     if context.rank_idx != 3:
@@ -295,7 +296,10 @@ def _disagree(context: RankContext, what: str) -> str:
 
 def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
     for text in run_ranks(_disagree, NUM_RANKS, "dtype"):
-        assert re.search(r"rank 0 sends 1 buckets of 8 .*rank 2 receives 1 buckets of 4", text)
+        assert re.search(
+            r"rank 0 to rank 2: sends 8 bytes of torch.float32 \(2,\) at 0.*, receives 4 bytes of .*16",
+            text,
+        )
     for text in run_ranks(_disagree, NUM_RANKS, "shape"):
         assert text.startswith("rank 2: no buckets: ")
         assert "must have shape (2,), got (3,)" in text

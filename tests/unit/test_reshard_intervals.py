@@ -46,6 +46,19 @@ def test_neighbouring_components_of_one_member_are_joined() -> None:
     assert intervals.component_intervals([[4, 3, 2]], 0) == (Interval(0, 0, 9),)
 
 
+def test_cells_lie_in_the_order_of_the_rank() -> None:
+    """Global 10..15 lie first here, then 2..5; cells begin at 0, 2, 4, 6, 10 and 12 of 16."""
+    held = (Interval(10, 0, 6), Interval(2, 6, 4))
+    cells = intervals.cells_at(held, [0, 2, 4, 6, 10, 12, 16])
+    assert list(cells.items()) == [
+        (4, slice(0, 2)),
+        (5, slice(2, 6)),
+        (1, slice(6, 8)),
+        (2, slice(8, 10)),
+    ]
+    assert intervals.cells_at((), [0, 3]) == {}
+
+
 @given(st.integers(0, 40), st.integers(1, 9), st.data())
 def test_chunks_are_those_of_torch(size: int, num_chunks: int, data: st.DataObject) -> None:
     places = data.draw(st.permutations(range(size)))

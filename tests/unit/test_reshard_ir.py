@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from moe_comm.errors import PeerTimeoutError
 from moe_comm.resharding import ir
-from moe_comm.resharding.ir import transfer, units
+from moe_comm.resharding.ir import units
 from moe_comm.resharding.ir.transfer import TransferType
 from tests.helpers.thread_transport import Group, ThreadTransport, use_thread_transport
 
@@ -504,7 +504,3 @@ def test_every_member_of_a_reduction_reduces_a_cell_once(monkeypatch: pytest.Mon
     # Rank 0 sends and keeps the cell, rank 1 keeps it.
     assert kinds == {"0 P2P": 1, "1 SELF_COPY": 1, "2 P2P": 1}
     assert transport.num_reductions == 1
-
-
-def test_reduction_names() -> None:
-    assert set(transfer.REDUCE_OPS) == {"sum", "avg", "min", "max", "product"}

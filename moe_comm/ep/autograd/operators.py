@@ -26,7 +26,7 @@ from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.ep.options import CombineOptions, DispatchOptions, decode_dispatch
 from moe_comm.ep.validation import SUMMABLE
-from moe_comm.tensors.memory import as_bytes
+from moe_comm.tensors.memory import as_resolved
 
 __all__ = [
     "COMBINE",
@@ -258,7 +258,7 @@ def dispatch_backward(
                 device=device,
             )
             if grad_weights is None
-            else as_bytes(grad_weights)
+            else as_resolved(grad_weights)
         )
     if dtype not in SUMMABLE:
         # Rows without a gradient, on every rank.
@@ -272,7 +272,7 @@ def dispatch_backward(
     if grad_x is None:
         # Peers read the rows of this rank whether or not it used them.
         grad_x = buffer.empty_expert_output(handle, hidden=hidden, dtype=dtype).zero_()
-    pulled = buffer.combine(as_bytes(grad_x), handle, row_weights=row_weights)
+    pulled = buffer.combine(as_resolved(grad_x), handle, row_weights=row_weights)
     if isinstance(pulled, CombineResult):
         assert pulled.topk_weights is not None
         return [pulled.x, pulled.topk_weights]
@@ -344,14 +344,14 @@ def combine_backward(
         grad_y = torch.zeros((handle.num_tokens, hidden), dtype=dtype, device=device)
     is_low_latency = handle.layout is Layout.LOW_LATENCY
     if topk_weights is None:
-        arrived = buffer.dispatch(as_bytes(grad_y), None, handle=handle)
+        arrived = buffer.dispatch(as_resolved(grad_y), None, handle=handle)
         if is_low_latency:
             _zero_unfilled(arrived.num_tokens_per_expert, arrived.x)
         return [arrived.x, torch.empty(0, device=device)]
     assert expert_out is not None
-    arrived = buffer.dispatch(as_bytes(grad_y), None, as_bytes(topk_weights), handle=handle)
+    arrived = buffer.dispatch(as_resolved(grad_y), None, as_resolved(topk_weights), handle=handle)
     assert arrived.topk_weights is not None
-    dots = buffer.weighted_gradient(arrived.x, as_bytes(expert_out), arrived.topk_weights)
+    dots = buffer.weighted_gradient(arrived.x, as_resolved(expert_out), arrived.topk_weights)
     if is_low_latency:
         _zero_unfilled(arrived.num_tokens_per_expert, arrived.x)
     pulled = buffer.combine(None, handle, row_weights=dots)

@@ -21,6 +21,7 @@ from moe_comm.resharding.copy_services.queued_copy_service import (
     QueuedCopyService,
     copy_pair,
 )
+from moe_comm.tensors.memory import bytes_of
 
 __all__ = ["DistributedCopyService", "Message", "peer_of", "what_moves"]
 
@@ -228,8 +229,7 @@ class DistributedCopyService(QueuedCopyService):
     def _wire_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of `tensor` itself, as uint8, or as much where the wire reaches it."""
         if tensor.device == self._wire_device and tensor.is_contiguous():
-            # A dimension of one element may have any stride, which `reshape` keeps and `view` refuses.
-            return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            return bytes_of(tensor)
         # Copies between pinned memory and a device run beside each other.
         return torch.empty(
             tensor.numel() * tensor.element_size(),

@@ -16,10 +16,18 @@ from moe_comm.errors import (
     has_timed_out,
 )
 
-__all__ = ["all_gather_bytes", "failure_of", "lost_ranks", "timeout_of"]
+__all__ = ["all_gather_bytes", "failure_of", "lost_ranks", "reduce_in_place", "timeout_of"]
 
 # No message of this package has it.
 _PROBE_TAG = (1 << 31) - 1
+# Not every backend averages.
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -37,6 +45,21 @@ def all_gather_bytes(group: dist.ProcessGroup, device: torch.device, payload: by
     gathered = torch.empty(group.size(), len(payload), dtype=torch.uint8, device=device)
     group.allgather([list(gathered)], [mine]).wait()
     return [row.numpy().tobytes() for row in gathered.cpu()]
+
+
+def reduce_in_place(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
+    """Reduce a contiguous tensor over all ranks of `group`, in its own dtype. Collective.
+
+    Args:
+        tensor: Of one shape on all ranks.
+        op: One of `mesh_layouts.REDUCTIONS`.
+        group: The ranks.
+    """
+    if tensor.numel() == 0:
+        return
+    dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group)
+    if op == "avg":
+        tensor /= group.size()
 
 
 def timeout_of(group: dist.ProcessGroup) -> dt.timedelta:

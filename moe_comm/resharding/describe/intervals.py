@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ __all__ = [
     "Intervals",
     "Piece",
     "Run",
+    "cells_at",
     "chunk",
     "component_intervals",
     "find_defect",
@@ -156,6 +158,22 @@ def strided_chunk(
         start, stop = _chunk_bounds(split_stop - split_start, num_chunks, chunk_idx)
         parts.extend(_parts(intervals, split_start + start, split_start + stop))
     return _joined(parts)
+
+
+def cells_at(held: Intervals, cuts: Sequence[int]) -> dict[int, slice]:
+    """Return the local indices of the cells that are held, by number, in the order they lie here.
+
+    Args:
+        held: Begins and ends at cuts.
+        cuts: Global indices where cells begin, ascending, and behind them the size.
+    """
+    cells: dict[int, slice] = {}
+    for start, local_start, length in held:
+        first = bisect.bisect_left(cuts, start)
+        for cell in range(first, bisect.bisect_left(cuts, start + length)):
+            shift = local_start - start
+            cells[cell] = slice(cuts[cell] + shift, cuts[cell + 1] + shift)
+    return cells
 
 
 def intersect(source: Intervals, destination: Intervals) -> tuple[Run, ...]:

@@ -7,14 +7,44 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Intervals
-from moe_comm.resharding.describe.metadata import MeshLayout
+from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout
 
-__all__ = ["check_pending_sums", "coordinate_intervals", "mesh_intervals", "mesh_layout"]
+__all__ = [
+    "REDUCTIONS",
+    "check_pending_sums",
+    "coordinate_intervals",
+    "coordinates_of",
+    "mesh_intervals",
+    "mesh_layout",
+    "plain_placement",
+]
+
+REDUCTIONS = ("sum", "avg", "min", "max", "product")
+"""Pending reductions of a DTensor that can be run."""
+
+
+def plain_placement(placement: Placement) -> MeshPlacement | None:
+    """Return a placement of a DTensor as plain data; None for one that cannot be moved."""
+    # Some releases derive _StridedShard from Shard.
+    if isinstance(placement, _StridedShard):
+        return MeshPlacement(
+            "strided_shard", dim=int(placement.dim), split_factor=int(placement.split_factor)
+        )
+    if isinstance(placement, Shard):
+        return MeshPlacement("shard", dim=int(placement.dim))
+    if isinstance(placement, Replicate):
+        return MeshPlacement("replicate")
+    # Subclasses are pending operations that a reduction alone does not finish.
+    if type(placement) is Partial and placement.reduce_op in REDUCTIONS:
+        return MeshPlacement("partial", op=str(placement.reduce_op))
+    return None
 
 
 def mesh_intervals(
@@ -44,7 +74,7 @@ def mesh_intervals(
 
 def coordinate_intervals(mesh: MeshLayout, rank: int) -> tuple[Intervals, ...]:
     """As `mesh_intervals`, with parts in the order of the mesh. Of a rank of the mesh."""
-    return _cut(mesh, _coordinates(mesh, mesh.mesh_ranks.index(rank)))
+    return _cut(mesh, coordinates_of(mesh, mesh.mesh_ranks.index(rank)))
 
 
 def _cut(mesh: MeshLayout, positions: Sequence[int]) -> tuple[Intervals, ...]:
@@ -59,8 +89,8 @@ def _cut(mesh: MeshLayout, positions: Sequence[int]) -> tuple[Intervals, ...]:
     return tuple(dims)
 
 
-def _coordinates(mesh: MeshLayout, number: int) -> list[int]:
-    """Place of the mesh's rank of a number, row-major."""
+def coordinates_of(mesh: MeshLayout, number: int) -> list[int]:
+    """Return the place of the mesh's rank of a number, row-major."""
     steps = [intervals.num_elements(mesh.mesh_shape[dim + 1 :]) for dim in range(_ndim(mesh))]
     return [number // step % size for size, step in zip(mesh.mesh_shape, steps, strict=True)]
 
@@ -68,7 +98,7 @@ def _coordinates(mesh: MeshLayout, number: int) -> list[int]:
 def _positions(mesh: MeshLayout, number: int) -> list[int]:
     """Place of the mesh's rank of a number in the process group of every dimension."""
     positions = []
-    for dim, coordinate in enumerate(_coordinates(mesh, number)):
+    for dim, coordinate in enumerate(coordinates_of(mesh, number)):
         step = intervals.num_elements(mesh.mesh_shape[dim + 1 :])
         first = number - coordinate * step
         group = mesh.mesh_ranks[first : first + mesh.mesh_shape[dim] * step : step]
@@ -82,7 +112,7 @@ def _is_out_of_order(mesh: MeshLayout) -> bool:
     is_cut = [placement.kind in ("shard", "strided_shard") for placement in mesh.placements]
     position_at: dict[tuple[int, ...], int] = {}
     for number in range(len(mesh.mesh_ranks)):
-        coordinates, positions = _coordinates(mesh, number), _positions(mesh, number)
+        coordinates, positions = coordinates_of(mesh, number), _positions(mesh, number)
         for dim, position in enumerate(positions):
             # Later dimensions are put together first: all that hold their parts then need one order.
             line = [-1 if k > dim and is_cut[k] else at for k, at in enumerate(coordinates)]

@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.describe.mesh_layouts import plain_placement
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
@@ -29,8 +30,6 @@ __all__ = [
     "extract_param_metadata",
     "resolved_ties",
 ]
-
-REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names under which `torch.compile`, `FullyShardedDataParallel` and checkpoint wrappers hold
@@ -532,16 +531,7 @@ def _mesh_layout(param: DTensor, name: str, ranks: _PlanRanks) -> MeshLayout:
 
 
 def _placement(placement: Placement, name: str) -> MeshPlacement:
-    # Some releases derive _StridedShard from Shard.
-    if isinstance(placement, _StridedShard):
-        return MeshPlacement(
-            "strided_shard", dim=int(placement.dim), split_factor=int(placement.split_factor)
-        )
-    if isinstance(placement, Shard):
-        return MeshPlacement("shard", dim=int(placement.dim))
-    if isinstance(placement, Replicate):
-        return MeshPlacement("replicate")
-    # Subclasses are pending operations that a reduction alone does not finish.
-    if type(placement) is Partial and placement.reduce_op in REDUCTIONS:
-        return MeshPlacement("partial", op=str(placement.reduce_op))
-    raise ValueError(f"{name} has placement {placement}, which cannot be moved")
+    plain = plain_placement(placement)
+    if plain is None:
+        raise ValueError(f"{name} has placement {placement}, which cannot be moved")
+    return plain

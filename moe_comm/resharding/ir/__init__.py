@@ -4,7 +4,7 @@
 tensor, `chunk_to_bucket_ops` packs the chunks of many tensors, `bucket_comm` moves them. The names are
 those of Etha.
 
-Knows: describe.
+Knows: copy_services, describe.
 """
 
 from __future__ import annotations

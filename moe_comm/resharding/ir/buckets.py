@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from moe_comm.peers.agree import agree
 from moe_comm.peers.gather_objects import gather_objects_of_group
+from moe_comm.resharding.copy_services.agreement import Transfer, agree
+from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import TransferType
 from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
 
@@ -122,40 +123,33 @@ def check_buckets(
                 entry.chunk.check_memory()
     except ValueError as lost:
         error = error or lost
-    mine: dict[tuple[int, tuple[int, ...]], list[Bucket]] = {}
+    group = groups.resolve_group(group)
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sends: list[list[Transfer]] = [[] for _ in range(num_ranks)]
+    recvs: list[list[Transfer]] = [[] for _ in range(num_ranks)]
     for bucket in buckets:
         if bucket.transfer_type in (TransferType.P2P, TransferType.BROADCAST):
-            mine.setdefault((bucket.src_rank, bucket.dst_ranks), []).append(bucket)
-    summary = {way: _summary(of_way) for way, of_way in mine.items()}
-
-    all_gather = functools.partial(gather_objects_of_group, group)
-    gathered = agree(all_gather, None if error is None else f"no buckets: {error}", summary)
-    for way in sorted(set().union(*gathered)):
-        src, dsts = way
-        want = gathered[src].get(way)
-        for dst in dsts:
-            got = gathered[dst].get(way)
-            if got != want:
-                raise ValueError(
-                    f"buckets from rank {src} to ranks {dsts}: rank {src} sends {_text(want)}, "
-                    f"rank {dst} receives {_text(got)}"
-                )
+            transfer = (None, bucket.total_bytes, _contents(bucket))
+            ends = [recvs[bucket.src_rank]]
+            if bucket.is_source:
+                ends = [sends[dst] for dst in bucket.dst_ranks]
+            for end in ends:
+                end.append(transfer)
+    problem = None if error is None else f"no buckets: {error}"
+    agree(rank, sends, recvs, problem, functools.partial(gather_objects_of_group, group))
 
 
-def _summary(buckets: list[Bucket]) -> tuple[int, int, str]:
-    """(number, bytes, digest of sizes, dtypes and shapes)."""
-    parts = [
-        [(e.offset, str(e.chunk.transfer_dtype), tuple(e.chunk.chunk_shape)) for e in b.entries]
-        for b in buckets
+def _contents(bucket: Bucket) -> str:
+    """Return what both ends of a bucket must have alike, besides its bytes; of many chunks, shortened."""
+    chunks = [
+        f"{entry.chunk.transfer_dtype} {tuple(entry.chunk.chunk_shape)} at {entry.offset}"
+        for entry in bucket.entries
     ]
-    total_bytes = sum(bucket.total_bytes for bucket in buckets)
-    return len(buckets), total_bytes, hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _text(summary: tuple[int, int, str] | None) -> str:
-    if summary is None:
-        return "none"
-    return f"{summary[0]} buckets of {summary[1]} bytes (dtypes and shapes {summary[2]})"
+    text = ", ".join(chunks)
+    if len(chunks) > 4:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = f"{', '.join(chunks[:3])} and {len(chunks) - 3} more chunks (digest {digest})"
+    return f"{text} to ranks {bucket.dst_ranks}"
 
 
 def _bucket(entries: list[BucketEntry]) -> Bucket:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from moe_comm.resharding.describe.conversions import cannot_become, cannot_reduce
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.routes import Endpoint, M2MMap, Route, Side
-from moe_comm.resharding.ir.transfer import TransferType
+from moe_comm.resharding.ir.transfer import TransferType, type_of
 from moe_comm.resharding.ir.units import Chunk, choose_transfer_dtype
 
 __all__ = ["m2m_to_chunks"]
@@ -98,7 +98,7 @@ class _Part:
     def _received(self, route: Route, dst_ranks: tuple[int, ...], here: Endpoint) -> Chunk:
         place = _slices(self.m2m, self.m2m.target, self.target, here)
         return Chunk(
-            transfer_type=_kind(dst_ranks),
+            transfer_type=type_of(len(dst_ranks)),
             is_source=False,
             src_rank=route.src.rank,
             dst_ranks=dst_ranks,
@@ -115,7 +115,7 @@ class _Part:
     def _sent(self, route: Route, dst_ranks: tuple[int, ...], kept: Endpoint | None) -> Chunk:
         cell = _slices(self.m2m, self.m2m.source, self.source, route.src)
         return Chunk(
-            transfer_type=_kind(dst_ranks),
+            transfer_type=type_of(len(dst_ranks)),
             is_source=True,
             src_rank=self.rank,
             dst_ranks=dst_ranks,
@@ -152,10 +152,6 @@ class _Part:
             source_partial_groups=self.partial_groups,
             no_coalesce=self.partial_groups is not None,
         )
-
-
-def _kind(dst_ranks: tuple[int, ...]) -> TransferType:
-    return (TransferType.SHADOW, TransferType.P2P, TransferType.BROADCAST)[min(len(dst_ranks), 2)]
 
 
 def _local_part(

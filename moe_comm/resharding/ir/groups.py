@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
 import weakref
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
+
+from moe_comm.resharding.copy_services.process_group import timeout_of
 
 __all__ = ["create_subgroups", "find_subgroup", "resolve_group"]
 
@@ -49,7 +48,7 @@ def create_subgroups(group: dist.ProcessGroup | None, rank_sets: Iterable[tuple[
             known[ranks] = dist.new_group(
                 [dist.get_global_rank(parent, rank) for rank in ranks],
                 backend=None if parent is dist.group.WORLD else dist.get_backend(parent),
-                timeout=_timeout_of(parent),
+                timeout=timeout_of(parent),
             )
         except RuntimeError as error:
             raise RuntimeError(f"could not make a group of ranks {ranks}: {error}") from error
@@ -63,13 +62,3 @@ def find_subgroup(
     if parent is None or len(ranks) == parent.size():
         return parent
     return _subgroups.get(parent, {}).get(ranks)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> dt.timedelta | None:
-    """None: the default of the backend."""
-    for device in ("cuda", "cpu"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            timeout = group._get_backend(torch.device(device)).options._timeout
-            if isinstance(timeout, dt.timedelta):
-                return timeout
-    return None

@@ -10,20 +10,25 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
 
-from moe_comm.resharding.describe.intervals import Intervals
-from moe_comm.resharding.describe.mesh_layouts import coordinate_intervals
+from moe_comm.resharding.describe.intervals import Intervals, cells_at
+from moe_comm.resharding.describe.mesh_layouts import (
+    REDUCTIONS,
+    coordinate_intervals,
+    coordinates_of,
+    plain_placement,
+)
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.ir import groups
-from moe_comm.resharding.ir.transfer import REDUCE_OPS, TransferType
+from moe_comm.resharding.ir.transfer import TransferType, type_of
 
 __all__ = ["Endpoint", "M2MMap", "Mesh", "Route", "Side", "get_m2m_map"]
 
@@ -205,13 +210,12 @@ def get_m2m_map(
     if shape is None:
         even_shape = _even_shape(sides)
         sides = [dataclasses.replace(side, global_shape=even_shape) for side in sides]
-    source, target = (
-        _Holding(side, [coordinate_intervals(side, rank) for rank in side.mesh_ranks])
-        for side in sides
-    )
-    cuts = _cuts(source, target, is_even=shape is None)
-    source.cut(cuts)
-    target.cut(cuts)
+    held = [[coordinate_intervals(side, rank) for rank in side.mesh_ranks] for side in sides]
+    cuts = [
+        _cuts(size, [dims[dim] for of_side in held for dims in of_side], is_even=shape is None)
+        for dim, size in enumerate(sides[0].global_shape)
+    ]
+    source, target = (_Cells(side, dims, cuts) for side, dims in zip(sides, held, strict=True))
     reductions = [
         (mesh_dim, placement.op)
         for mesh_dim, placement in enumerate(source.layout.placements)
@@ -230,67 +234,50 @@ def get_m2m_map(
     )
 
 
-class _Holding:
-    """What every position of a mesh holds, first in intervals, then in cells."""
+class _Cells:
+    """Cells that every position of a mesh holds."""
 
-    def __init__(self, layout: MeshLayout, intervals: list[tuple[Intervals, ...]]) -> None:
+    def __init__(
+        self, layout: MeshLayout, held: Sequence[Sequence[Intervals]], cuts: Sequence[Sequence[int]]
+    ) -> None:
         self.layout = layout
-        self.intervals = intervals
-        # By dimension, by global cell: the positions that hold it, as bits.
-        self.holders: list[list[int]] = []
-        # By position, by dimension: global cell -> its number here; and its slice here.
-        self.numbers: list[list[dict[int, int]]] = [[] for _ in intervals]
-        self.slices: list[list[tuple[slice, ...]]] = [[] for _ in intervals]
-
-    def cut(self, cuts: list[list[int]]) -> None:
-        """Cut what is held at global indices `cuts`, per dimension ascending from 0 to the size."""
-        for dim, dim_cuts in enumerate(cuts):
-            cell_at = {start: cell for cell, start in enumerate(dim_cuts[:-1])}
-            holders = [0] * len(cell_at)
-            for position, intervals in enumerate(self.intervals):
-                numbers: dict[int, int] = {}
-                slices: list[slice] = []
-                for interval in intervals[dim]:
-                    shift = interval.local_start - interval.global_start
-                    start = interval.global_start
-                    while start < interval.global_start + interval.length:
-                        cell = cell_at[start]
-                        stop = dim_cuts[cell + 1]
-                        numbers[cell] = len(slices)
-                        slices.append(slice(start + shift, stop + shift))
-                        holders[cell] |= 1 << position
-                        start = stop
-                self.numbers[position].append(numbers)
-                self.slices[position].append(tuple(slices))
-            self.holders.append(holders)
+        # By position, by dimension: global number of a cell -> its slice here, in local order.
+        self.slices = [
+            [cells_at(intervals, at) for intervals, at in zip(dims, cuts, strict=True)]
+            for dims in held
+        ]
+        # The same -> its number here.
+        self.numbers = [
+            [{cell: number for number, cell in enumerate(cells)} for cells in dims]
+            for dims in self.slices
+        ]
+        # By dimension, by global number: the positions that hold it, as bits.
+        self.holders = [[0] * (len(at) - 1) for at in cuts]
+        for position, dims in enumerate(self.slices):
+            for holders, cells in zip(self.holders, dims, strict=True):
+                for cell in cells:
+                    holders[cell] |= 1 << position
 
     def positions(self, cell: tuple[int, ...]) -> list[int]:
-        """Who holds a cell, by its global number along each dimension; ascending."""
-        bits = (1 << len(self.intervals)) - 1
+        """Return who holds a cell, by its global number along each dimension; ascending."""
+        bits = (1 << len(self.slices)) - 1
         for dim, number in enumerate(cell):
             bits &= self.holders[dim][number]
-        positions = []
-        while bits:
-            lowest = bits & -bits
-            positions.append(lowest.bit_length() - 1)
-            bits ^= lowest
-        return positions
+        return [position for position in range(bits.bit_length()) if bits >> position & 1]
 
     def endpoint(self, position: int, cell: tuple[int, ...]) -> Endpoint:
-        numbers = self.numbers[position]
+        numbers = zip(self.numbers[position], cell, strict=True)
         return Endpoint(
-            self.layout.mesh_ranks[position],
-            tuple(numbers[dim][number] for dim, number in enumerate(cell)),
+            self.layout.mesh_ranks[position], tuple(number_of[each] for number_of, each in numbers)
         )
 
     def num_slicers(self) -> list[int]:
-        num_dims = len(self.layout.global_shape)
-        return [max(len(slices[dim]) for slices in self.slices) for dim in range(num_dims)]
+        return [max(map(len, of_dim)) for of_dim in zip(*self.slices, strict=True)]
 
     def side(self) -> Side:
+        cells = [tuple(tuple(dim.values()) for dim in dims) for dims in self.slices]
+        shapes = [tuple(sum(s.stop - s.start for s in dim) for dim in dims) for dims in cells]
         ranks = self.layout.mesh_ranks
-        shapes = [tuple(sum(s.stop - s.start for s in dim) for dim in dims) for dims in self.slices]
-        cells = (tuple(dims) for dims in self.slices)
         return Side(
             self.layout,
             dict(zip(ranks, cells, strict=True)),
@@ -299,7 +286,7 @@ class _Holding:
 
 
 def _routes(
-    source: _Holding, target: _Holding, cuts: list[list[int]], partial_dims: list[int]
+    source: _Cells, target: _Cells, cuts: list[list[int]], partial_dims: list[int]
 ) -> list[Route]:
     """Cell by cell: senders and reducers of a cell are neighbors, on every rank in one order."""
     routes: list[Route] = []
@@ -323,40 +310,26 @@ def _routes(
                 (target.endpoint(position, cell) for position in positions),
                 key=lambda end: end.rank,
             )
-            kind = (TransferType.SHADOW, TransferType.P2P, TransferType.BROADCAST)[
-                min(len(ends), 2)
-            ]
-            of_cell.append(Route(source.endpoint(holder, cell), tuple(ends), kind))
+            src = source.endpoint(holder, cell)
+            of_cell.append(Route(src, tuple(ends), type_of(len(ends))))
         routes.extend(sorted(of_cell, key=lambda route: route.src.rank))
     return routes
 
 
-def _cuts(source: _Holding, target: _Holding, *, is_even: bool) -> list[list[int]]:
-    """Per dimension, where cells begin, and its size: as few as leave every cell whole."""
-    cuts = []
-    for dim, size in enumerate(source.layout.global_shape):
-        starts = set(range(size)) if is_even else {0}
-        for intervals in (*source.intervals, *target.intervals):
-            starts.update(interval.global_start for interval in intervals[dim])
-            starts.update(i.global_start + i.length for i in intervals[dim])
-        cuts.append([*sorted(start for start in starts if start < size), size] if size else [0])
-    return cuts
+def _cuts(size: int, held: Iterable[Intervals], *, is_even: bool) -> list[int]:
+    """Return where the cells of a dimension begin, and its size: as few as leave every cell whole."""
+    starts = set(range(size)) if is_even else {0}
+    for start, _, length in itertools.chain.from_iterable(held):
+        starts |= {start, start + length}
+    return [*sorted(start for start in starts if start < size), size] if size else [0]
 
 
 def _component(layout: MeshLayout, position: int, partial_dims: list[int]) -> tuple[int, ...]:
     """Equal for positions that take part in each other's reductions, directly or not."""
     return tuple(
         -1 if mesh_dim in partial_dims else coordinate
-        for mesh_dim, coordinate in enumerate(_coordinates(layout.mesh_shape, position))
+        for mesh_dim, coordinate in enumerate(coordinates_of(layout, position))
     )
-
-
-def _coordinates(mesh_shape: tuple[int, ...], position: int) -> tuple[int, ...]:
-    coordinates = []
-    for size in reversed(mesh_shape):
-        coordinates.append(position % size)
-        position //= size
-    return tuple(reversed(coordinates))
 
 
 def _even_shape(sides: list[MeshLayout]) -> tuple[int, ...]:
@@ -415,14 +388,12 @@ def _plain_placements(
         )
     plain = []
     for placement in placements:
-        # Subclasses reduce in other ways (norms, masks), so that the type must be exact.
-        make = _PLAIN.get(type(placement))
-        if make is None:
+        made = plain_placement(placement)
+        if made is None:
             raise NotImplementedError(
-                f"{name}_placements has {placement!r}, which is none of "
-                f"{sorted(kind.__name__ for kind in _PLAIN)}"
+                f"{name}_placements has {placement!r}, which cannot be moved; reductions are "
+                f"{sorted(REDUCTIONS)}"
             )
-        made = make(placement)
         if "shard" in made.kind:
             dim = made.dim + (len(shape) if shape is not None and made.dim < 0 else 0)
             if dim < 0 or (shape is not None and dim >= len(shape)):
@@ -430,21 +401,5 @@ def _plain_placements(
                     f"{name}_placements has {placement!r}, and global_shape is {shape}"
                 )
             made = dataclasses.replace(made, dim=dim)
-        elif made.kind == "partial" and made.op not in REDUCE_OPS:
-            raise NotImplementedError(
-                f"{name}_placements has {placement!r}; reductions are {sorted(REDUCE_OPS)}"
-            )
         plain.append(made)
     return tuple(plain)
-
-
-_PLAIN: dict[type, Callable[[Placement], MeshPlacement]] = {
-    Shard: lambda p: MeshPlacement("shard", dim=p.dim),  # type: ignore[attr-defined]
-    _StridedShard: lambda p: MeshPlacement(
-        "strided_shard",
-        dim=p.dim,  # type: ignore[attr-defined]
-        split_factor=int(p.split_factor),  # type: ignore[attr-defined]
-    ),
-    Replicate: lambda p: MeshPlacement("replicate"),
-    Partial: lambda p: MeshPlacement("partial", op=p.reduce_op),  # type: ignore[attr-defined]
-}

@@ -14,16 +14,9 @@ from torch.autograd.graph import increment_version
 
 from moe_comm.errors import PeerFailedError, PeerTimeoutError, has_timed_out
 from moe_comm.resharding.ir import groups
+from moe_comm.tensors.memory import bytes_of
 
-__all__ = ["REDUCE_OPS", "TransferType", "Transferable", "bytes_of", "reduce_in_place"]
-
-REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+__all__ = ["TransferType", "Transferable", "type_of"]
 
 
 class TransferType(enum.Enum):
@@ -37,6 +30,11 @@ class TransferType(enum.Enum):
     """Several other ranks receive."""
     SHADOW = "shadow"
     """Nobody receives: this rank only takes part in the reduction of a cell that another ships."""
+
+
+def type_of(num_receivers: int) -> TransferType:
+    """Return the type of a transfer to so many ranks."""
+    return (TransferType.SHADOW, TransferType.P2P, TransferType.BROADCAST)[min(num_receivers, 2)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,20 +157,3 @@ class _Sends(dist.Work):
     def is_completed(self) -> bool:
         """Whether all have ended."""
         return all(send.is_completed() for send in self._sends)
-
-
-def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as uint8."""
-    # Contiguous tensors of one element may have any strides, with which they are no bytes.
-    return buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
-
-
-def reduce_in_place(buffer: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
-    """Reduce a contiguous tensor over all ranks of `group`, in its own dtype. Collective."""
-    if buffer.numel() == 0:
-        return
-    # Not every release of Gloo knows averages.
-    is_summed = op == "avg" and buffer.device.type == "cpu"
-    dist.all_reduce(buffer, op=REDUCE_OPS["sum" if is_summed else op], group=group)
-    if is_summed:
-        buffer.div_(dist.get_world_size(group))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_comm.resharding.ir.transfer import Transferable, TransferType, bytes_of, reduce_in_place
-from moe_comm.tensors.memory import check_memory
+from moe_comm.resharding.copy_services.process_group import reduce_in_place
+from moe_comm.resharding.ir.transfer import Transferable, TransferType
+from moe_comm.tensors.memory import bytes_of, check_memory
 
 __all__ = ["ENTRY_ALIGNMENT", "Bucket", "BucketEntry", "Chunk", "choose_transfer_dtype", "logger"]
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from moe_comm.resharding.copy_services.process_group import reduce_in_place
+from moe_comm.resharding.describe.mesh_layouts import REDUCTIONS
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.formats.transforms import _ensure_sendable
@@ -15,14 +17,6 @@ from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp
 
 __all__ = ["Sources", "in_view", "reduce_partial_sources"]
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
 
 
 def reduce_partial_sources(
@@ -51,7 +45,7 @@ def reduce_partial_sources(
     sources: list[tuple[PartialReduction, DTensor]] = []
     for reduction in plan.reductions:
         source = src_tensors.get(reduction.param_name)
-        if isinstance(source, DTensor) and reduction.op in _OPS:
+        if isinstance(source, DTensor) and reduction.op in REDUCTIONS:
             sources.append((reduction, source))
         elif problem is None:
             problem = (
@@ -64,7 +58,8 @@ def reduce_partial_sources(
         name = reduction.param_name
         if name not in totals:
             totals[name] = local_tensor(source).clone(memory_format=torch.contiguous_format)
-        _reduce(totals[name], source, reduction)
+        for group in _groups(source, reduction):
+            reduce_in_place(totals[name], reduction.op, group)
     return totals
 
 
@@ -91,14 +86,6 @@ def _agree_to_reduce(sources: list[tuple[PartialReduction, DTensor]], problem: s
         raise ValueError(
             "another rank of a pending sum's device mesh cannot take part in the refit"
         )
-
-
-def _reduce(total: torch.Tensor, source: DTensor, reduction: PartialReduction) -> None:
-    for group in _groups(source, reduction):
-        dist.all_reduce(total, _OPS[reduction.op], group=group)
-        if reduction.op == "avg":
-            # Not every backend averages.
-            total /= group.size()
 
 
 def in_view(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_comm.tensors.memory import bytes_of
+
 __all__ = ["TensorPointerExtractor", "bytes_at"]
 
 
@@ -40,9 +42,7 @@ def bytes_at(tensor: Any, position: int, num_bytes: int) -> torch.Tensor:
         num_bytes: Bytes; they lie in the memory of `tensor`.
     """
     if isinstance(tensor, torch.Tensor):
-        # Contiguous tensors of one element may have any strides, with which they are no bytes.
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        return flat[position : position + num_bytes]
+        return bytes_of(tensor.detach())[position : position + num_bytes]
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     address = TensorPointerExtractor.get_pointer(tensor) + position
