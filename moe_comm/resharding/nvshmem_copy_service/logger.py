@@ -34,6 +34,18 @@ class _Current(threading.local):
     file: logging.Handler | None = None
 
 
+def _logging_at(level: int, prefix: str = "") -> classmethod[PELogger, ..., None]:
+    """Make a method that logs at one level."""
+
+    def log(cls: type[PELogger], msg: str, *args: object) -> None:
+        """Log a message; nothing before `init`."""
+        if cls._current.logger is not None:
+            marked = prefix + msg
+            cls._current.logger.log(level, marked, *args)
+
+    return classmethod(log)
+
+
 class PELogger:
     """Logs as `moe_comm.pe_<N>` through Python's logging; does nothing before `init`.
 
@@ -82,45 +94,13 @@ class PELogger:
         logger = cls._current.logger
         return logger is not None and logger.isEnabledFor(level)
 
-    @classmethod
-    def trace(cls, msg: str, *args: object) -> None:
-        """Log below DEBUG."""
-        cls._log(TRACE, msg, *args)
-
-    @classmethod
-    def debug(cls, msg: str, *args: object) -> None:
-        """Log as DEBUG."""
-        cls._log(logging.DEBUG, msg, *args)
-
-    @classmethod
-    def info(cls, msg: str, *args: object) -> None:
-        """Log as INFO."""
-        cls._log(logging.INFO, msg, *args)
-
-    @classmethod
-    def summary(cls, msg: str, *args: object) -> None:
-        """Log as INFO, marked as a summary."""
-        cls._log(logging.INFO, "[SUMMARY] " + msg, *args)
-
-    @classmethod
-    def warn(cls, msg: str, *args: object) -> None:
-        """Log as WARNING."""
-        cls._log(logging.WARNING, msg, *args)
-
-    @classmethod
-    def warning(cls, msg: str, *args: object) -> None:
-        """Log as WARNING."""
-        cls._log(logging.WARNING, msg, *args)
-
-    @classmethod
-    def error(cls, msg: str, *args: object) -> None:
-        """Log as ERROR."""
-        cls._log(logging.ERROR, msg, *args)
-
-    @classmethod
-    def critical(cls, msg: str, *args: object) -> None:
-        """Log as CRITICAL."""
-        cls._log(logging.CRITICAL, msg, *args)
+    trace = _logging_at(TRACE)
+    debug = _logging_at(logging.DEBUG)
+    info = _logging_at(logging.INFO)
+    summary = _logging_at(logging.INFO, "[SUMMARY] ")
+    warn = warning = _logging_at(logging.WARNING)
+    error = _logging_at(logging.ERROR)
+    critical = _logging_at(logging.CRITICAL)
 
     @classmethod
     def shutdown(cls) -> None:
@@ -131,8 +111,3 @@ class PELogger:
             handler.close()
         cls._current.logger = None
         cls._current.file = None
-
-    @classmethod
-    def _log(cls, level: int, msg: str, *args: object) -> None:
-        if cls._current.logger is not None:
-            cls._current.logger.log(level, msg, *args)
