@@ -214,7 +214,9 @@ class BatchedCopy(Destroyable):
         """Slots from each rank to each other."""
         return self._native.num_slots
 
-    def prepare(self, sends: Iterable[CopyItem], recvs: Iterable[CopyItem]) -> PreparedCopies:
+    def prepare(
+        self, sends: Iterable[CopyItem], recvs: Iterable[CopyItem], *, are_apart: bool = False
+    ) -> PreparedCopies:
         """What this rank takes part in, worked out once for any number of runs. Local.
 
         What is wrong with an item (a rank outside the communicator, a task id twice for one peer, a
@@ -226,13 +228,16 @@ class BatchedCopy(Destroyable):
         Args:
             sends: `(task_id, tensor, rank that receives)`. Tensors may repeat or share memory.
             recvs: `(task_id, tensor, rank that sends)`. Strided destinations may interleave.
-
+            are_apart: Whether the caller has just seen, by `problem_with_overlaps`, that they share no
+                bytes.
         """
         try:
             sends, recvs = list(sends), list(recvs)
             native = self._native.prepare(sends, recvs)
-            problem = native.problem or problem_with_overlaps(
-                sends, recvs, self.communicator.rank_idx
+            problem = native.problem or (
+                None
+                if are_apart
+                else problem_with_overlaps(sends, recvs, self.communicator.rank_idx)
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
             native, problem = self._native.prepare([], []), _problem_with_items(sends, recvs, error)

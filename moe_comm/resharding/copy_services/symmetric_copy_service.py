@@ -117,7 +117,8 @@ class SymmetricCopyService(QueuedCopyService):
         """Return a batch ready to be run; what is wrong with it is raised by `run_prepared`. Local."""
         if batch.problem is not None:
             return PreparedBatch(None, batch.problem)
-        copies = self._copies.prepare(_items(batch.sends), _items(batch.recvs))
+        # A batch without a problem has none with overlaps.
+        copies = self._copies.prepare(_items(batch.sends), _items(batch.recvs), are_apart=True)
         return PreparedBatch(copies, copies.problem)
 
     def prepare_compared(self) -> PreparedBatch:
