@@ -173,7 +173,7 @@ def payload_of(task: Task, round_idx: int) -> torch.Tensor:
     return data.to(torch.uint8).view(task.dtype).view(task.shape)
 
 
-def as_resolved(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
@@ -223,13 +223,11 @@ class Endpoints:
         for task, base, tensor in self.recvs:
             want_base, want = placed(task.dst_shape or task.shape, task.dtype, task.dst_layout)
             want.copy_(payload_of(task, round_idx).reshape(want.shape))
-            assert torch.equal(as_resolved(tensor), as_resolved(want)), f"{task}, round {round_idx}"
+            assert torch.equal(as_bytes(tensor), as_bytes(want)), f"{task}, round {round_idx}"
             assert torch.equal(base, want_base), f"{task}, round {round_idx}: written beside it"
         for task, _, tensor in self.sends:
             want = payload_of(task, round_idx)
-            assert torch.equal(as_resolved(tensor), as_resolved(want)), (
-                f"{task}: the source changed"
-            )
+            assert torch.equal(as_bytes(tensor), as_bytes(want)), f"{task}: the source changed"
 
 
 def move(

@@ -12,7 +12,7 @@ from moe_comm.ep.backends import collective_capacity, routing
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.routing import Placement
-from moe_comm.ep.backends.rows import as_resolved
+from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Layout
 from moe_comm.ep.spec import Dispatch
 
@@ -186,7 +186,7 @@ def test_a_plan_is_of_one_dispatch(
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 def test_as_bytes_shares_memory(dtype: torch.dtype, num_rows: int) -> None:
     rows = torch.zeros(num_rows, 1, dtype=dtype)
-    raw = as_resolved(rows)
+    raw = as_bytes(rows)
     assert raw.shape == (num_rows, dtype.itemsize)
     raw.fill_(0xFF)
     assert bool(rows.view(-1).view(torch.uint8).eq(0xFF).all())
@@ -195,4 +195,4 @@ def test_as_bytes_shares_memory(dtype: torch.dtype, num_rows: int) -> None:
 @pytest.mark.parametrize("strides", [(1, 1), (8, 1), (1, 8), (8, 8)])
 def test_as_bytes_of_one_element_with_any_strides(strides: tuple[int, int]) -> None:
     row = torch.tensor([258, 0, 0, 0], dtype=torch.int32).as_strided((1, 1), strides)
-    assert as_resolved(row).tolist() == [[2, 1, 0, 0]]
+    assert as_bytes(row).tolist() == [[2, 1, 0, 0]]

@@ -13,7 +13,7 @@ from moe_comm.ep.backends.agreement import Peers
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_transport import CollectiveTransport
 from moe_comm.ep.backends.routing import Placement, local_topk_idx
-from moe_comm.ep.backends.rows import as_resolved
+from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.tensors import arithmetic
 
@@ -122,7 +122,7 @@ class RowMover:
         """
         token_idx = plan.sent_token_idx
         sent = self._stage("send", token_idx.numel(), _row_bytes(x))
-        local_ops.gather_rows(as_resolved(x), token_idx, sent)
+        local_ops.gather_rows(as_bytes(x), token_idx, sent)
         return self._place(sent, plan).to(x.device).view(x.dtype)
 
     def ids_to_experts(self, plan: CollectivePlan) -> torch.Tensor:
@@ -156,10 +156,10 @@ class RowMover:
         source_rows = plan.source_rows
         if plan.layout is Layout.RANK_MAJOR and x.device == self._transport.device:
             # Every row that came, in the order in which it came.
-            sent = as_resolved(x)[: source_rows.numel()]
+            sent = as_bytes(x)[: source_rows.numel()]
         else:
             sent = self._stage("send", source_rows.numel(), _row_bytes(x))
-            local_ops.gather_rows(as_resolved(x), source_rows, sent)
+            local_ops.gather_rows(as_bytes(x), source_rows, sent)
         arrived = self._stage("receive", plan.sent_slots.numel(), _row_bytes(x))
         self._carry(arrived, sent, plan.send_splits, plan.recv_splits, "combine")
         rows = arrived.to(x.device).view(x.dtype)
@@ -235,7 +235,7 @@ class RowMover:
         self, values: torch.Tensor, recv_splits: list[int], send_splits: list[int], operation: str
     ) -> torch.Tensor:
         """Carry weights or ids `[n, k]` from the CPU to the CPU."""
-        sent = as_resolved(values.contiguous()).to(self._transport.device)
+        sent = as_bytes(values.contiguous()).to(self._transport.device)
         arrived = torch.empty(
             sum(recv_splits), sent.shape[1], dtype=torch.uint8, device=sent.device
         )

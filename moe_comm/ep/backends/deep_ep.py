@@ -27,7 +27,7 @@ from moe_comm.ep.backends.deep_ep_transport import (
     problem_with_deep_ep,
 )
 from moe_comm.ep.backends.routing import Placement
-from moe_comm.ep.backends.rows import as_resolved
+from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.peers.agree import agree
 
@@ -262,7 +262,7 @@ def _identity(plan: CollectivePlan) -> bytes:
 
 def _gathered(rows: torch.Tensor, row_idx: torch.Tensor) -> torch.Tensor:
     """`rows[row_idx]` as bytes, zeros where the index is -1."""
-    source = as_resolved(rows)
+    source = as_bytes(rows)
     out = torch.empty(row_idx.numel(), source.shape[1], dtype=torch.uint8, device=rows.device)
     local_ops.place_rows(source, row_idx, out)
     return out.view(rows.dtype)
@@ -270,4 +270,4 @@ def _gathered(rows: torch.Tensor, row_idx: torch.Tensor) -> torch.Tensor:
 
 def _with_tail(rows: torch.Tensor, num_more: int) -> torch.Tensor:
     """With so many rows of zeros behind."""
-    return F.pad(as_resolved(rows), (0, 0, 0, num_more)).view(rows.dtype) if num_more else rows
+    return F.pad(as_bytes(rows), (0, 0, 0, num_more)).view(rows.dtype) if num_more else rows

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
-from moe_comm.ep.backends.rows import as_resolved
+from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.errors import CommunicationError
 
 __all__ = ["Arrival", "DeepEpTransport", "Rows", "problem_with_deep_ep"]
@@ -250,9 +250,9 @@ class DeepEpTransport:
         row_bytes = x.shape[1] * x.element_size()
         if sf is not None and _is_pair(rows):
             return x.to(self._device), _copied(sf).to(self._device)
-        parts = [as_resolved(x)]
+        parts = [as_bytes(x)]
         if sf is not None:
-            parts.append(as_resolved(_copied(sf)))
+            parts.append(as_bytes(_copied(sf)))
             row_bytes += parts[-1].shape[1]
         padding = -row_bytes % _ROW_BYTES_MULTIPLE
         packed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -267,7 +267,7 @@ class DeepEpTransport:
         x, sf = like.x, like.sf
         if isinstance(received, tuple):
             return Rows(received[0].to(x.device), received[1].to(x.device))
-        packed = as_resolved(received.to(x.device).contiguous())
+        packed = as_bytes(received.to(x.device).contiguous())
         end = x.shape[1] * x.element_size()
         rows = packed[:, :end].contiguous().view(x.dtype)
         if sf is None:

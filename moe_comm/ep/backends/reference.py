@@ -23,7 +23,7 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
-from moe_comm.ep.backends.rows import as_resolved
+from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.ep.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.options import CombineOptions, DispatchOptions
@@ -101,7 +101,7 @@ class ReferenceBackend(Backend):
         gathered = self._exchange(
             _Contribution(
                 call,
-                x=as_resolved(rows.x),
+                x=as_bytes(rows.x),
                 x_sf=rows.scale_bytes,
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
@@ -139,7 +139,7 @@ class ReferenceBackend(Backend):
         gathered = self._exchange(
             _Contribution(
                 call,
-                x=as_resolved(rows.x),
+                x=as_bytes(rows.x),
                 x_sf=rows.scale_bytes,
                 topk_idx=plan.topk_idx,
                 topk_weights=topk_weights,
@@ -314,7 +314,7 @@ class _Rows:
 
     @property
     def scale_bytes(self) -> torch.Tensor | None:
-        return None if self.x_sf is None else as_resolved(self.x_sf)
+        return None if self.x_sf is None else as_bytes(self.x_sf)
 
 
 def _private(contribution: _Contribution) -> _Contribution:

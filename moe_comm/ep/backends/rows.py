@@ -6,10 +6,10 @@ import torch
 
 from moe_comm.tensors import quantized
 
-__all__ = ["arrange_scales", "as_resolved"]
+__all__ = ["arrange_scales", "as_bytes"]
 
 
-def as_resolved(rows: torch.Tensor) -> torch.Tensor:
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """The same memory as uint8 `[N, row_bytes]`; `rows` is contiguous."""
     row_bytes = rows.shape[1] * rows.element_size()
     # By way of one dimension: a column of one element may have any stride, which a view refuses.

@@ -42,8 +42,8 @@ def dispatch(
     given: list[Any] = [None] * num_ranks
     parts = x if isinstance(x, tuple) else (x,)
     # Tensors of FP8 can be pickled, but not read again.
-    as_resolved = [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
-    dist.all_gather_object(given, (as_resolved, topk_idx, topk_weights))
+    as_bytes = [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
+    dist.all_gather_object(given, (as_bytes, topk_idx, topk_weights))
     columns: list[list[torch.Tensor]] = []
     counts = []
     for source, (sent, choices, weights) in enumerate(given):
