@@ -158,6 +158,27 @@ class layout:
     ROW_HEADER_BYTES: int
     CONTROL_BLOCK_BYTES: int
 
+    SCALE_FORMATS: tuple[ScaleRecord, ...]
+    WIRE_FORMATS: tuple[WireFormat, ...]
+
+    class ScaleRecord:
+        name: str
+        dtype: str
+        bytes: int
+
+    class WireFormat:
+        name: str
+        dtype: str
+        element_bits: int
+        block: int
+        least_amax: float
+        packs_exponents: bool
+        scale_formats: tuple[int, ...]
+        def is_e4m3(self, scale: int) -> bool: ...
+        def row_bytes(self, hidden: int) -> int: ...
+        def scale_bytes(self, scale: int) -> int: ...
+        def num_scales(self, hidden: int, scale: int) -> int: ...
+
     class Placement:
         num_ranks: int
         num_experts: int

@@ -13,6 +13,7 @@
 #include "layout/rank_sums.h"
 #include "layout/row_streams.h"
 #include "layout/window.h"
+#include "layout/wire_format.h"
 #include "layout/workspace.h"
 
 // The arithmetic of csrc/layout for what is decided in Python. Tensors lie in host memory, and are
@@ -313,6 +314,45 @@ void bind_window_sizes(py::module_& sizes) {
       py::arg("spans_devices"));
 }
 
+/// What Python knows of formats; moe_comm/tensors/quantization.py has the same sizes of rows, for
+/// those that are symbolic.
+void bind_wire_formats(py::module_& module) {
+  using layout::ScaleRecord;
+  using layout::WireFormat;
+  py::class_<ScaleRecord>(module, "ScaleRecord", py::module_local())
+      .def_readonly("name", &ScaleRecord::name)
+      .def_readonly("dtype", &ScaleRecord::dtype)
+      .def_readonly("bytes", &ScaleRecord::bytes);
+  py::class_<WireFormat>(module, "WireFormat", py::module_local())
+      .def_readonly("name", &WireFormat::name)
+      .def_readonly("dtype", &WireFormat::dtype)
+      .def_readonly("element_bits", &WireFormat::element_bits)
+      .def_readonly("block", &WireFormat::block)
+      .def_readonly("least_amax", &WireFormat::least_amax)
+      .def_readonly("packs_exponents", &WireFormat::packs_exponents)
+      .def_property_readonly("scale_formats",
+                             [](const WireFormat& self) {
+                               py::list numbers;
+                               for (const layout::ScaleFormat scale : self.scale_formats)
+                                 numbers.append(static_cast<int>(scale));
+                               return py::tuple(numbers);
+                             })
+      .def("is_e4m3",
+           [](const WireFormat& self, int scale) {
+             return self.is_e4m3(static_cast<layout::ScaleFormat>(scale));
+           })
+      .def("row_bytes", &WireFormat::row_bytes)
+      .def("scale_bytes",
+           [](const WireFormat& self, int scale) {
+             return self.scale_bytes(static_cast<layout::ScaleFormat>(scale));
+           })
+      .def("num_scales", [](const WireFormat& self, int64_t hidden, int scale) {
+        return self.num_scales(hidden, static_cast<layout::ScaleFormat>(scale));
+      });
+  module.attr("SCALE_FORMATS") = py::tuple(py::cast(layout::scale_table()));
+  module.attr("WIRE_FORMATS") = py::tuple(py::cast(layout::format_table()));
+}
+
 }  // namespace
 
 void bind_layout(py::module_& parent) {
@@ -348,6 +388,7 @@ void bind_layout(py::module_& parent) {
   module.def("row_streams", &row_streams);
   bind_region_sizes(module);
   bind_window_sizes(module);
+  bind_wire_formats(module);
 }
 
 }  // namespace moe::bindings

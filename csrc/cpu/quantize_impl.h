@@ -14,12 +14,12 @@
 namespace moe::cpu {
 namespace {
 
-/// Elements that are quantized between two stores: whole blocks of either size, two lines of codes.
+using layout::ScaleFormat;
+
+/// Elements that are quantized between two stores: whole blocks of any size, two lines of codes.
 constexpr int kSpan = 128;
 constexpr int kSpanRegisters = kSpan / Simd::kRegisterBytes;
 constexpr float kLargestCode = 448.0f;
-/// FP8_BLOCK128 treats a smaller amax as this.
-constexpr float kLeastAmax = 1e-4f;
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr uint32_t kNanScaleBits = 0x7FC00000u;
 constexpr uint8_t kNanExponent = 0xFF;
@@ -101,19 +101,21 @@ MOE_FORCE_INLINE uint32_t exponent_above(float value) {
 /// Writes the scale factors of a row, block by block.
 class ScaleWriter {
  public:
-  MOE_FORCE_INLINE ScaleWriter(ScaleFormat format, void* scales)
-      : format_(format), scales_(static_cast<std::byte*>(scales)) {}
+  MOE_FORCE_INLINE ScaleWriter(const RowQuantization& quantization, void* scales)
+      : format_(quantization.scale_format),
+        least_amax_(quantization.least_amax),
+        scales_(static_cast<std::byte*>(scales)) {}
 
   /// Writes the next block's scale factor.
   /// @returns what the elements of the block are multiplied by, or kNotFinite.
-  template <int kBlock>
+  template <bool kClamps>
   MOE_FORCE_INLINE float write(float amax) {
     if (!(__builtin_bit_cast(uint32_t, amax) < kInfinityBits)) [[unlikely]] {
       put_scale(kNanScaleBits, kNanExponent);
       return kNotFinite;
     }
-    if (kBlock == kSpan && amax < kLeastAmax)
-      amax = kLeastAmax;
+    if (kClamps && amax < least_amax_)
+      amax = least_amax_;
     const float scale = amax / kLargestCode;
     if (format_ == ScaleFormat::kFloat32) {
       put_scale(__builtin_bit_cast(uint32_t, scale), 0);
@@ -136,6 +138,7 @@ class ScaleWriter {
   }
 
   ScaleFormat format_;
+  float least_amax_;
   std::byte* scales_;
 };
 
@@ -205,7 +208,7 @@ struct Multipliers {
 
 /// Finds the multipliers of kSpan elements and writes their scale factors.
 /// @param num_elements  fewer for the end of a row; those past it are +0.0 and have no scales.
-template <typename Number, int kBlock>
+template <typename Number, int kBlock, bool kClamps>
 MOE_FORCE_INLINE Multipliers<kBlock> scale_span(const std::byte* src,
                                                 int num_elements,
                                                 ScaleWriter& scales) {
@@ -214,7 +217,7 @@ MOE_FORCE_INLINE Multipliers<kBlock> scale_span(const std::byte* src,
     if (b * kBlock >= num_elements)
       break;
     const float amax = greatest_magnitude<Number, kBlock>(src + b * kBlock * Number::kElementBytes);
-    multipliers.of_block[b] = scales.write<kBlock>(amax);
+    multipliers.of_block[b] = scales.write<kClamps>(amax);
     multipliers.are_finite = multipliers.are_finite && multipliers.of_block[b] != kNotFinite;
   }
   return multipliers;
@@ -239,25 +242,26 @@ MOE_FORCE_INLINE void encode_span(const std::byte* src,
       codes[i] = with_nans<kBlock>(codes[i], i, of_block);
 }
 
-template <typename Number, int kBlock, bool kStream>
+template <typename Number, int kBlock, bool kClamps, bool kStream>
 void quantize_row_of(const RowQuantization& quantization,
                      const std::byte* src,
                      std::byte* const* dst,
                      int num_dst,
                      void* scale_factors) {
-  ScaleWriter scales(quantization.scale_format, scale_factors);
+  ScaleWriter scales(quantization, scale_factors);
   const int64_t hidden = quantization.hidden;
   Simd::Words codes[kSpanRegisters];
   int64_t at = 0;
   Multipliers<kBlock> next;
   if (hidden >= kSpan)
-    next = scale_span<Number, kBlock>(src, kSpan, scales);
+    next = scale_span<Number, kBlock, kClamps>(src, kSpan, scales);
   for (; at + kSpan <= hidden; at += kSpan) {
     // One span ahead: its long chain of dependent instructions runs while stores wait for memory.
     const Multipliers<kBlock> multipliers = next;
     const std::byte* const span = src + at * Number::kElementBytes;
     if (at + 2 * kSpan <= hidden)
-      next = scale_span<Number, kBlock>(span + kSpan * Number::kElementBytes, kSpan, scales);
+      next =
+          scale_span<Number, kBlock, kClamps>(span + kSpan * Number::kElementBytes, kSpan, scales);
     encode_span<Number, kBlock>(span, multipliers, codes);
     for (int d = 0; d < num_dst; ++d)
       for (int i = 0; i < kSpanRegisters; ++i)
@@ -268,7 +272,7 @@ void quantize_row_of(const RowQuantization& quantization,
     return;
   std::byte padded[kSpan * Number::kElementBytes] = {};
   std::memcpy(padded, src + at * Number::kElementBytes, left * Number::kElementBytes);
-  const auto last = scale_span<Number, kBlock>(padded, static_cast<int>(left), scales);
+  const auto last = scale_span<Number, kBlock, kClamps>(padded, static_cast<int>(left), scales);
   encode_span<Number, kBlock>(padded, last, codes);
   // Only whole lines go past the caches.
   const int num_whole = static_cast<int>(left / kLineBytes) * kRegistersPerLine;
@@ -281,6 +285,24 @@ void quantize_row_of(const RowQuantization& quantization,
   }
 }
 
+template <typename Number, int kBlock>
+void quantize_row_by(const RowQuantization& quantization,
+                     const std::byte* src,
+                     std::byte* const* dst,
+                     int num_dst,
+                     void* scales,
+                     bool is_streaming) {
+  const bool clamps = quantization.least_amax > 0;
+  if (clamps && is_streaming)
+    quantize_row_of<Number, kBlock, true, true>(quantization, src, dst, num_dst, scales);
+  else if (clamps)
+    quantize_row_of<Number, kBlock, true, false>(quantization, src, dst, num_dst, scales);
+  else if (is_streaming)
+    quantize_row_of<Number, kBlock, false, true>(quantization, src, dst, num_dst, scales);
+  else
+    quantize_row_of<Number, kBlock, false, false>(quantization, src, dst, num_dst, scales);
+}
+
 template <typename Number>
 void quantize_row_from(const RowQuantization& quantization,
                        const std::byte* src,
@@ -288,17 +310,15 @@ void quantize_row_from(const RowQuantization& quantization,
                        int num_dst,
                        void* scales,
                        bool is_streaming) {
-  constexpr int kShortBlock = 32;
-  assert(quantization.block == kSpan || quantization.block == kShortBlock);
-  const bool is_short = quantization.block == kShortBlock;
-  if (is_short && is_streaming)
-    quantize_row_of<Number, kShortBlock, true>(quantization, src, dst, num_dst, scales);
-  else if (is_short)
-    quantize_row_of<Number, kShortBlock, false>(quantization, src, dst, num_dst, scales);
-  else if (is_streaming)
-    quantize_row_of<Number, kSpan, true>(quantization, src, dst, num_dst, scales);
-  else
-    quantize_row_of<Number, kSpan, false>(quantization, src, dst, num_dst, scales);
+  switch (quantization.block) {
+    case 128:
+      return quantize_row_by<Number, 128>(quantization, src, dst, num_dst, scales, is_streaming);
+    case 64:
+      return quantize_row_by<Number, 64>(quantization, src, dst, num_dst, scales, is_streaming);
+    case 32:
+      return quantize_row_by<Number, 32>(quantization, src, dst, num_dst, scales, is_streaming);
+  }
+  assert(false && "quantize_row: callers ask can_quantize()");
 }
 
 void quantize_row(const RowQuantization& quantization,

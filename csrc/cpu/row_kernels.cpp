@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "cpu/row_kernels_tables.h"
+#include "layout/wire_format.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -64,6 +65,17 @@ void write_fpcr(uint64_t value) {
 #endif
 
 }  // namespace
+
+bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) {
+  return format.is_e4m3(scale) && (format.block == 32 || format.block == 64 || format.block == 128);
+}
+
+RowQuantization row_quantization(const layout::WireFormat& format,
+                                 layout::ScaleFormat scale,
+                                 DType dtype,
+                                 int64_t hidden) {
+  return {dtype, format.block, format.least_amax, scale, hidden};
+}
 
 const RowKernels* find_row_kernels(std::string_view name) {
   const Tables* tables = find_tables(name);

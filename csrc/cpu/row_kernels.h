@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "core/dtype.h"
+#include "layout/scale_format.h"
 
 namespace moe::cpu {
 
@@ -15,19 +16,25 @@ inline StoreMode store_mode(bool is_streaming) {
   return is_streaming ? StoreMode::kStreaming : StoreMode::kCached;
 }
 
-enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
-
 /// How a row is quantized to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
 /// an infinity has a scale factor of NaN (float32 0x7FC00000, byte 0xFF) and data bytes of 0x7F,
 /// all of them.
 struct RowQuantization {
   DType dtype = DType::kBFloat16;  ///< of the source: bf16, fp16 or fp32
-  int block = 128;                 ///< channels per scale factor: 128 (FP8_BLOCK128) or 32 (MXFP8)
-  ScaleFormat scale_format = ScaleFormat::kFloat32;
+  int block = 128;                 ///< channels per scale factor, see can_quantize()
+  float least_amax = 0;            ///< what a smaller greatest magnitude of a block counts as
+  layout::ScaleFormat scale_format = layout::ScaleFormat::kFloat32;
   int64_t hidden = 0;  ///< elements; the last block may be shorter
 
   int64_t num_blocks() const { return (hidden + block - 1) / block; }
 };
+
+/// Whether RowKernels::quantize_row makes rows of @p format: e4m3 in blocks of 32, 64 or 128.
+bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale);
+RowQuantization row_quantization(const layout::WireFormat& format,
+                                 layout::ScaleFormat scale,
+                                 DType dtype,
+                                 int64_t hidden);
 
 /// Which sources of a sum are added among themselves first: [begin, end).
 struct SourceGroup {

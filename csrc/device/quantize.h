@@ -4,6 +4,7 @@
 
 #include "device/numbers.h"
 #include "device/primitives.h"
+#include "layout/scale_format.h"
 
 // Rows to e4m3 by a warp: the arithmetic of docs/quantization.md, bit for bit that of the CPU
 // backend. Every lane holds kLaneElements successive elements; the lanes of a block, which are
@@ -11,16 +12,12 @@
 
 namespace moe::device {
 
-/// What a scale factor is stored as; the numbers are those of cpu::ScaleFormat.
-enum class ScaleFormat : int32_t { kFloat32 = 0, kFloat32PowerOf2 = 1, kUe8m0 = 2 };
+using layout::ScaleFormat;
 
 constexpr int kLaneElements = 16;
-/// Elements that a warp quantizes at a time: whole blocks of either size.
+/// Elements that a warp quantizes at a time: whole blocks of any size.
 constexpr int kWarpElements = 32 * kLaneElements;
 constexpr float kLargestCode = 448.0f;
-/// Blocks of 128 channels treat a smaller amax as this.
-constexpr float kLeastAmax = 1e-4f;
-constexpr int kLongBlock = 128;
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr uint32_t kNanScaleBits = 0x7FC00000u;
 constexpr uint32_t kNanExponent = 0xFFu;
@@ -42,12 +39,13 @@ MOE_DEVICE uint32_t exponent_above(float value) {
   return exponent + ((bits & 0x7FFFFFu) > power_mantissa ? 1u : 0u);
 }
 
-/// @param amax  greatest magnitude of the block; infinity or NaN where it has one.
-MOE_DEVICE BlockScale block_scale(float amax, int block, ScaleFormat format) {
+/// @param amax        greatest magnitude of the block; infinity or NaN where it has one
+/// @param least_amax  what a smaller one counts as
+MOE_DEVICE BlockScale block_scale(float amax, float least_amax, ScaleFormat format) {
   if (!(float_bits(amax) < kInfinityBits))
     return {0.0f, kNanScaleBits, kNanExponent};
-  if (block == kLongBlock && amax < kLeastAmax)
-    amax = kLeastAmax;
+  if (amax < least_amax)
+    amax = least_amax;
   const float scale = divide(amax, kLargestCode);
   if (format == ScaleFormat::kFloat32)
     return {divide(kLargestCode, amax), float_bits(scale), 0};
@@ -78,6 +76,7 @@ MOE_DEVICE uint32_t encode_magnitude(float magnitude) {
 /// @return this lane's codes, in order.
 MOE_DEVICE Bytes16 quantize_elements(const float (&values)[kLaneElements],
                                      int block,
+                                     float least_amax,
                                      ScaleFormat format,
                                      BlockScale* scale) {
   // Magnitudes compare as their bits do, NaN above infinity.
@@ -91,7 +90,7 @@ MOE_DEVICE Bytes16 quantize_elements(const float (&values)[kLaneElements],
     const uint32_t other = shuffle_xor(most, mask);
     most = other > most ? other : most;
   }
-  *scale = block_scale(bits_float(most), block, format);
+  *scale = block_scale(bits_float(most), least_amax, format);
   Bytes16 codes;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {

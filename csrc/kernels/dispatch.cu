@@ -1,6 +1,7 @@
 #include "kernels/dispatch.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "device/primitives.h"
 #include "kernels/dispatch_rows.h"
@@ -38,6 +39,11 @@ MOE_KERNEL void dispatch(const DispatchParams params) {
 }
 
 }  // namespace
+
+bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) {
+  return format.is_e4m3(scale) && std::has_single_bit(static_cast<uint32_t>(format.block)) &&
+         format.block >= device::kLaneElements && format.block <= device::kWarpElements;
+}
 
 int num_row_parts(const device::Launch& launch, const DispatchParams& params) {
   /// What a warp reads of a row at once, and quantizes at once.

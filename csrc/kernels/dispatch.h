@@ -5,6 +5,7 @@
 #include "core/dtype.h"
 #include "device/launch.h"
 #include "kernels/exchange.h"
+#include "layout/wire_format.h"
 
 namespace moe::kernels {
 
@@ -12,9 +13,13 @@ namespace moe::kernels {
 struct Quantize {
   int32_t is_on = 0;
   DType dtype = DType::kBFloat16;  ///< of the source
-  int32_t block = 128;             ///< channels per scale factor
-  int32_t scale_format = 0;        ///< cpu::ScaleFormat: float32, float32 power of 2, UE8M0 byte
+  int32_t block = 128;             ///< channels per scale factor, see can_quantize()
+  float least_amax = 0;            ///< what a smaller greatest magnitude of a block counts as
+  layout::ScaleFormat scale_format = layout::ScaleFormat::kFloat32;
 };
+
+/// Whether kernels make rows of @p format: e4m3 in blocks of lanes that are a power of two.
+bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale);
 
 struct DispatchParams {
   Buffer buffer;

@@ -170,8 +170,7 @@ class RowMetadataWriter {
     int begin = 0;
     int end = scale_row_bytes();
     if (kQuantizes && params_.num_parts > 1) {
-      const auto format = static_cast<device::ScaleFormat>(params_.quantize.scale_format);
-      const int factor_bytes = format == device::ScaleFormat::kUe8m0 ? 1 : 4;
+      const int factor_bytes = params_.quantize.scale_format == layout::ScaleFormat::kUe8m0 ? 1 : 4;
       begin = static_cast<int>(first) / params_.quantize.block * factor_bytes;
       // What follows the factors of the last piece in their word is 0.
       if (!is_last)
@@ -436,7 +435,6 @@ MOE_DEVICE void quantize_piece(const Quantize& quantize,
                                int unit,
                                std::byte* scales,
                                const Put& put) {
-  const auto format = static_cast<device::ScaleFormat>(quantize.scale_format);
   for (int32_t group = 0; group < num_elements; group += device::kWarpElements) {
     const int32_t own = group + device::lane_idx() * device::kLaneElements;
     int32_t num_own = num_elements - own;
@@ -445,11 +443,12 @@ MOE_DEVICE void quantize_piece(const Quantize& quantize,
     load_elements<Number>(
         piece + own * static_cast<int32_t>(sizeof(typename Number::Bits)), num_own, unit, values);
     device::BlockScale scale;
-    const device::Bytes16 codes = device::quantize_elements(values, quantize.block, format, &scale);
+    const device::Bytes16 codes = device::quantize_elements(
+        values, quantize.block, quantize.least_amax, quantize.scale_format, &scale);
     if (num_own == 0)
       continue;
     if (own % quantize.block == 0)
-      device::store_scale(scales, (first + own) / quantize.block, scale, format);
+      device::store_scale(scales, (first + own) / quantize.block, scale, quantize.scale_format);
     put(own, codes, num_own);
   }
 }

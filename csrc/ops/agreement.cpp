@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/rank_list.h"
+#include "layout/wire_format.h"
 
 namespace moe::ops {
 
@@ -21,33 +22,30 @@ std::string dtype_text(int32_t dlpack_type) {
   return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
 }
 
-/// Of a row as the caller has it: one that is quantized travels as a byte for each element.
+/// Of a row as the caller has it, who may let it be quantized.
 int64_t caller_row_bytes(const layout::OperationArguments& arguments) {
-  const bool is_quantized_here = arguments.quantization >> 4 != 0;
-  return arguments.row_bytes * (is_quantized_here ? (arguments.dtype & 0xFF) / 8 : 1);
+  const layout::WireFormat* const format =
+      layout::QuantizationCode{arguments.quantization}.find_format();
+  if (format == nullptr)
+    return arguments.row_bytes;
+  return arguments.row_bytes * (arguments.dtype & 0xFF) / format->element_bits;
 }
 
-/// Scale factors that come with rows, or are made of them; see DispatchParams::quantization_code.
+/// Scale factors that come with rows, or are made of them.
 std::string scales_text(const layout::OperationArguments& arguments) {
-  constexpr const char* kFormats[] = {"", "FP8_BLOCK128", "MXFP8"};
-  constexpr const char* kScales[] = {"FLOAT32", "FLOAT32_POWER_OF_2", "UE8M0"};
-  const int32_t code = arguments.quantization;
-  const int32_t format = (code >> 4) & 15;
-  const int32_t scale_format = (code >> 8) & 15;
-  if (code == 0)
+  const layout::QuantizationCode quantization{arguments.quantization};
+  const layout::WireFormat* const format = quantization.find_format();
+  const layout::ScaleRecord* const scale = quantization.find_scale();
+  if (quantization.code == 0)
     return "";
-  if (format > 2 || scale_format > 2)
-    return concat(" of format ", code);
-  const char* const order = (code & 2) != 0 ? " in columns" : " in rows";
-  if (format == 0)
+  if (scale == nullptr || (format == nullptr && quantization.is_quantized_here()))
+    return concat(" of format ", quantization.code);
+  const char* const order = quantization.is_column_major() ? " in columns" : " in rows";
+  if (format == nullptr)
     return concat(
         ", ", arguments.num_scales, " scale factors of ", arguments.scale_bytes, " bytes", order);
-  return concat(" to be quantized to ",
-                kFormats[format],
-                " with ",
-                kScales[scale_format],
-                " scale factors",
-                order);
+  return concat(
+      " to be quantized to ", format->name, " with ", scale->name, " scale factors", order);
 }
 
 /// Names and values of a config_text() that begins at @p from.

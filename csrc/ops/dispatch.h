@@ -63,9 +63,7 @@ struct DispatchParams : DispatchOptions {
   int32_t weight_bytes = 0;  ///< 4, 8, or 0 without weights
   int32_t dtype = 0;         ///< `code << 8 | bits`, compared between ranks only
 
-  /// 0, or 1 | is_column_major << 1 | format << 4 | scale format << 8; compared between ranks. The
-  /// format is 0 for rows that come with their scale factors.
-  int32_t quantization_code = 0;
+  layout::QuantizationCode quantization;  ///< 0 for rows without scale factors
   bool is_quantized_here = false;
   cpu::RowQuantization row_quantization;
   int64_t num_scales = 0;             ///< per row, as they travel
@@ -80,7 +78,7 @@ struct DispatchParams : DispatchOptions {
   /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
   std::shared_ptr<const void> caller_mark;
 
-  bool is_column_major() const { return (quantization_code & 2) != 0; }
+  bool is_column_major() const { return quantization.is_column_major(); }
   /// Whether local expert ids travel with rows.
   bool with_topk_idx(const layout::Arrangement& arrangement) const {
     return plan == nullptr && arrangement.is_by_rank();

@@ -37,7 +37,7 @@ layout::OperationArguments dispatch_arguments(const DispatchParams& params,
   arguments.dtype = params.dtype;
   arguments.row_bytes = params.row_bytes;
   arguments.weight_bytes = params.weight_bytes;
-  arguments.quantization = params.quantization_code;
+  arguments.quantization = params.quantization.code;
   arguments.num_scales = static_cast<int32_t>(params.num_scales);
   arguments.scale_bytes = params.scale_bytes;
   arguments.on_overflow = static_cast<int32_t>(params.capacity.on_overflow);

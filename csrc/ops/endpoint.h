@@ -26,6 +26,9 @@ class Endpoint : public EndpointBase {
   SymmetricMemory& memory() const override { return group().memory(); }
   int32_t dlpack_device_type() const override { return 1; }  // kDLCPU
   int32_t device_idx() const override { return 0; }
+  bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) const override {
+    return cpu::can_quantize(format, scale);
+  }
   void restart(uint64_t next_epoch) override;
 
   bool is_across_nodes() const { return group().nodes().num_nodes() > 1; }

@@ -12,6 +12,7 @@
 #include "core/rail.h"
 #include "core/sync.h"
 #include "layout/routing.h"
+#include "layout/wire_format.h"
 #include "layout/workspace.h"
 #include "ops/buffer_base.h"
 #include "ops/progress.h"
@@ -90,6 +91,8 @@ class EndpointBase : public BufferBase {
   /// Whether rows cross between devices of one node, as every rank knows alike: each then goes once
   /// to a rank of another device (Arrangement::has_origins).
   virtual bool spans_devices() const { return false; }
+  /// Whether rows can be quantized to @p format while they are dispatched.
+  virtual bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) const = 0;
   /// Whether the caller is the host itself, whose tensors are ready and which waits for results;
   /// else it is a stream.
   virtual bool is_host_caller() const { return true; }

@@ -68,6 +68,9 @@ class DeviceEndpoint : public ops::EndpointBase {
   int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
   int32_t device_idx() const override { return device_->device_idx(); }
   bool spans_devices() const override { return spans_devices_; }
+  bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) const override {
+    return kernels::can_quantize(format, scale);
+  }
   bool is_idle() const override;
   void restart(uint64_t next_epoch) override;
   Epochs epochs() const override;

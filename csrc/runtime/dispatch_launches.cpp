@@ -132,10 +132,8 @@ kernels::DispatchParams DispatchLaunches::kernel_params() const {
   params.is_cached = params_.plan ? 1 : 0;
   params.slots = slots_;
   if (params_.is_quantized_here) {
-    params.quantize.is_on = 1;
-    params.quantize.dtype = params_.row_quantization.dtype;
-    params.quantize.block = static_cast<int32_t>(params_.row_quantization.block);
-    params.quantize.scale_format = static_cast<int32_t>(params_.row_quantization.scale_format);
+    const cpu::RowQuantization& how = params_.row_quantization;
+    params.quantize = {1, how.dtype, how.block, how.least_amax, how.scale_format};
   }
   params.num_scales = static_cast<int32_t>(params_.num_scales);
   params.scale_bytes = params_.scale_bytes;

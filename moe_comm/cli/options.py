@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
@@ -35,20 +37,26 @@ class DtypeName(str, enum.Enum):
     FP64 = "fp64"
 
 
-class QuantizationName(str, enum.Enum):
-    """Names of `QuantizationFormat` on the command line."""
-
-    NONE = "none"
-    FP8_BLOCK128 = "fp8_block128"
-    MXFP8 = "mxfp8"
+def _lower(names: Iterable[str]) -> dict[str, str]:
+    return {name: name.lower() for name in names}
 
 
-class ScaleFormatName(str, enum.Enum):
-    """Names of `ScaleFormat` on the command line."""
+# Of all that the tables of formats have, which a type checker cannot read.
+if TYPE_CHECKING:
 
-    FLOAT32 = "float32"
-    FLOAT32_POWER_OF_2 = "float32_power_of_2"
-    UE8M0 = "ue8m0"
+    class QuantizationName(str, enum.Enum):
+        """Names of `QuantizationFormat` on the command line."""
+
+        NONE = "none"
+
+    class ScaleFormatName(str, enum.Enum):
+        """Names of `ScaleFormat` on the command line."""
+
+else:
+    QuantizationName = enum.Enum(
+        "QuantizationName", _lower(["NONE", *QuantizationFormat.__members__]), type=str
+    )
+    ScaleFormatName = enum.Enum("ScaleFormatName", _lower(ScaleFormat.__members__), type=str)
 
 
 def quantization_of(
@@ -63,7 +71,7 @@ def quantization_of(
         ValueError: The format has no such scale factors, there are none to shape, or rows of this
             dtype are not quantized.
     """
-    if quantization is QuantizationName.NONE:
+    if quantization.name not in QuantizationFormat.__members__:
         if scale_format is not None or is_column_major:
             raise ValueError(
                 "--scale-format and --column-major-scales need --quantization, got none"

@@ -26,7 +26,7 @@ from moe_comm.peers.communicator import Communicator, check_communicator, gather
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.exclusive_use import ExclusiveUse, in_use
 from moe_comm.tensors.memory import as_resolved
-from moe_comm.tensors.quantization import Quantization
+from moe_comm.tensors.quantization import Quantization, refusal
 
 __all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
 
@@ -293,6 +293,10 @@ class EpBuffer(Destroyable):
                 x = (as_resolved(x[0]), *x[1:]) if isinstance(x, tuple) and x else as_resolved(x)
                 topk_idx, topk_weights = as_resolved(topk_idx), as_resolved(topk_weights)
             rows, scales = validation.check_rows(x, options.quantization)
+            quantization = options.quantization
+            is_pair = scales is not None
+            if quantization and not is_pair and not self._backend.can_quantize(quantization):
+                raise ValueError(refusal(f"backend {self._backend.name}", quantization))
             validation.check_devices(
                 self.communicator.device,
                 x=rows,

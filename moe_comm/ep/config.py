@@ -421,7 +421,7 @@ def quantized_sizes(
     """Bytes of a quantized row and its scale factors; (None, None) for rows as they are."""
     if quantization is None:
         return None, None
-    return hidden * quantization.data_dtype.itemsize, budget.ScaleSizes(
+    return quantization.row_bytes(hidden), budget.ScaleSizes(
         num_scales=quantization.num_scales(hidden),
         scale_bytes=quantization.sf_dtype.itemsize,
         is_column_major=quantization.is_column_major,

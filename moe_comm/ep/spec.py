@@ -23,7 +23,7 @@ import torch
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.errors import Overflow
 from moe_comm.tensors import arithmetic
-from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
+from moe_comm.tensors.quantization import Quantization, ScaleFormat, refusal
 
 __all__ = ["Dispatch", "Origin", "Place", "Received", "Window", "quantize_rows", "sum_in_order"]
 
@@ -520,7 +520,12 @@ def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Te
     Args:
         x: `[T, hidden]`, bfloat16, float16 or float32.
         quantization: Format and scale factors; their order is that of arrival.
+
+    Raises:
+        ValueError: There is no arithmetic for the format.
     """
+    if not quantization.is_e4m3:
+        raise ValueError(refusal("the definition", quantization))
     num_rows, hidden = x.shape
     block, num_blocks = quantization.format.block, quantization.num_blocks(hidden)
     padded = x.new_zeros(num_rows, num_blocks * block)
@@ -551,8 +556,7 @@ def _quantized(
     values = torch.where(is_finite[:, None], blocks, 0).to(torch.float64)
     amax = values.abs().amax(dim=1).to(torch.float32)
     largest = torch.full_like(amax, 448.0)
-    if quantization.format is QuantizationFormat.FP8_BLOCK128:
-        amax = amax.clamp(min=1e-4)
+    amax = amax.clamp(min=quantization.format.least_amax)
     factor = amax / largest
     bad: float = float("nan")
     if quantization.scale_format is ScaleFormat.FLOAT32:

@@ -84,10 +84,11 @@ def check_rows(
     if scales.dtype.itemsize > 8:
         raise TypeError(f"sf must have elements of at most 8 bytes, got {scales.dtype}")
     if quantization is not None:
-        num_scales = quantization.num_scales(data.shape[1])
+        channels = data.shape[1] * 8 // quantization.format.element_bits
+        num_scales = quantization.num_scales(channels)
         if scales.shape[1] != num_scales:
             raise ValueError(
-                f"{quantization} has {num_scales} scale factors for {data.shape[1]} channels, sf has "
+                f"{quantization} has {num_scales} scale factors for {channels} channels, sf has "
                 f"shape {tuple(scales.shape)}"
             )
         if scales.dtype.itemsize != quantization.sf_dtype.itemsize:

@@ -1,9 +1,14 @@
-"""How dispatched rows may be quantized: formats, the form of their scale factors, shapes."""
+"""How dispatched rows may be quantized: formats, the form of their scale factors, shapes.
+
+Formats and scale factors are those of the table in `csrc/layout/wire_format.cpp`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -14,6 +19,7 @@ __all__ = [
     "Quantization",
     "QuantizationFormat",
     "ScaleFormat",
+    "refusal",
     "scale_column_stride",
 ]
 
@@ -22,23 +28,44 @@ QUANTIZABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _SCALE_COLUMN_BYTES = 16
 
+_Named = TypeVar("_Named", bound=type[enum.IntEnum])
 
-class QuantizationFormat(enum.IntEnum):
-    """Element type and block of a quantized row.
 
-    `FP8_BLOCK128`: e4m3 data, one scale factor per 128 channels, amax clamped to at least 1e-4.
-    `MXFP8`: e4m3 data, one UE8M0 scale factor per 32 channels (OCP microscaling).
+def _read_table(kind: str) -> dict[str, Any]:
+    """Records of `_host.layout` by name."""
+    try:
+        from moe_comm import _host
+    except ImportError:
+        return {}  # `moe-comm doctor` says so, and has to be imported to say it
+    return {record.name: record for record in getattr(_host.layout, kind)}
+
+
+def _named_by(table: Mapping[str, object], first: int) -> Callable[[_Named], _Named]:
+    """An enum of all names of `table` instead of those that are written for readers and type checkers.
+
+    Raises:
+        ImportError: A name that is written has no record, or another number.
     """
 
-    FP8_BLOCK128 = 1
-    MXFP8 = 2
+    def rename(written: _Named) -> _Named:
+        numbers = {name: number for number, name in enumerate(table, start=first)}
+        if not table:
+            return written
+        for name, each in written.__members__.items():
+            if numbers.get(name) != each:
+                raise ImportError(f"{written.__name__}.{name} is {each:d}, the table has {numbers}")
+        make: Any = enum.IntEnum
+        made = make(written.__name__, numbers, module=__name__)
+        made.__doc__ = written.__doc__
+        return cast("_Named", made)
 
-    @property
-    def block(self) -> int:
-        """Channels that share a scale factor."""
-        return 128 if self is QuantizationFormat.FP8_BLOCK128 else 32
+    return rename
 
 
+_SCALE_RECORDS = _read_table("SCALE_FORMATS")
+
+
+@_named_by(_SCALE_RECORDS, first=0)
 class ScaleFormat(enum.IntEnum):
     """What a scale factor is.
 
@@ -49,6 +76,52 @@ class ScaleFormat(enum.IntEnum):
     FLOAT32 = 0
     FLOAT32_POWER_OF_2 = 1
     UE8M0 = 2
+
+
+_FORMAT_RECORDS = _read_table("WIRE_FORMATS")
+
+
+@_named_by(_FORMAT_RECORDS, first=1)
+class QuantizationFormat(enum.IntEnum):
+    """Element type and block of a quantized row.
+
+    `FP8_BLOCK128`: e4m3 data, one scale factor per 128 channels, amax clamped to at least 1e-4.
+    `MXFP8`: e4m3 data, one UE8M0 scale factor per 32 channels (OCP microscaling).
+
+    Attributes:
+        block: Channels that share a scale factor.
+        element_bits: Of an element.
+        dtype: Of the data.
+        least_amax: What a smaller amax counts as.
+        scale_formats: Of its scale factors, the default first.
+        e4m3_scales: Those of them whose arithmetic is that of `docs/quantization.md`.
+        has_packs: Whether four UE8M0 scale factors share an int32.
+    """
+
+    FP8_BLOCK128 = 1
+    MXFP8 = 2
+
+    block: int
+    element_bits: int
+    dtype: torch.dtype
+    least_amax: float
+    scale_formats: tuple[ScaleFormat, ...]
+    e4m3_scales: tuple[ScaleFormat, ...]
+    has_packs: bool
+
+
+for _format in QuantizationFormat:
+    if not _FORMAT_RECORDS:
+        _format.scale_formats = tuple(ScaleFormat)
+        continue
+    _record = _FORMAT_RECORDS[_format.name]
+    _format.block = _record.block
+    _format.element_bits = _record.element_bits
+    _format.dtype = getattr(torch, _record.dtype, torch.uint8)  # which an older torch may not have
+    _format.least_amax = _record.least_amax
+    _format.scale_formats = tuple(map(ScaleFormat, _record.scale_formats))
+    _format.e4m3_scales = tuple(filter(_record.is_e4m3, _format.scale_formats))
+    _format.has_packs = _record.packs_exponents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,36 +148,46 @@ class Quantization:
     def __post_init__(self) -> None:
         if not isinstance(self.format, QuantizationFormat):
             raise TypeError(f"format must be a QuantizationFormat, got {self.format!r}")
-        is_mx = self.format is QuantizationFormat.MXFP8
+        known = self.format.scale_formats
         if self.scale_format is None:
-            first = ScaleFormat.UE8M0 if is_mx else ScaleFormat.FLOAT32
-            object.__setattr__(self, "scale_format", first)
+            object.__setattr__(self, "scale_format", known[0])
         if not isinstance(self.scale_format, ScaleFormat):
             raise TypeError(f"scale_format must be a ScaleFormat, got {self.scale_format!r}")
-        if is_mx and self.scale_format is not ScaleFormat.UE8M0:
-            raise ValueError(f"MXFP8 has UE8M0 scale factors, got {self.scale_format.name}")
+        if self.scale_format not in known:
+            names = " or ".join(each.name for each in known)
+            raise ValueError(
+                f"{self.format.name} has {names} scale factors, got {self.scale_format.name}"
+            )
 
     @property
     def data_dtype(self) -> torch.dtype:
         """Of the quantized elements."""
-        return torch.float8_e4m3fn
+        return self.format.dtype
 
     @property
     def is_packed(self) -> bool:
         """Whether four scale factors share an int32, block 0 in the lowest byte."""
-        return (
-            self.format is QuantizationFormat.FP8_BLOCK128
-            and self.scale_format is ScaleFormat.UE8M0
-        )
+        return self.format.has_packs and self.scale_format is ScaleFormat.UE8M0
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether the arithmetic is that of `docs/quantization.md`, which plain torch has."""
+        return self.scale_format in self.format.e4m3_scales
 
     @property
     def sf_dtype(self) -> torch.dtype:
         """Of `x_sf`: float32, int32 (packed) or float8_e8m0fnu (MXFP8)."""
         if self.is_packed:
             return torch.int32
-        if self.scale_format is ScaleFormat.UE8M0:
-            return torch.float8_e8m0fnu
-        return torch.float32
+        assert self.scale_format is not None
+        dtype: torch.dtype = getattr(torch, _SCALE_RECORDS[self.scale_format.name].dtype)
+        return dtype
+
+    # As `layout::WireFormat` has it; here too because `hidden` is symbolic while a graph is traced.
+
+    def row_bytes(self, hidden: int) -> int:
+        """Of the data of a row, the columns that it has: a byte may hold several elements."""
+        return -(-hidden * self.format.element_bits // 8)
 
     def num_blocks(self, hidden: int) -> int:
         """Blocks of a row; the last may be shorter than the others."""
@@ -118,6 +201,16 @@ class Quantization:
 
 FP8_BLOCK128 = Quantization(format=QuantizationFormat.FP8_BLOCK128)
 MXFP8 = Quantization(format=QuantizationFormat.MXFP8)
+
+
+def refusal(who: str, quantization: Quantization) -> str:
+    """The error of `who`, which cannot make such rows or read them."""
+    form, scale_format = quantization.format, quantization.scale_format
+    assert scale_format is not None
+    return (
+        f"{who} cannot quantize to {form.name} with {scale_format.name} scale factors: elements of "
+        f"{form.element_bits} bits in blocks of {form.block}"
+    )
 
 
 def scale_column_stride(num_rows: int, scale_bytes: int) -> int:

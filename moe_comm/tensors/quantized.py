@@ -12,8 +12,8 @@ from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import (
     QUANTIZABLE_DTYPES,
     Quantization,
-    QuantizationFormat,
     ScaleFormat,
+    refusal,
     scale_column_stride,
 )
 
@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 _LARGEST = 448.0  # of e4m3
-_LEAST_AMAX = 1e-4  # of FP8_BLOCK128
 _NAN_DATA = 0x7F
 _NAN_EXPONENT = 0xFF
 _NAN_BITS = 0x7FC00000
@@ -46,10 +45,10 @@ def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor,
         data, float8_e4m3fn `[num_tokens, hidden]`, and scale factors `[num_tokens, num_scales]`.
 
     Raises:
-        ValueError: x is not two-dimensional.
+        ValueError: x is not two-dimensional, or there is no arithmetic for the format.
         TypeError: A dtype or type is wrong.
     """
-    _check_quantization(quantization)
+    _check_quantization("quantize", quantization)
     if x.dim() != 2:
         raise ValueError(f"x must have 2 dimensions, got shape {tuple(x.shape)}")
     if x.dtype not in QUANTIZABLE_DTYPES:
@@ -80,10 +79,10 @@ def dequantize(
         Shape of `data`, dtype `dtype`, contiguous; NaN wherever a block held a NaN or an infinity.
 
     Raises:
-        ValueError: Shapes do not fit; both are named.
+        ValueError: Shapes do not fit; both are named. Or there is no arithmetic for the format.
         TypeError: A dtype or type is wrong.
     """
-    _check_quantization(quantization)
+    _check_quantization("dequantize", quantization)
     if dtype not in QUANTIZABLE_DTYPES:
         names = ", ".join(str(each) for each in QUANTIZABLE_DTYPES)
         raise TypeError(f"dtype must be one of {names}, got {dtype}")
@@ -156,8 +155,7 @@ def quantize_blocks(
     amax = torch.where(is_finite, amax_bits, 0).view(torch.float32)
     # Tensors, not numbers: torch may multiply by the reciprocal of a number.
     largest = torch.full_like(amax, _LARGEST)
-    if quantization.format is QuantizationFormat.FP8_BLOCK128:
-        amax = amax.clamp(min=_LEAST_AMAX)
+    amax = amax.clamp(min=quantization.format.least_amax)
     factor = amax / largest
     if quantization.scale_format is ScaleFormat.FLOAT32:
         inverse = largest / amax
@@ -224,6 +222,8 @@ def _factors(sf: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return torch.where(exponents == _NAN_EXPONENT, nan, power)
 
 
-def _check_quantization(quantization: object) -> None:
+def _check_quantization(who: str, quantization: object) -> None:
     if not isinstance(quantization, Quantization):
         raise TypeError(f"quantization must be a Quantization, got {quantization!r}")
+    if not quantization.is_e4m3:
+        raise ValueError(refusal(who, quantization))

@@ -8,8 +8,8 @@ import triton
 from moe_comm.tensors.quantization import (
     QUANTIZABLE_DTYPES,
     Quantization,
-    QuantizationFormat,
     ScaleFormat,
+    refusal,
     scale_column_stride,
 )
 from moe_comm.triton.checks import (
@@ -39,10 +39,10 @@ def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor,
         `Quantization` says; what fills up a stride of column-major ones is zero.
 
     Raises:
-        ValueError: x is not two-dimensional or not contiguous.
+        ValueError: x is not two-dimensional or not contiguous, or the kernel cannot make such rows.
         TypeError: A dtype or type is wrong.
     """
-    _check_quantization(quantization)
+    _check_quantization("the Triton kernel", quantization)
     check_no_gradient(x=x)
     check_tensor("x", x, 2)
     check_dtype("x", x, *QUANTIZABLE_DTYPES)
@@ -71,7 +71,7 @@ def quantize(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor,
             pack=_pack(quantization),
             num_blocks_per_program=num_blocks_per_program,
             scale_form=int(quantization.scale_format),
-            has_least_amax=quantization.format is QuantizationFormat.FP8_BLOCK128,
+            least_amax=quantization.format.least_amax,
             is_bfloat16=x.dtype == torch.bfloat16,
             enable_fp_fusion=False,
         )
@@ -96,10 +96,10 @@ def dequantize(
         `[num_rows, hidden]` of `dtype`; NaN wherever a block held a NaN or an infinity.
 
     Raises:
-        ValueError: Shapes do not fit; both are named.
+        ValueError: Shapes do not fit; both are named. Or the kernel cannot read such rows.
         TypeError: A dtype or type is wrong.
     """
-    _check_quantization(quantization)
+    _check_quantization("the Triton kernel", quantization)
     check_tensor("data", data, 2)
     check_dtype("data", data, quantization.data_dtype)
     check_dtype("sf", sf, quantization.sf_dtype)
@@ -160,6 +160,10 @@ def _bytes_from(sf: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _check_quantization(quantization: object) -> None:
+def _check_quantization(who: str, quantization: object) -> None:
     if not isinstance(quantization, Quantization):
         raise TypeError(f"quantization must be a Quantization, got {quantization!r}")
+    block = quantization.format.block
+    # A program takes whole blocks, of sizes that Triton has.
+    if not quantization.is_e4m3 or block & (block - 1) or block > _ELEMENTS_PER_PROGRAM:
+        raise ValueError(refusal(who, quantization))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_comm.tensors.quantization import ScaleFormat
 from moe_comm.triton.number_format import (
     e4m3_from_float32,
     float32_from_e4m3,
@@ -21,9 +22,9 @@ __all__ = [
     "quantize_kernel",
 ]
 
-FLOAT32_SCALES = tl.constexpr(0)
-POWER_OF_2_SCALES = tl.constexpr(1)
-UE8M0_SCALES = tl.constexpr(2)
+FLOAT32_SCALES = tl.constexpr(int(ScaleFormat.FLOAT32))
+POWER_OF_2_SCALES = tl.constexpr(int(ScaleFormat.FLOAT32_POWER_OF_2))
+UE8M0_SCALES = tl.constexpr(int(ScaleFormat.UE8M0))
 
 
 # Grid: (rows, groups of `num_blocks_per_program` blocks).
@@ -42,7 +43,7 @@ def quantize_kernel(
     pack: tl.constexpr,
     num_blocks_per_program: tl.constexpr,
     scale_form: tl.constexpr,
-    has_least_amax: tl.constexpr,
+    least_amax: tl.constexpr,
     is_bfloat16: tl.constexpr,
 ) -> None:
     """Data bytes and scale factors of one row's blocks.
@@ -59,8 +60,7 @@ def quantize_kernel(
     amax_bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     is_finite = amax_bits < 0x7F800000
     amax = tl.where(is_finite, amax_bits, 0).to(tl.float32, bitcast=True)
-    if has_least_amax:
-        amax = tl.where(amax < 1e-4, 1e-4, amax)
+    amax = tl.where(amax < least_amax, least_amax, amax)
     largest = tl.full([num_blocks_per_program], 448.0, tl.float32)
     factor = tl.div_rn(amax, largest)
     if scale_form == FLOAT32_SCALES:

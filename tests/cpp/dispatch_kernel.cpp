@@ -26,27 +26,24 @@ using dispatch_rig::Case;
 using dispatch_rig::Rig;
 using layout::RowLayout;
 
-Case quantized(Case test, DType dtype, int64_t hidden, int block, cpu::ScaleFormat format) {
-  test.quantize.is_on = 1;
-  test.quantize.dtype = dtype;
-  test.quantize.block = block;
-  test.quantize.scale_format = static_cast<int32_t>(format);
+Case quantized(Case test,
+               DType dtype,
+               int64_t hidden,
+               const layout::WireFormat& format,
+               layout::ScaleFormat scale) {
+  test.quantize = {1, dtype, format.block, format.least_amax, scale};
   test.source_row_bytes = hidden * element_bytes(dtype);
-  test.row_bytes = hidden;
-  test.num_scales = static_cast<int>((hidden + block - 1) / block);
-  test.scale_bytes = format == cpu::ScaleFormat::kUe8m0 ? 1 : 4;
-  if (format == cpu::ScaleFormat::kUe8m0 && block == 128) {
-    test.num_scales = (test.num_scales + 3) / 4;
-    test.scale_bytes = 4;
-  }
+  test.row_bytes = format.row_bytes(hidden);
+  test.num_scales = static_cast<int>(format.num_scales(hidden, scale));
+  test.scale_bytes = format.scale_bytes(scale);
   test.name += concat(" ",
                       dtype_name(dtype),
                       " hidden ",
                       hidden,
                       " block ",
-                      block,
+                      format.block,
                       " format ",
-                      test.quantize.scale_format);
+                      static_cast<int>(scale));
   return test;
 }
 
@@ -197,19 +194,19 @@ std::vector<Case> cases() {
         rows.is_misaligned = hidden == 136 && is_column_major;
         rows.layout = is_column_major ? RowLayout::kExpertMajor : RowLayout::kRankMajor;
         rows.name = concat(is_column_major ? "columns" : "rows", rows.is_misaligned ? " off" : "");
-        using Format = cpu::ScaleFormat;
         const auto add_both = [&](const Case& test) {
           add(test, "quantized");
           if (hidden >= 640)
             add(few(test), "quantized");
         };
-        for (const auto format : {Format::kFloat32, Format::kFloat32PowerOf2, Format::kUe8m0})
-          add_both(quantized(rows, dtype, hidden, 128, format));
-        add_both(quantized(rows, dtype, hidden, 32, Format::kUe8m0));
+        for (const layout::WireFormat& format : layout::format_table())
+          for (const auto scale : format.scale_formats)
+            add_both(quantized(rows, dtype, hidden, format, scale));
       }
   rows.layout = RowLayout::kLowLatency;
   rows.name = "low-latency";
-  add(quantized(rows, DType::kBFloat16, 256, 128, cpu::ScaleFormat::kFloat32), "quantized");
+  const layout::WireFormat& first = layout::format_table().front();
+  add(quantized(rows, DType::kBFloat16, 256, first, first.scale_formats.front()), "quantized");
   return all;
 }
 

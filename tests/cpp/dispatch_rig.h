@@ -442,11 +442,9 @@ class Rig {
     for (int64_t token_idx = 0; token_idx < params.choices.num_tokens; ++token_idx) {
       const std::byte* const row = rows.data() + token_idx * test_.source_row_bytes;
       if (test_.quantize.is_on) {
-        cpu::RowQuantization quantization;
-        quantization.dtype = test_.quantize.dtype;
-        quantization.block = test_.quantize.block;
-        quantization.scale_format = static_cast<cpu::ScaleFormat>(test_.quantize.scale_format);
-        quantization.hidden = test_.row_bytes;
+        const kernels::Quantize& how = test_.quantize;
+        const cpu::RowQuantization quantization{
+            how.dtype, how.block, how.least_amax, how.scale_format, test_.row_bytes};
         std::fill(factors.begin(), factors.end(), std::byte{0});
         std::byte* place = data.data();
         cpu::find_row_kernels("portable")

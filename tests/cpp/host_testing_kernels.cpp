@@ -7,6 +7,7 @@
 #include "core/error.h"
 #include "cpu/row_kernels.h"
 #include "host_testing.h"
+#include "layout/wire_format.h"
 
 namespace moe::testing {
 namespace {
@@ -16,7 +17,6 @@ using bindings::Bytes;
 using cpu::FloatingPointScope;
 using cpu::RowKernels;
 using cpu::RowQuantization;
-using cpu::ScaleFormat;
 using cpu::store_mode;
 
 const RowKernels& row_kernels(const std::string& isa) {
@@ -143,20 +143,17 @@ void zero(const std::string& isa, const py::buffer& dst, bool streaming) {
   kernels.store_fence();
 }
 
-ScaleFormat parse_scale_format(const std::string& name) {
-  if (name == "float32")
-    return ScaleFormat::kFloat32;
-  if (name == "float32_power_of_2")
-    return ScaleFormat::kFloat32PowerOf2;
-  if (name == "ue8m0")
-    return ScaleFormat::kUe8m0;
-  throw InvalidArgument(
-      concat("expected float32, float32_power_of_2 or ue8m0 scale factors, got '", name, "'"));
+layout::ScaleFormat parse_scale_format(const std::string& name) {
+  for (size_t number = 0; number < layout::scale_table().size(); ++number)
+    if (name == layout::scale_table()[number].name)
+      return static_cast<layout::ScaleFormat>(number);
+  throw InvalidArgument(concat("no scale factors are named '", name, "'"));
 }
 
 void quantize_row(const std::string& isa,
                   const std::string& dtype_text,
                   int block,
+                  float least_amax,
                   const std::string& scale_format_text,
                   const py::buffer& src,
                   const std::vector<py::buffer>& dst,
@@ -166,15 +163,18 @@ void quantize_row(const std::string& isa,
   RowQuantization quantization;
   quantization.dtype = parse_dtype(dtype_text);
   MOE_CHECK(quantization.dtype != DType::kFloat64, "expected bf16, fp16 or fp32, got float64");
-  MOE_CHECK(block == 128 || block == 32, "block: expected 128 or 32, got ", block);
+  MOE_CHECK(
+      block == 128 || block == 64 || block == 32, "block: expected 128, 64 or 32, got ", block);
   quantization.block = block;
+  quantization.least_amax = least_amax;
   quantization.scale_format = parse_scale_format(scale_format_text);
   const int64_t alignment = element_bytes(quantization.dtype);
   const Bytes row(src, false);
   quantization.hidden = row.size() / alignment;
   row.check(quantization.hidden * alignment, alignment, "row");
   const ByteRows copies(dst, quantization.hidden, 1, true, "destination");
-  const int64_t scale_bytes = quantization.scale_format == ScaleFormat::kUe8m0 ? 1 : 4;
+  const int64_t scale_bytes =
+      layout::scale_table()[static_cast<size_t>(quantization.scale_format)].bytes;
   const Bytes factors(scales, true);
   factors.check(quantization.num_blocks() * scale_bytes, scale_bytes, "scales");
   const py::gil_scoped_release release;
@@ -230,6 +230,7 @@ void bind_row_kernels(py::module_& parent) {
         py::arg("isa"),
         py::arg("dtype"),
         py::arg("block"),
+        py::arg("least_amax"),
         py::arg("scale_format"),
         py::arg("src"),
         py::arg("dst"),

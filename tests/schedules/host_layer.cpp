@@ -69,7 +69,7 @@ ops::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
     params.weight_bytes = 4;
   }
   if (shape_.num_scales > 0) {
-    params.quantization_code = 1 | (shape_.has_scale_columns ? 2 : 0);
+    params.quantization = {1 | (shape_.has_scale_columns ? 2 : 0)};
     params.num_scales = shape_.num_scales;
     params.scale_bytes = shape_.scale_bytes;
     params.scales = tokens.scales.data();

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "layout/wire_format.h"
+
 namespace moe::simt::checker {
 
 using layout::Slot;
@@ -25,6 +27,13 @@ int64_t KernelCase::origin_of(int rank_idx, const int64_t* slots, int64_t i) con
     if (slots[j] != Slot::kNone && Slot::rank_idx(slots[j]) == dst_rank)
       return Slot::row_idx(slots[j]);
   return Slot::row_idx(slots[i]);
+}
+
+cpu::RowQuantization quantization_named(std::string_view name, DType dtype, int64_t hidden) {
+  const auto& formats = layout::format_table();
+  const auto format = std::find_if(
+      formats.begin(), formats.end(), [&](const auto& each) { return each.name == name; });
+  return cpu::row_quantization(*format, format->scale_formats.front(), dtype, hidden);
 }
 
 void ExpectedBytes::set(int64_t offset, const void* from, int64_t num_bytes) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/dtype.h"
@@ -54,7 +55,7 @@ struct KernelCase {
   int64_t row_bytes() const { return is_quantized ? hidden : source_row_bytes(); }
   int64_t num_scales() const { return is_quantized ? quantization.num_blocks() : 0; }
   int64_t scale_bytes() const {
-    return !is_quantized ? 0 : quantization.scale_format == cpu::ScaleFormat::kUe8m0 ? 1 : 4;
+    return !is_quantized ? 0 : quantization.scale_format == layout::ScaleFormat::kUe8m0 ? 1 : 4;
   }
   bool is_by_rank() const { return layout == layout::RowLayout::kRankMajor; }
   bool is_elsewhere(int rank_idx, int other_rank) const {
@@ -66,6 +67,9 @@ struct KernelCase {
   int64_t origin_of(int rank_idx, const int64_t* slots, int64_t i) const;
   layout::Arrangement arrangement() const;
 };
+
+/// To the format of that name, with its default scale factors.
+cpu::RowQuantization quantization_named(std::string_view name, DType dtype, int64_t hidden);
 
 /// What one rank puts into a step.
 struct RankInputs : AskedOfRank {

@@ -291,10 +291,9 @@ kernels::DispatchParams KernelWorld::dispatch_rows(int rank_idx,
   params.weights = place.weights;
   params.weight_bytes = shape_.with_weights ? 4 : 0;
   params.slots = slots;
-  params.quantize.is_on = shape_.is_quantized;
-  params.quantize.dtype = shape_.dtype;
-  params.quantize.block = shape_.quantization.block;
-  params.quantize.scale_format = static_cast<int32_t>(shape_.quantization.scale_format);
+  const cpu::RowQuantization& how = shape_.quantization;
+  params.quantize = {
+      shape_.is_quantized, shape_.dtype, how.block, how.least_amax, how.scale_format};
   params.num_scales = static_cast<int32_t>(shape_.num_scales());
   params.scale_bytes = static_cast<int32_t>(shape_.scale_bytes());
   params.arrangement = shape_.arrangement();

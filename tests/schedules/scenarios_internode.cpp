@@ -125,10 +125,8 @@ MOE_SCENARIO(internode_fp8, "rows quantized before they leave the node") {
   shape.is_column_major = run.random().chance(1, 2);
   shape.expert_alignment = 2;
   const bool is_long = run.random().chance(1, 2);
-  shape.quantization.dtype = shape.dtype;
-  shape.quantization.block = is_long ? 128 : 32;
-  shape.quantization.scale_format = is_long ? cpu::ScaleFormat::kFloat32 : cpu::ScaleFormat::kUe8m0;
-  shape.quantization.hidden = shape.hidden;
+  shape.quantization =
+      quantization_named(is_long ? "FP8_BLOCK128" : "MXFP8", shape.dtype, shape.hidden);
   shape = across_nodes(run, shape);
   shape.num_max_tokens = 3;
   run_operations(run, shape, 1);

@@ -86,17 +86,15 @@ MOE_SCENARIO(low_latency, "places that follow from shapes alone, ranks masked no
   run_operations(run, shape, 2);
 }
 
-KernelCase quantized(Run& run, int block, cpu::ScaleFormat format) {
+/// @param name  of a format, whose default scale factors it has
+KernelCase quantized(Run& run, std::string_view name) {
   KernelCase shape;
   shape.is_quantized = true;
   shape.dtype = run.random().chance(1, 2) ? DType::kBFloat16 : DType::kFloat32;
   shape.hidden = run.random().chance(1, 2) ? 32 : 144;
   shape.is_column_major = run.random().chance(1, 2);
   shape.expert_alignment = 2;
-  shape.quantization.dtype = shape.dtype;
-  shape.quantization.block = block;
-  shape.quantization.scale_format = format;
-  shape.quantization.hidden = shape.hidden;
+  shape.quantization = quantization_named(name, shape.dtype, shape.hidden);
   shape.is_plain = run.random().chance(1, 4);
   shape = draw_case(run, shape);
   shape.num_max_tokens = 3;
@@ -104,11 +102,11 @@ KernelCase quantized(Run& run, int block, cpu::ScaleFormat format) {
 }
 
 MOE_SCENARIO(fp8_block128, "rows quantized in shared memory, float32 scale factors") {
-  run_operations(run, quantized(run, 128, cpu::ScaleFormat::kFloat32), 1);
+  run_operations(run, quantized(run, "FP8_BLOCK128"), 1);
 }
 
 MOE_SCENARIO(mxfp8, "rows quantized in shared memory, scale factors of one byte") {
-  run_operations(run, quantized(run, 32, cpu::ScaleFormat::kUe8m0), 1);
+  run_operations(run, quantized(run, "MXFP8"), 1);
 }
 
 /// @p shape with several warps to a row.
@@ -135,8 +133,7 @@ MOE_SCENARIO(shared_rows, "several warps to a row, on one device or two") {
 
 MOE_SCENARIO(shared_quantized_rows, "each with the scale factors of its part") {
   const bool is_mx = run.random().chance(1, 2);
-  KernelCase shape = quantized(
-      run, is_mx ? 32 : 128, is_mx ? cpu::ScaleFormat::kUe8m0 : cpu::ScaleFormat::kFloat32);
+  KernelCase shape = quantized(run, is_mx ? "MXFP8" : "FP8_BLOCK128");
   shape.hidden = 528;
   shape.quantization.hidden = shape.hidden;
   shape.num_topk = 2;
@@ -240,13 +237,7 @@ MOE_SCENARIO(devices_low_latency_wide, "the same with many more places than are 
 
 MOE_SCENARIO(devices_quantized, "the same with scale factors, which are copied with their row") {
   const bool is_mx = run.random().chance(1, 2);
-  run_operations(
-      run,
-      on_devices(run,
-                 quantized(run,
-                           is_mx ? 32 : 128,
-                           is_mx ? cpu::ScaleFormat::kUe8m0 : cpu::ScaleFormat::kFloat32)),
-      1);
+  run_operations(run, on_devices(run, quantized(run, is_mx ? "MXFP8" : "FP8_BLOCK128")), 1);
 }
 
 MOE_SCENARIO(devices_drops, "the same where the first slots of tokens are dropped") {

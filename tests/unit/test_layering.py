@@ -281,7 +281,7 @@ USERS_OF_NATIVE = {
         "moe_comm.resharding.copy_services.batched_copy",
         "moe_comm.resharding.describe.tensor_table",
         "moe_comm.tensors.memory",
-        "moe_comm.tensors.onlookers",
+        "moe_comm.tensors.quantization",
         "moe_comm.cli",
     ),
     "moe_comm._simt": ("moe_comm.ep.backends.simt",),
@@ -526,8 +526,9 @@ def test_a_broken_arrow_of_resharding_is_found(module: str, imported: str) -> No
 
 
 def test_the_definition_stands_on_torch_alone() -> None:
-    # What memory is taken is no part of it: a configuration says it by asking the budget.
-    sources = SOURCES | {"moe_comm.ep.budget": ""}
+    # What memory is taken is no part of it: a configuration says it by asking the budget. Nor is which
+    # formats there are, a table of csrc.
+    sources = SOURCES | {"moe_comm.ep.budget": "", "moe_comm.tensors.quantization": "import torch"}
     assert reachable_modules(SPEC, sources) == {SPEC} | SPEC_STANDS_ON
     reached = reachable_modules(REFERENCE, sources)
     asking = {
@@ -556,7 +557,7 @@ def test_local_tensor_work_knows_no_peers() -> None:
     own = {module for module in MODULES if module.startswith("moe_comm.triton")}
     assert len(own) > 5
     reached = {found for module in own for found in reachable_modules(module, SOURCES)}
-    assert reached - own <= {"moe_comm.tensors.quantization"}
+    assert reached - own <= {"moe_comm.tensors.quantization", "moe_comm._host"}
 
 
 def test_a_reference_that_reaches_the_native_module_is_found() -> None:

@@ -32,23 +32,27 @@ HIDDENS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192
 class Recipe:
     block: int
     scale_format: str
+    least_amax: float = 0.0
 
     @property
     def scale_dtype(self) -> type[np.generic]:
-        return np.uint8 if self.scale_format == "ue8m0" else np.uint32
+        return np.uint8 if self.scale_format == "UE8M0" else np.uint32
 
     @property
     def nan_scale(self) -> int:
-        return 0xFF if self.scale_format == "ue8m0" else 0x7FC00000
+        return 0xFF if self.scale_format == "UE8M0" else 0x7FC00000
 
 
-FLOAT32 = Recipe(128, "float32")
-POWER_OF_2 = Recipe(128, "float32_power_of_2")
-PACKED = Recipe(128, "ue8m0")
-MX = Recipe(32, "ue8m0")
+FLOAT32 = Recipe(128, "FLOAT32", 1e-4)
+POWER_OF_2 = Recipe(128, "FLOAT32_POWER_OF_2", 1e-4)
+PACKED = Recipe(128, "UE8M0", 1e-4)
+MX = Recipe(32, "UE8M0")
+# Of no format, which one could have.
+BLOCK64 = Recipe(64, "FLOAT32_POWER_OF_2")
+FLOAT32_64 = Recipe(64, "FLOAT32", 0.25)
 RECIPES = [
-    pytest.param(recipe, id=f"{recipe.scale_format}-{recipe.block}")
-    for recipe in (FLOAT32, POWER_OF_2, PACKED, MX)
+    pytest.param(recipe, id=f"{recipe.scale_format.lower()}-{recipe.block}")
+    for recipe in (FLOAT32, POWER_OF_2, PACKED, MX, BLOCK64, FLOAT32_64)
 ]
 NAN_CODE = 0x7F
 
@@ -63,11 +67,10 @@ def expected(x: torch.Tensor, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     amax = blocks.abs().amax(dim=1)
     is_finite = amax.isfinite().numpy()
     amax[~amax.isfinite()] = 1.0
-    if recipe.block == 128:
-        amax = amax.clamp(min=1e-4)
+    amax = amax.clamp(min=recipe.least_amax)
     most = torch.full_like(amax, 448.0)
     quotient = amax / most
-    if recipe.scale_format == "float32":
+    if recipe.scale_format == "FLOAT32":
         scaled = blocks * (most / amax)[:, None]
         scales = quotient.numpy().view(np.uint32).copy()
     else:
@@ -76,7 +79,7 @@ def expected(x: torch.Tensor, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
         exponent = np.where(fraction == 0.0, -127, np.clip(exponent, -127, 127))
         wide = np.ldexp(blocks.double().numpy(), -exponent[:, None])
         scaled = torch.from_numpy(wide).float()
-        if recipe.scale_format == "ue8m0":
+        if recipe.scale_format == "UE8M0":
             scales = (exponent + 127).astype(np.uint8)
         else:
             scales = np.ldexp(1.0, exponent).astype(np.float32).view(np.uint32)
@@ -105,6 +108,7 @@ def check(
         isa,
         name,
         recipe.block,
+        recipe.least_amax,
         recipe.scale_format,
         source,
         [target.bytes for target in targets],
@@ -136,6 +140,7 @@ def quantize(isa: str, x: torch.Tensor, recipe: Recipe) -> tuple[list[int], list
         isa,
         str(x.dtype).removeprefix("torch."),
         recipe.block,
+        recipe.least_amax,
         recipe.scale_format,
         place(x.view(torch.uint8).numpy(), 0),
         [target],
@@ -187,7 +192,7 @@ def test_any_address(isa: str, data: st.DataObject) -> None:
     check(
         isa,
         row,
-        data.draw(st.sampled_from([FLOAT32, POWER_OF_2, PACKED, MX])),
+        data.draw(st.sampled_from([FLOAT32, POWER_OF_2, PACKED, MX, BLOCK64, FLOAT32_64])),
         streaming=data.draw(st.booleans()),
         src_offset=dtype.itemsize * data.draw(st.integers(0, 64 // dtype.itemsize - 1)),
         dst_offsets=tuple(data.draw(st.lists(st.integers(0, 63), max_size=9))),
@@ -349,13 +354,15 @@ def test_wrong_arguments_are_named() -> None:
     bf16 = ("portable", "bfloat16")
     with pytest.raises(ValueError, match="expected bf16, fp16 or fp32, got float64"):
         kernels.quantize_row(
-            "portable", "float64", 128, "float32", row, copies, scale, streaming=False
+            "portable", "float64", 128, 0.0, "FLOAT32", row, copies, scale, streaming=False
         )
-    with pytest.raises(ValueError, match="block: expected 128 or 32, got 64"):
-        kernels.quantize_row(*bf16, 64, "float32", row, copies, scale, streaming=False)
-    with pytest.raises(ValueError, match="scale factors, got 'float16'"):
-        kernels.quantize_row(*bf16, 128, "float16", row, copies, scale, streaming=False)
+    with pytest.raises(ValueError, match="block: expected 128, 64 or 32, got 16"):
+        kernels.quantize_row(*bf16, 16, 0.0, "FLOAT32", row, copies, scale, streaming=False)
+    with pytest.raises(ValueError, match="scale factors are named 'FLOAT16'"):
+        kernels.quantize_row(*bf16, 128, 0.0, "FLOAT16", row, copies, scale, streaming=False)
     with pytest.raises(ValueError, match="scales: expected 4 bytes, got 1"):
-        kernels.quantize_row(*bf16, 32, "ue8m0", row, copies, scale[:1], streaming=False)
+        kernels.quantize_row(*bf16, 32, 0.0, "UE8M0", row, copies, scale[:1], streaming=False)
     with pytest.raises(ValueError, match="destination: expected 128 bytes, got 127"):
-        kernels.quantize_row(*bf16, 128, "float32", row, [copies[0][1:]], scale, streaming=False)
+        kernels.quantize_row(
+            *bf16, 128, 0.0, "FLOAT32", row, [copies[0][1:]], scale, streaming=False
+        )

@@ -4,15 +4,14 @@ namespace moe::bindings {
 
 namespace {
 
-/// The scale factors of a call, as Python describes them.
+/// The scale factors of a call, as `describe_scales` of moe_comm/ep/backends/native_scales.py
+/// describes them.
 struct ScaleArguments {
-  int32_t code;  ///< see DispatchParams::quantization_code
-  int32_t block;
-  int32_t scale_format;
+  int32_t code;  ///< layout::QuantizationCode
   int32_t source_dtype;
-  int64_t num_scales;
+  int64_t num_scales;  ///< here and below: of rows that are quantized already
   int32_t scale_bytes;
-  int64_t row_stride;  ///< bytes, of rows that are quantized already
+  int64_t row_stride;  ///< bytes
   int64_t step;
   TensorTypes types;
 };
@@ -20,32 +19,37 @@ struct ScaleArguments {
 ScaleArguments scale_arguments_of(const py::tuple& values) {
   return {values[0].cast<int32_t>(),
           values[1].cast<int32_t>(),
-          values[2].cast<int32_t>(),
+          values[2].cast<int64_t>(),
           values[3].cast<int32_t>(),
           values[4].cast<int64_t>(),
-          values[5].cast<int32_t>(),
-          values[6].cast<int64_t>(),
-          values[7].cast<int64_t>(),
-          {values[8].cast<int32_t>(), values[9].cast<int32_t>()}};
+          values[5].cast<int64_t>(),
+          {values[6].cast<int32_t>(), values[7].cast<int32_t>()}};
 }
 
-TensorTypes describe_scales(const py::tuple& arguments,
+TensorTypes describe_scales(const ops::EndpointBase& endpoint,
+                            const py::tuple& arguments,
                             const TensorView& rows,
                             const TensorView& given,
                             ops::DispatchParams* params) {
   const ScaleArguments scales = scale_arguments_of(arguments);
-  params->quantization_code = scales.code;
-  params->num_scales = scales.num_scales;
-  params->scale_bytes = scales.scale_bytes;
-  params->is_quantized_here = given.data == nullptr && scales.block > 0;
+  params->quantization = {scales.code};
+  params->is_quantized_here = params->quantization.is_quantized_here();
   if (params->is_quantized_here) {
-    params->row_bytes = rows.row_elements;
-    params->row_quantization.dtype = static_cast<DType>(scales.source_dtype);
-    params->row_quantization.block = scales.block;
-    params->row_quantization.scale_format = static_cast<cpu::ScaleFormat>(scales.scale_format);
-    params->row_quantization.hidden = rows.row_elements;
+    const layout::WireFormat* const format = params->quantization.find_format();
+    const layout::ScaleFormat scale = params->quantization.scale();
+    MOE_CHECK(format != nullptr && endpoint.can_quantize(*format, scale),
+              "expected a format that rows can be quantized to here, got code ",
+              scales.code);
+    const int64_t hidden = rows.row_elements;
+    params->row_bytes = format->row_bytes(hidden);
+    params->num_scales = format->num_scales(hidden, scale);
+    params->scale_bytes = format->scale_bytes(scale);
+    params->row_quantization =
+        cpu::row_quantization(*format, scale, static_cast<DType>(scales.source_dtype), hidden);
     return scales.types;
   }
+  params->num_scales = scales.num_scales;
+  params->scale_bytes = scales.scale_bytes;
   params->scales = given.data;
   params->scale_row_stride = scales.row_stride;
   params->scale_step = scales.step;
@@ -116,7 +120,8 @@ bool read_dispatch(ops::EndpointBase& endpoint,
   params.dtype = tensors->row_type;
   call->types.rows = params.dtype >= kFirstOpaqueType ? dlpack_type(DType::kBytes) : params.dtype;
   if (arguments.scales)
-    call->types = describe_scales(*arguments.scales, tensors->rows, tensors->scales, &params);
+    call->types =
+        describe_scales(endpoint, *arguments.scales, tensors->rows, tensors->scales, &params);
   call->listed = tensors->listed;
   take_window(endpoint, &params);
   return true;

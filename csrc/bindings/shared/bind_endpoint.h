@@ -96,6 +96,12 @@ void bind_endpoint(py::module_& module,
                               message,
                               signal_check());
            })
+      .def("can_quantize",
+           [](const EndpointT& self, int32_t code) {
+             const layout::QuantizationCode quantization{code};
+             const layout::WireFormat* const format = quantization.find_format();
+             return format != nullptr && self.can_quantize(*format, quantization.scale());
+           })
       .def("empty_rows",
            [](EndpointT& endpoint,
               const PlanT& plan,

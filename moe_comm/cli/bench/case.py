@@ -169,7 +169,7 @@ class BenchCase:
         scales_bytes = (
             self.quantization.num_scales(self.hidden) * self.quantization.sf_dtype.itemsize
         )
-        return self.hidden * self.quantization.data_dtype.itemsize + scales_bytes
+        return self.quantization.row_bytes(self.hidden) + scales_bytes
 
     @property
     def config(self) -> EpConfig:

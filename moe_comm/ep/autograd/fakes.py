@@ -78,7 +78,7 @@ def dispatch(
                 how.is_column_major,
                 num_experts_apart,
             ),
-            x.new_empty(shape, dtype=how.data_dtype),
+            x.new_empty((num_rows, how.row_bytes(x.shape[1])), dtype=how.data_dtype),
         ]
     return outputs
 

@@ -15,6 +15,7 @@ import torch
 
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
     "Backend",
@@ -287,6 +288,10 @@ class Backend(abc.ABC):
     def __init__(self, communicator: object, config: EpConfig) -> None:
         self.communicator = communicator
         self.config = config
+
+    def can_quantize(self, quantization: Quantization) -> bool:
+        """Whether rows can be quantized so in a dispatch; quantized rows travel in any format."""
+        return quantization.is_e4m3
 
     @abc.abstractmethod
     def dispatch(

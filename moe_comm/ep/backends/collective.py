@@ -103,7 +103,9 @@ class CollectiveBackend(Backend):
 
         def work() -> DispatchOutput:
             asked, united = self._exchange_counts(call, choices, options)
-            itemsize = x.element_size() if quantization is None else 1
+            row_bytes = x.shape[1] * x.element_size()
+            if quantization is not None and x_sf is None:
+                row_bytes = quantization.row_bytes(x.shape[1])
             decision = collective_capacity.decide(
                 asked,
                 self._rank_idx,
@@ -111,7 +113,7 @@ class CollectiveBackend(Backend):
                 layout,
                 arrangement,
                 options.capacity,
-                row_bytes=x.shape[1] * itemsize,
+                row_bytes=row_bytes,
             )
             plan = self._plan(decision.counts, choices, decision.asked, layout, expert_alignment)
             return self._move_to_experts(x, x_sf, topk_weights, plan, quantization, united)

@@ -38,7 +38,7 @@ from moe_comm.ep.backends.native_outcomes import (
     NativeDispatchOutput,
     NativePlan,
 )
-from moe_comm.ep.backends.native_scales import Scales, describe_scales
+from moe_comm.ep.backends.native_scales import Scales, describe_scales, quantization_code
 from moe_comm.ep.config import EpConfig, Layout, default_expert_rank
 from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
@@ -104,6 +104,9 @@ class NativeBackend(Backend):
     @abc.abstractmethod
     def _create_endpoint(self, settings: Settings) -> NativeEndpoint:
         """The endpoint of this rank. Collective."""
+
+    def can_quantize(self, quantization: Quantization) -> bool:
+        return self._endpoint.can_quantize(quantization_code(quantization))
 
     def dispatch(
         self,
@@ -198,6 +201,8 @@ class NativeBackend(Backend):
         hidden = x.shape[1]
         latest = self._latest_scales
         if latest is None or latest[:3] != (quantization, x.dtype, hidden):
+            if not self.can_quantize(quantization):
+                return None
             scales = describe_scales(x, None, quantization)
             latest = self._latest_scales = (quantization, x.dtype, hidden, scales)
         return latest[3]

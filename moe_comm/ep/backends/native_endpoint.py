@@ -170,6 +170,10 @@ class NativeEndpoint(Protocol):
         """
         ...
 
+    def can_quantize(self, code: int) -> bool:
+        """Whether rows can be quantized as `native_scales.quantization_code` says."""
+        ...
+
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:
         """Raises what every rank raises."""
         ...

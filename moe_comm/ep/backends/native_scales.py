@@ -9,7 +9,7 @@ import torch
 from moe_comm.ep.backends.native_dtypes import SUMMABLE_TYPES, tensor_type
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["Scales", "describe_scales"]
+__all__ = ["Scales", "describe_scales", "quantization_code"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,6 +19,13 @@ class Scales:
     arguments: tuple[int, ...]
     dtype: torch.dtype
     data_dtype: torch.dtype
+
+
+def quantization_code(quantization: Quantization) -> int:
+    """`layout::QuantizationCode` of rows that are to be quantized."""
+    assert quantization.scale_format is not None
+    is_column_major = quantization.is_column_major
+    return 1 | is_column_major << 1 | quantization.format << 4 | quantization.scale_format << 8
 
 
 def describe_scales(
@@ -33,37 +40,26 @@ def describe_scales(
         x_sf: Of rows that are quantized already, or None.
         quantization: None: `x_sf` travels as it is.
     """
-    is_column_major = quantization is not None and quantization.is_column_major
-    code = 1 | is_column_major << 1
     if x_sf is not None:
-        num_scales, itemsize = x_sf.shape[1], x_sf.dtype.itemsize
+        is_column_major = quantization is not None and quantization.is_column_major
+        itemsize = x_sf.dtype.itemsize
         row_stride, step = x_sf.stride()
         return Scales(
             (
-                *(code, 0, 0, 0, num_scales, itemsize, row_stride * itemsize, step * itemsize),
+                *(1 | is_column_major << 1, 0, x_sf.shape[1], itemsize),
+                *(row_stride * itemsize, step * itemsize),
                 *(tensor_type(x.dtype), tensor_type(x_sf.dtype)),
             ),
             dtype=x_sf.dtype,
             data_dtype=x.dtype,
         )
     assert quantization is not None
-    scale_format = quantization.scale_format
-    assert scale_format is not None
-    code |= quantization.format << 4 | scale_format << 8
-    num_scales = quantization.num_scales(x.shape[1])
+    data_dtype, dtype = quantization.data_dtype, quantization.sf_dtype
     return Scales(
         (
-            code,
-            quantization.format.block,
-            int(scale_format),
-            SUMMABLE_TYPES[x.dtype],
-            num_scales,
-            quantization.sf_dtype.itemsize,
-            0,
-            0,
-            tensor_type(quantization.data_dtype),
-            tensor_type(quantization.sf_dtype),
+            *(quantization_code(quantization), SUMMABLE_TYPES[x.dtype], 0, 0, 0, 0),
+            *(tensor_type(data_dtype), tensor_type(dtype)),
         ),
-        dtype=quantization.sf_dtype,
-        data_dtype=quantization.data_dtype,
+        dtype=dtype,
+        data_dtype=data_dtype,
     )
