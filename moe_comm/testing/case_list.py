@@ -15,11 +15,10 @@ from moe_comm.tensors.quantization import (
     MXFP8,
     Quantization,
     QuantizationFormat,
-    ScaleFormat,
 )
 from moe_comm.testing.cases import ROUTINGS, Case
 
-__all__ = ["CASES", "NODE_REDUCTION_CASES", "RANK_REDUCTION_CASES", "in_layout"]
+__all__ = ["CASES", "NODE_REDUCTION_CASES", "QUANTIZATIONS", "RANK_REDUCTION_CASES", "in_layout"]
 
 _RAGGED = (5, 0, 9, 3, 17, 1, 0, 4)
 
@@ -83,20 +82,17 @@ def _dashed(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def _quantizations() -> Iterator[Quantization]:
-    for scale_format in ScaleFormat:
-        for is_column_major in (False, True):
-            yield Quantization(
-                format=QuantizationFormat.FP8_BLOCK128,
-                scale_format=scale_format,
-                is_column_major=is_column_major,
-            )
-    for is_column_major in (False, True):
-        yield dataclasses.replace(MXFP8, is_column_major=is_column_major)
+QUANTIZATIONS = tuple(
+    Quantization(format=form, scale_format=scale_format, is_column_major=is_column_major)
+    for form in QuantizationFormat
+    for scale_format in form.e4m3_scales
+    for is_column_major in (False, True)
+)
+"""Everything that the definition can quantize rows to."""
 
 
 def _quantized_cases() -> Iterator[Case]:
-    for quantization in _quantizations():
+    for quantization in QUANTIZATIONS:
         scale_format = quantization.scale_format
         assert scale_format is not None
         order = "columns" if quantization.is_column_major else "rows"

@@ -21,10 +21,10 @@ from moe_comm import (
     Quantization,
     QuantizationFormat,
     QuantizedRows,
-    ScaleFormat,
 )
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.options import DispatchOptions, encode_dispatch, encode_quantization
+from moe_comm.testing import case_list
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 4, 2, 160  # the last block of 128 is shorter
@@ -32,14 +32,12 @@ BACKENDS = ["host", "reference"]
 
 QUANTIZATIONS = [
     pytest.param(
-        Quantization(format=form, scale_format=scale_format, is_column_major=is_column_major),
-        id=f"{form.name}-{scale_format.name}" + ("-column_major" if is_column_major else ""),
+        each,
+        id=f"{each.format.name}-{each.scale_format.name}"
+        + ("-column_major" if each.is_column_major else ""),
     )
-    for form, scale_format in [
-        *((QuantizationFormat.FP8_BLOCK128, scale_format) for scale_format in ScaleFormat),
-        (QuantizationFormat.MXFP8, ScaleFormat.UE8M0),
-    ]
-    for is_column_major in (False, True)
+    for each in case_list.QUANTIZATIONS
+    if each.scale_format is not None
 ]
 LAYOUTS = list(Layout)
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
 import torch
 
 from moe_comm.tensors import quantized
-from moe_comm.tensors.quantization import (
-    FP8_BLOCK128,
-    MXFP8,
-    Quantization,
-    QuantizationFormat,
-    ScaleFormat,
-)
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
+from moe_comm.testing.case_list import QUANTIZATIONS
 
 pytest.importorskip("triton")
 
@@ -25,19 +19,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The interpreter multiplies infinities in numpy, which warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-FORMATS = [
-    dataclasses.replace(quantization, is_column_major=is_column_major)
-    for quantization in (
-        FP8_BLOCK128,
-        Quantization(
-            format=QuantizationFormat.FP8_BLOCK128,
-            scale_format=ScaleFormat.FLOAT32_POWER_OF_2,
-        ),
-        Quantization(format=QuantizationFormat.FP8_BLOCK128, scale_format=ScaleFormat.UE8M0),
-        MXFP8,
-    )
-    for is_column_major in (False, True)
-]
 
 
 def name_of(quantization: Quantization) -> str:
@@ -68,7 +49,7 @@ def rows_of_every_size(dtype: torch.dtype, hidden: int) -> torch.Tensor:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("quantization", FORMATS, ids=name_of)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=name_of)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [8, 128, 1000])
 def test_quantize_has_the_bits_of_the_reference(
@@ -91,7 +72,7 @@ def test_a_block_that_is_not_finite_is_all_nan() -> None:
     x = torch.ones(2, 256, device=DEVICE)
     x[0, 3] = float("inf")
     x[1, 200] = -float("nan")
-    for quantization in FORMATS:
+    for quantization in QUANTIZATIONS:
         data, sf = local.quantize(x, quantization)
         values = local.dequantize(data, sf, quantization, torch.float32)
         raw, block = data.view(torch.uint8), quantization.format.block
@@ -139,7 +120,7 @@ def test_every_rounding_to_e4m3_is_that_of_the_reference() -> None:
 
 def test_nothing_to_do() -> None:
     x = torch.empty(0, 64, device=DEVICE)
-    for quantization in FORMATS:
+    for quantization in QUANTIZATIONS:
         data, sf = local.quantize(x, quantization)
         assert sf.shape == (0, quantization.num_scales(64))
         assert sf.dtype is quantization.sf_dtype
