@@ -27,6 +27,18 @@ moe_comm_add_module(_host_testing moe_comm_host_testing)
 set_target_properties(_host_testing PROPERTIES EXCLUDE_FROM_ALL TRUE)
 add_dependencies(test_programs _host_testing)
 
+# The CPU backend with more formats in its table than the package has.
+moe_comm_add_objects(moe_comm_more_wire_formats
+  "${PROJECT_SOURCE_DIR}/tests/cpp/more_wire_formats.cpp")
+moe_comm_add_module(_host_more_wire_formats moe_comm_host_bindings moe_comm_more_wire_formats)
+get_target_property(sources _host_more_wire_formats SOURCES)
+list(TRANSFORM sources REPLACE "^(.*:moe_comm_common>)$"
+  "$<FILTER:\\1,EXCLUDE,/layout/wire_format>")
+set_target_properties(_host_more_wire_formats PROPERTIES SOURCES "${sources}" OUTPUT_NAME _host
+  LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/more_wire_formats"
+  EXCLUDE_FROM_ALL TRUE)
+add_dependencies(test_programs _host_more_wire_formats)
+
 # Heap and sockets under sanitizers, which not every compiler brings: the tests that run these
 # programs build them.
 if(NOT MOE_COMM_SANITIZE)

@@ -1,0 +1,38 @@
+"""The table of formats, and that a format needs nothing but its record in it."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+import pytest
+
+from moe_comm import QuantizationFormat, ScaleFormat, _host
+from moe_comm.tensors.quantization import _named_by
+from tests.helpers.fresh_python import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_formats_that_are_in_the_table_alone() -> None:
+    done = run_python(
+        *("-m", "pytest", "-q", "-p", "tests.helpers.more_wire_formats"),
+        *("-p", "no:cacheprovider", "tests/unit/added_wire_formats.py"),
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_names_are_those_of_the_table() -> None:
+    formats, scales = _host.layout.WIRE_FORMATS, _host.layout.SCALE_FORMATS
+    assert [each.name for each in QuantizationFormat] == [each.name for each in formats]
+    assert [each.name for each in ScaleFormat] == [each.name for each in scales]
+
+
+@pytest.mark.parametrize("table", [["B", "A"], ["B"]])
+def test_a_name_that_the_table_has_not_is_found(table: list[str]) -> None:
+    with pytest.raises(ImportError, match=r"Written.A is 1, the table has \{'B': 1"):
+
+        @_named_by(dict.fromkeys(table), first=1)
+        class Written(enum.IntEnum):
+            A = 1
