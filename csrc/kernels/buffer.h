@@ -23,6 +23,7 @@ enum class Cause : uint32_t {
 /// Device memory of a buffer that its kernels count in. Zero before the first operation.
 struct BufferState {
   uint64_t epoch;            ///< of the last operation whose exchange began
+  uint64_t refused_epoch;    ///< of the last one in which no row moved, as all ranks found alike
   uint32_t has_left;         ///< a kernel left early: later ones return at once. Reset by the host
   uint32_t num_blocks_done;  ///< of the running kernel; its last block sets it to 0 again
 };

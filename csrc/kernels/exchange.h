@@ -33,14 +33,14 @@ struct Choices {
       nullptr;  ///< device [num_chunks]: first flat index outside the range, or -1
 };
 
-/// Host memory that an exchange fills for a host that waits for sizes.
+/// Host memory that an exchange fills for a host that hears what the ranks say, then or later.
 ///
 /// Layout behind this header: num_ranks rows of Row::stride, as they lay in this rank's workspace;
 /// zero for ranks that are not active. Counts and messages are there where a row is uncached or
 /// some row is not ok.
 struct HostRead {
   uint64_t ticket;  ///< stored last, with release at system scope
-  uint64_t epoch;   ///< of the exchange that began last among those that a host waits for
+  uint64_t epoch;   ///< of the exchange, once it has begun; the host sets it to 0 before
   int32_t status;   ///< OperationStatus
   int32_t reserved[11];
 };
@@ -62,6 +62,7 @@ struct ExchangeParams {
   int32_t fixed_rows = -1;
   uint64_t needed_bytes = 0;
   uint64_t available_bytes = 0;
+  uint64_t heard_epoch = layout::Row::kHeardAll;  ///< of a row that is ok
 
   // Uncached dispatch. A bad id makes a row of status kBadExpert, whose needed_bytes is the flat
   // index and whose available_bytes is the id.

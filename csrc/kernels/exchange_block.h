@@ -162,7 +162,7 @@ class ExchangeBlock {
       store_struct(&row()->arguments, params_.arguments);
       store_struct(&row()->offer, params_.offer);
       store_struct(&row()->weights_offer, params_.weights_offer);
-      device::store(&row()->needed_bytes, needed_bytes);
+      device::store(&row()->needed_bytes, is_ok ? params_.heard_epoch : needed_bytes);
       device::store(&row()->available_bytes, available_bytes);
       if (!is_ok)
         copy_message();
@@ -286,9 +286,11 @@ class ExchangeBlock {
   // --- Rows of all ranks ------------------------------------------------------------------------
 
   /// Whether the rows that this thread looks at are all right. All equal this rank's exactly where
-  /// all equal each other.
+  /// all equal each other. Not where a rank called without knowing that an operation before, on
+  /// which this one may build, was found wrong.
   MOE_DEVICE bool agrees() const {
     bool agrees = true;
+    const uint64_t refused_epoch = device::load(&buffer_.state->refused_epoch);
 #pragma unroll 1
     for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
          rank_idx += device::num_threads()) {
@@ -296,7 +298,8 @@ class ExchangeBlock {
         continue;
       const Row& peer_row = own_.row(epoch_, rank_idx);
       const int32_t status = device::load(&peer_row.status);
-      if (status != static_cast<int32_t>(RowStatus::kOk))
+      if (status != static_cast<int32_t>(RowStatus::kOk) ||
+          device::load(&peer_row.needed_bytes) < refused_epoch)
         agrees = false;
       const layout::OperationArguments arguments = load_struct(&peer_row.arguments);
       if (!arguments.is_same_as(params_.arguments))
@@ -470,21 +473,37 @@ class ExchangeBlock {
   // --- The end ----------------------------------------------------------------------------------
 
   MOE_DEVICE void conclude(OperationStatus status) const {
+    const bool is_refused =
+        status == OperationStatus::kRejected || status == OperationStatus::kOverflow;
+    if (params_.is_dispatch != 0 && (is_refused || status == OperationStatus::kLeft))
+      clear_counts();
     if (device::thread_idx() == 0) {
+      if (is_refused)
+        device::store(&buffer_.state->refused_epoch, epoch_);
       device::store(params_.tables.status, static_cast<int32_t>(status));
       device::store(params_.tables.status + 1, num_dropped_);
       device::store(params_.tables.may_move, int32_t{status == OperationStatus::kOk});
     }
     device::sync_block();
     // All ranks end here alike: this rank has read all rows and sends none.
-    const bool is_settled = status == OperationStatus::kRejected ||
-                            status == OperationStatus::kOverflow ||
-                            (status == OperationStatus::kShort && params_.host_read == nullptr);
+    const bool is_settled =
+        is_refused || (status == OperationStatus::kShort && params_.host_read == nullptr);
     if (is_settled)
       peers_.release_done(epoch_);
     peers_.end();
     if (params_.host_read != nullptr && device::thread_idx() == 0)
       give_ticket(params_.host_read, params_.ticket, status);
+  }
+
+  /// Kernels of the caller's that look at them do so before anybody can know.
+  MOE_DEVICE void clear_counts() const {
+    const int num_local = buffer_.num_local_experts;
+#pragma unroll 1
+    for (int i = device::thread_idx(); i <= num_local; i += device::num_threads()) {
+      device::store(params_.tables.expert_offsets + i, int32_t{0});
+      if (i < num_local)
+        device::store(params_.tables.num_tokens_per_expert + i, int64_t{0});
+    }
   }
 
   const ExchangeParams& params_;

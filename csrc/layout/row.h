@@ -123,7 +123,8 @@ static_assert(sizeof(OperationArguments) == 64);
 ///   [80, 104)   offer of rows: where the sender will receive (dispatch) or lets others pull
 ///               (combine)
 ///   [104, 128)  offer of weights to pull (combine)
-///   [128, 144)  needed and available bytes (status kNoCapacity)
+///   [128, 144)  needed and available bytes (status kNoCapacity); status kOk, of a device: the
+///               first 8 are heard_epoch()
 ///   [144, ...)  status kOk: a row of the count matrix, in an uncached dispatch;
 ///               else: a message of kMessageBytes, zero-terminated
 struct Row {
@@ -142,6 +143,11 @@ struct Row {
   Offer weights_offer;
   uint64_t needed_bytes;
   uint64_t available_bytes;
+
+  /// Status kOk: the last operation of which the sender's caller had heard what came of it, when it
+  /// called this one. An operation that was found wrong behind that is one that it may build on.
+  static constexpr uint64_t kHeardAll = UINT64_MAX;
+  MOE_HOST_DEVICE uint64_t heard_epoch() const { return needed_bytes; }
 
   MOE_HOST_DEVICE int32_t* counts() { return reinterpret_cast<int32_t*>(this + 1); }
   MOE_HOST_DEVICE const int32_t* counts() const {

@@ -85,7 +85,7 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
     return seconds;
   }
 
-  void settle_overflow() { exchange_.settle(); }
+  void settle_overflow(const std::exception_ptr& /*error*/) { exchange_.settle(); }
   void settle_shortage() { exchange_.settle(); }
 
   void move(const Rows& /*rows*/) {

@@ -31,6 +31,8 @@ class CallerJoin {
   /// Whether join() would return or throw at once. Who asks wants the end: what join() would start
   /// is started.
   virtual bool is_complete() { return true; }
+  /// Whether somebody has seen the end; what it has brought may be read.
+  virtual bool has_ended() const { return true; }
   /// Nanoseconds waited for every rank behind the outcome, [num_ranks] or empty. After join().
   virtual std::vector<int64_t> waited_ns() const { return {}; }
 };

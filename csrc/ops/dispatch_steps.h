@@ -26,7 +26,7 @@ namespace moe::ops {
 ///   - make_plan(judged): the plan of what is kept, from what count_choices() found
 ///   - hear_counts_later(): the same before they are known, where Exchange::kMayHearLater
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
-///   - settle_overflow(), settle_shortage(): every rank has found that the operation ends here
+///   - settle_overflow(error), settle_shortage(): every rank has found that the operation ends here
 ///   - move(rows): the data, until what this engine's caller waits for is there; no rows where they
 ///     are heard later
 ///   - outcome(): hands out what arrived
@@ -138,7 +138,9 @@ class DispatchSteps {
   /// Whether this engine hands the operation out before it has heard the other ranks.
   bool hears_later() {
     if constexpr (Exchange::kMayHearLater) {
-      if (exchange_.hears_later(arguments())) {
+      // One that is received later is told of when it is.
+      const bool is_left = params_.is_async && !endpoint_.has_graphs();
+      if (!is_left && exchange_.hears_later(arguments())) {
         outcome_.gradients = params_.gradients;  // to which no rank can add
         return true;
       }
@@ -168,7 +170,7 @@ class DispatchSteps {
     JudgedCounts judged = judge_counts(
         std::move(rows->counts), endpoint_, arrangement_, params_.capacity, params_.row_bytes);
     if (judged.overflow) {
-      mover().settle_overflow();
+      mover().settle_overflow(judged.overflow);
       std::rethrow_exception(judged.overflow);
     }
     windows_ = lay_out_windows(judged.kept, endpoint_.placement(), arrangement_, params_);

@@ -1,6 +1,12 @@
 #include "ops/plan.h"
 
+#include "ops/dispatch.h"
+
 namespace moe::ops {
+
+bool PlanHeader::awaits_counts() const {
+  return verdict != nullptr && !verdict->has_ended();
+}
 
 PlanHeader PlanHeader::make(const layout::Arrangement& arrangement,
                             layout::CountMatrix counts,

@@ -30,8 +30,8 @@ struct PlanHeader {
   layout::ReceivedRows received;  ///< what this rank receives
   AskedRows asked;                ///< what it would receive if nothing were dropped
   uint64_t hash = 0;              ///< equal on every rank for one dispatch
-  /// Where counts come later: who is no operation of the buffer joins it before it reads
-  /// num_recv_topk, counts, what is received or asked per expert, or the hash. Else null.
+  /// Where counts come later: who reads num_recv_topk, counts, or what is received or asked per
+  /// expert, joins it before or sees that it has ended. Else null.
   std::shared_ptr<CallerJoin> verdict;
 
   static PlanHeader make(const layout::Arrangement& arrangement,
@@ -51,8 +51,11 @@ struct PlanHeader {
                       received.num_tokens_per_expert.begin());
     std::ranges::copy(counted.received.expert_offsets, received.expert_offsets.begin());
     asked = std::move(counted.asked);
-    hash = counted.hash;
+    if (hash != counted.hash)  // an operation may be reading it
+      hash = counted.hash;
   }
+  /// Whether counts are yet to come.
+  bool awaits_counts() const;
 
   layout::RowLayout layout() const { return arrangement.layout; }
   int64_t num_rows() const { return received.num_rows; }

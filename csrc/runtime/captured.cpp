@@ -33,7 +33,7 @@ class Capture {
     ops::check_rails(endpoint.group(), operation);
     endpoint.group().check_usable(operation);
     endpoint.settle_receive({});
-    if (const std::exception_ptr error = endpoint.settle_verdict({}))
+    if (const std::exception_ptr error = endpoint.verdicts().take_all({}))
       std::rethrow_exception(error);
     endpoint.enter_capture();
     endpoint.count_captured();

@@ -18,7 +18,9 @@ kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const ops::Combin
   kernel.num_tokens = plan.num_tokens;
   kernel.num_topk = static_cast<int32_t>(plan.num_topk);
   kernel.num_slots = static_cast<int32_t>(plan.num_slots);
-  kernel.num_recv_topk = static_cast<int32_t>(plan.num_recv_topk);
+  // Else each place has one.
+  if (plan.arrangement.is_by_rank() || endpoint.internode() != nullptr)
+    kernel.num_recv_topk = static_cast<int32_t>(plan.num_recv_topk);
   kernel.arrangement = plan.arrangement;
   kernel.slots = plan.slots;
   kernel.topk_idx = plan.topk_idx;

@@ -27,7 +27,9 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
   void begin() {
     endpoint_.wait_for_caller(params_.caller_mark.get());
     exchange_.tell_late_error(ops::combine_arguments(params_));
-    exchange_.reject_if(find_failure(plan_), ops::combine_arguments(params_));
+    // Where nobody has heard of the dispatch yet, kernels refuse this with it.
+    if (!plan_.awaits_counts())
+      exchange_.reject_if(find_failure(plan_), ops::combine_arguments(params_));
   }
   std::string find_problem() const { return find_shortage(endpoint_, params_); }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/rank_list.h"
+#include "core/text.h"
 #include "ops/dispatch_steps.h"
 #include "runtime/captured.h"
 #include "runtime/device_engine.h"
@@ -34,6 +35,11 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   void begin() {
     endpoint_.wait_for_caller(params_.caller_mark.get());
     exchange_.tell_late_error(arguments());
+    // Sizes of a cached dispatch follow from counts, and windows of the heap are not to be as many
+    // as operations may be in flight.
+    const bool is_of_heap = params_.window && !WindowRing::owns(*params_.window);
+    if (params_.plan ? params_.plan->awaits_counts() : is_of_heap)
+      exchange_.await_former();
     if (params_.plan)
       reject_if(find_failure(*params_.plan));
   }
@@ -57,9 +63,10 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       return;
     }
     // What the text about a bad id needs of this rank.
-    row.message = endpoint_.write_message(std::to_string(params_.num_topk));
+    row.message = exchange_.mailbox().write_message(std::to_string(params_.num_topk));
     if (is_low_latency() && !params_.masked_ranks.empty())
-      row.is_masked = endpoint_.upload_ranks(rank_flags(params_.masked_ranks, num_ranks_));
+      row.is_masked =
+          endpoint_.upload_ranks(exchange_.mailbox(), rank_flags(params_.masked_ranks, num_ranks_));
     exchange_.publish(row);
     // Rows follow their counts while the host reads those. No count decides the size of a
     // low-latency window, so nobody is short; elsewhere hardly anybody is where this rank has a
@@ -87,28 +94,33 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
                                                                  endpoint_.rank_idx(),
                                                                  params_.num_tokens,
                                                                  params_.num_topk);
+    if (is_low_latency())
+      plan->hash = exchange_.epoch();
     return plan;
   }
 
   std::shared_ptr<const DevicePlan> hear_counts_later() {
     launches_.foresee_plan();
+    launches_.made_plan()->hash = exchange_.epoch();
     are_counts_late_ = true;
     take_counts_ = [plan = launches_.made_plan(),
                     &endpoint = endpoint_,
                     arrangement = arrangement_,
                     capacity = params_.capacity,
-                    row_bytes = params_.row_bytes](ops::Rows rows) {
+                    row_bytes = params_.row_bytes](ops::Rows rows, uint64_t epoch) {
       ops::JudgedCounts judged =
           ops::judge_counts(std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
       if (judged.overflow)
         return judged.overflow;
-      plan->take_counts(ops::PlanHeader::make(arrangement,
-                                              std::move(judged.kept),
-                                              std::move(judged.asked),
-                                              endpoint.placement(),
-                                              endpoint.rank_idx(),
-                                              plan->num_tokens,
-                                              plan->num_topk));
+      auto counted = ops::PlanHeader::make(arrangement,
+                                           std::move(judged.kept),
+                                           std::move(judged.asked),
+                                           endpoint.placement(),
+                                           endpoint.rank_idx(),
+                                           plan->num_tokens,
+                                           plan->num_topk);
+      counted.hash = epoch;
+      plan->take_counts(std::move(counted));
       return std::exception_ptr();
     };
     return launches_.made_plan();
@@ -124,7 +136,9 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   }
 
   // The kernel has found the same.
-  void settle_overflow() { exchange_.settle(OperationStatus::kOverflow); }
+  void settle_overflow(const std::exception_ptr& error) {
+    exchange_.settle(OperationStatus::kOverflow, error_text(error));
+  }
   void settle_shortage() { exchange_.settle(OperationStatus::kShort); }
 
   void move(const ops::Rows& /*rows*/) {

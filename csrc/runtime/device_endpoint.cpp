@@ -22,7 +22,6 @@ namespace {
 
 using kernels::Buffer;
 using kernels::BufferState;
-using kernels::HostRead;
 using kernels::WaitReport;
 using layout::Row;
 using layout::Workspace;
@@ -211,15 +210,19 @@ void DeviceEndpoint::find_peers(const std::vector<Announcement>& announced,
 std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
   const int64_t num_tokens = config().num_max_tokens > 0 ? config().num_max_tokens : kUsualTokens;
   const int64_t num_topk = config().num_max_topk > 0 ? config().num_max_topk : kUsualTopk;
+  // Low-latency dispatches, each with its combine, of which the host runs ahead.
+  const int64_t num_pairs = windows_.bytes() > 0 ? kMostInFlight / 2 : 0;
   const int64_t plan_bytes =
       DevicePlan::memory_bytes(*this, layout::RowLayout::kExpertMajor, num_tokens, num_topk) +
       DispatchTables::memory_bytes(*this, nullptr) + 2 * kPageBytes;
   scratch(DispatchLaunches::scratch_bytes(*this, num_tokens, num_topk));
-  reserved_ = device_->reserve(kPlansAtOnce * config().depth * plan_bytes, kHostBytesAtOnce);
+  const int64_t num_plans = kPlansAtOnce * std::max<int64_t>(config().depth, num_pairs);
+  reserved_ = device_->reserve(num_plans * plan_bytes, kHostBytesAtOnce);
   // Where the caller is the host, so is the device, and growth of its heap waits for nobody.
   if (is_host_caller() || config().max_row_bytes == 0 || config().num_max_tokens == 0)
     return memory_->allocate(0);
-  int64_t bytes = (num_tokens * num_topk + num_tokens) * config().max_row_bytes;
+  const int64_t num_rows = num_tokens * std::max(num_topk + 1, num_pairs);
+  int64_t bytes = num_rows * config().max_row_bytes;
   // A combine then has a row more for each that came.
   if (config().rank_reduction)
     bytes = 2 * bytes + layout::RankSumsMap::make(num_tokens, num_topk, sizeof(double)).sums_offset;
@@ -359,10 +362,8 @@ void DeviceEndpoint::make_tables() {
   report_ = device_->allocate_host(sizeof(WaitReport));
   waits_ = device_->allocate_host(count * static_cast<int64_t>(sizeof(kernels::WaitTotals)));
   taken_waits_ns_.resize(static_cast<size_t>(count));
-  const int64_t stride = Row::stride(num_ranks(), num_experts);
-  host_read_ = device_->allocate_host(static_cast<int64_t>(sizeof(HostRead)) + count * stride);
-  message_ = device_->allocate_host(Row::kMessageBytes);
-  rank_staging_ = device_->allocate_host(count);
+  for (uint64_t i = 0; i < (is_host_caller() ? 1 : kMostInFlight); ++i)
+    mailboxes_.emplace_back(*device_, num_ranks(), num_experts);
   rank_values_ = device_->allocate(count);
   side_word_ = device_->allocate_host(8);
   // Page-locked memory that outlives its copies: who uploads drains the stream.
@@ -575,23 +576,20 @@ void DeviceEndpoint::settle_receive(const group::InterruptCheck& interrupt_check
   leave_to_receive(nullptr);
 }
 
-void DeviceEndpoint::leave_to_judge(std::shared_ptr<LateVerdict> verdict) {
-  const std::lock_guard<std::mutex> lock(phase_mutex_);
-  late_verdict_ = std::move(verdict);
+/// All before it where the memory of this one may be none but theirs: without windows for
+/// low-latency rows all is of the heap, and behind graphs or across nodes what follows needs to
+/// know what came before.
+std::exception_ptr DeviceEndpoint::hear_before(uint64_t number,
+                                               const group::InterruptCheck& interrupt_check) {
+  const bool runs_ahead = windows_.bytes() > 0 && !has_graphs() && internode_ == nullptr;
+  const uint64_t num_in_flight = runs_ahead ? mailboxes_.size() : 1;
+  return verdicts_.take_heard(number - std::min(number, num_in_flight), interrupt_check);
 }
 
-std::shared_ptr<LateVerdict> DeviceEndpoint::late_verdict() const {
-  const std::lock_guard<std::mutex> lock(phase_mutex_);
-  return late_verdict_;
-}
-
-std::exception_ptr DeviceEndpoint::settle_verdict(const group::InterruptCheck& interrupt_check) {
-  const std::shared_ptr<LateVerdict> verdict = late_verdict();
-  if (verdict == nullptr)
-    return nullptr;
-  const std::exception_ptr untold = verdict->settle(interrupt_check);
-  leave_to_judge(nullptr);
-  return untold;
+Mailbox& DeviceEndpoint::take_mailbox(uint64_t number) {
+  Mailbox& mailbox = mailboxes_[number % mailboxes_.size()];
+  mailbox.reset();
+  return mailbox;
 }
 
 void DeviceEndpoint::start_last_phase() {
@@ -600,27 +598,15 @@ void DeviceEndpoint::start_last_phase() {
 }
 
 void DeviceEndpoint::await_verdict(const group::InterruptCheck& interrupt_check) {
-  const std::shared_ptr<LateVerdict> verdict = late_verdict();
   const int64_t start_ns = sync::now_ns();
-  // Its kernel ends by the limits of kernels.
-  for (Polling polling; verdict != nullptr && !verdict->is_complete();) {
+  // Their kernels end by the limits of kernels.
+  for (Polling polling; !verdicts_.is_complete();) {
     const int64_t now_ns = sync::now_ns();
-    verdict->look(now_ns);
+    verdicts_.look(now_ns);
     if (interrupt_check)
       interrupt_check();
     polling.rest(now_ns - start_ns);
   }
-}
-
-const Row& DeviceEndpoint::read_row(int rank_idx) const {
-  const int64_t stride = Row::stride(num_ranks(), config().num_experts);
-  return *reinterpret_cast<const Row*>(
-      offset_ptr(host_read_.get() + sizeof(HostRead), rank_idx, stride));
-}
-
-const layout::SecondOffer& DeviceEndpoint::read_second_offer(int rank_idx) const {
-  return reinterpret_cast<const layout::SecondOffer*>(host_read_.get() +
-                                                      sizeof(HostRead))[rank_idx];
 }
 
 std::byte* DeviceEndpoint::scratch(int64_t bytes) {
@@ -707,17 +693,14 @@ void DeviceEndpoint::write_rejected_row(uint64_t epoch, int peer_rank) {
   Row& row = own_area_.row(epoch, peer_rank);
   write_word(row.status, static_cast<int32_t>(layout::RowStatus::kInvalidArgument));
   write_word(row.epoch, epoch);
+  // An operation further on may wait for its ring entry.
+  write_word(own_area_.done(epoch, peer_rank).epoch, epoch);
 }
 
-const char* DeviceEndpoint::write_message(const std::string& text) {
-  auto* const message = reinterpret_cast<char*>(message_.get());
-  store_text(message, Row::kMessageBytes, text);
-  return message;
-}
-
-const uint8_t* DeviceEndpoint::upload_ranks(const std::vector<uint8_t>& values) {
-  std::memcpy(rank_staging_.get(), values.data(), values.size());
-  stream_->copy(rank_values_.get(), rank_staging_.get(), static_cast<int64_t>(values.size()));
+const uint8_t* DeviceEndpoint::upload_ranks(const Mailbox& mailbox,
+                                            const std::vector<uint8_t>& values) {
+  stream_->copy(
+      rank_values_.get(), mailbox.write_ranks(values), static_cast<int64_t>(values.size()));
   return reinterpret_cast<const uint8_t*>(rank_values_.get());
 }
 
@@ -753,14 +736,14 @@ bool DeviceEndpoint::is_idle() const {
   if (!EndpointBase::is_idle() || !stream_->is_idle() || !have_graphs_ended())
     return false;
   // What a rank said counts though recover() excludes it.
-  if (const auto verdict = late_verdict())
-    verdict->hear_if_there();
+  verdicts_.hear();
   return true;
 }
 
 void DeviceEndpoint::restart(uint64_t next_epoch) {
   // Its kernels have ended. Who calls recover() knows that operations have failed.
-  settle_verdict({});
+  verdicts_.take_all({});
+  last_refused_ = {};
   watch_->pause([&] {
     EndpointBase::restart(next_epoch);
     std::memset(report_.get(), 0, sizeof(WaitReport));
@@ -789,7 +772,7 @@ void DeviceEndpoint::end_device_operations() {
   drain_graphs();
   watch_->stop();
   try {
-    keep_untold_error(settle_verdict({}));
+    keep_untold_error(verdicts_.take_all({}));
   } catch (const ConcurrentUse&) {
     // A handler of a signal destroys the buffer: whom it has interrupted hears the end.
   }

@@ -20,16 +20,23 @@
 #include "runtime/device_memory.h"
 #include "runtime/device_watch.h"
 #include "runtime/internode.h"
+#include "runtime/mailbox.h"
 #include "runtime/segment_bases.h"
+#include "runtime/verdict_ring.h"
 #include "runtime/window_ring.h"
 
 namespace moe::runtime {
 
-class LateVerdict;
 class ReceivePhase;
 
 /// Kinds of memory of captured operations; see CapturedMemory.
 enum CapturedKind : int64_t { kCapturedRows = -8, kCapturedScratch, kCapturedSums };
+
+/// An operation in which no row moved, as every rank found.
+struct RefusedOperation {
+  uint64_t epoch = 0;  ///< 0 for none
+  std::string text;    ///< of what was found wrong, in it or the operation that it was refused for
+};
 
 /// How kernels of one buffer are launched.
 struct LaunchShape {
@@ -114,11 +121,21 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// Before the next operation; see ReceivePhase::settle().
   void settle_receive(const group::InterruptCheck& interrupt_check);
 
-  /// The last operation is one whose rows the host has not heard.
-  void leave_to_judge(std::shared_ptr<LateVerdict> verdict);
-  std::shared_ptr<LateVerdict> late_verdict() const;  ///< null for none
-  /// Before the next operation, and before the end; see LateVerdict::settle().
-  std::exception_ptr settle_verdict(const group::InterruptCheck& interrupt_check);
+  /// Operations that are in flight at a time, the one that is called among them, where the host
+  /// runs ahead of them.
+  static constexpr uint64_t kMostInFlight = 32;
+  /// Operations whose rows the host has not heard.
+  VerdictRing& verdicts() { return verdicts_; }
+  const VerdictRing& verdicts() const { return verdicts_; }
+  /// Numbers of operations of this rank: from 1 on, one after the other.
+  uint64_t take_number() { return ++last_number_; }
+  /// Before operation @p number: waits for the one whose mailbox it gets. See
+  /// VerdictRing::take_heard().
+  std::exception_ptr hear_before(uint64_t number, const group::InterruptCheck& interrupt_check);
+  Mailbox& take_mailbox(uint64_t number);
+  /// The last, among the operations that the host has heard. Of the thread that hears them.
+  const RefusedOperation& last_refused() const { return last_refused_; }
+  void note_refused(RefusedOperation refused) { last_refused_ = std::move(refused); }
   /// An operation was found wrong that peers may hear of in the next one only: there the host hears
   /// rows at once, as does who refuses it, so that one call is enough.
   void hear_next_now() { hears_now_.store(true, std::memory_order_relaxed); }
@@ -156,29 +173,13 @@ class DeviceEndpoint : public ops::EndpointBase {
     return !device_->has_bulk_copies() || reinterpret_cast<uintptr_t>(source) % 16 != 0;
   }
 
-  /// Header and rows that a kernel copies for the host; one operation at a time.
-  kernels::HostRead* host_read() const {
-    return reinterpret_cast<kernels::HostRead*>(host_read_.get());
-  }
-  /// Whether the exchange with @p ticket has copied its rows there.
-  bool has_ticket(uint64_t ticket) const {
-    return sync::load_acquire(host_read()->ticket) >= ticket;
-  }
-  /// The epoch of the exchange that has begun behind @p former_epoch; 0 before it has.
-  uint64_t epoch_after(uint64_t former_epoch) const {
-    const uint64_t epoch = sync::load_relaxed(host_read()->epoch);
-    return epoch > former_epoch ? epoch : 0;
-  }
-  const layout::Row& read_row(int rank_idx) const;
-  const layout::SecondOffer& read_second_offer(int rank_idx) const;
   uint64_t take_ticket() { return ++last_ticket_; }
   /// For kernels that were not done at the first look, so far. Called as take_waited_ns() is.
   int64_t num_host_waits() const { return num_host_waits_; }
   void count_host_wait() { ++num_host_waits_; }
-  /// Page-locked copy of the text of a row that is rejected; one operation at a time.
-  const char* write_message(const std::string& text);
   /// Device copy of a value per rank, in the order of the stream; valid until the next call.
-  const uint8_t* upload_ranks(const std::vector<uint8_t>& values);
+  /// @param mailbox  of the operation
+  const uint8_t* upload_ranks(const Mailbox& mailbox, const std::vector<uint8_t>& values);
   const kernels::WaitReport& report() const {
     return *reinterpret_cast<const kernels::WaitReport*>(report_.get());
   }
@@ -307,13 +308,12 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<std::byte> report_;
   std::shared_ptr<std::byte> waits_;  ///< kernels::WaitTotals [num_ranks]
   std::vector<int64_t> taken_waits_ns_;
-  std::shared_ptr<std::byte> host_read_;
-  std::shared_ptr<std::byte> message_;
-  std::shared_ptr<std::byte> rank_staging_;
+  std::vector<Mailbox> mailboxes_;  ///< of operations in turn
   std::shared_ptr<std::byte> rank_values_;
   mutable std::mutex side_mutex_;
   std::shared_ptr<std::byte> side_word_;  ///< page-locked, under side_mutex_
   uint64_t last_ticket_ = 0;
+  uint64_t last_number_ = 0;
   int64_t num_host_waits_ = 0;
   std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
   WindowRing windows_;                    ///< of low-latency rows
@@ -321,7 +321,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;
   std::shared_ptr<ReceivePhase> receive_phase_;  ///< under phase_mutex_; null for none
-  std::shared_ptr<LateVerdict> late_verdict_;    ///< the same
+  VerdictRing verdicts_;
+  RefusedOperation last_refused_;
   std::atomic<bool> hears_now_{false};
   CapturedMemory captured_;
   size_t num_captured_ = 0;                        ///< operations

@@ -24,7 +24,8 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
   endpoint_.settle_receive(interrupt_check);
-  late_error_ = endpoint_.settle_verdict(interrupt_check);
+  number_ = endpoint_.take_number();
+  late_error_ = endpoint_.hear_before(number_, interrupt_check);
   LateVerdict::hear_before(endpoint_, interrupt_check);
   hears_now_ = endpoint_.take_hears_now();
   group_.check_abort();
@@ -34,7 +35,7 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   // What kernels of operations that ended otherwise, or of graphs, have waited is not this one's.
   if (endpoint_.is_host_caller())
     endpoint_.take_waited_ns();
-  former_epoch_ = endpoint_.host_read()->epoch;
+  mailbox_ = &endpoint_.take_mailbox(number_);
   begin(!endpoint_.has_graphs());
 }
 
@@ -42,7 +43,7 @@ bool DeviceExchange::knows_epoch() {
   if (is_epoch_known())
     return true;
   // Behind graphs whose runs nobody counts. Until the exchange begins no peer can keep it waiting.
-  if (const uint64_t epoch = endpoint_.epoch_after(former_epoch_); epoch != 0)
+  if (const uint64_t epoch = mailbox_->epoch(); epoch != 0)
     learn_epoch(epoch);
   return is_epoch_known();
 }
@@ -59,14 +60,18 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, std::move(left.operation), interrupt_check),
       endpoint_(endpoint),
+      number_(left.number),
+      mailbox_(left.mailbox),
       ticket_(left.ticket),
-      former_epoch_(left.former_epoch),
       has_launched_(true),
       take_counts_(std::move(left.take_counts)) {}
 
 std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
-  if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
-    return window;
+  // Rather than that the heap grows: what operations before have given back is free once they end.
+  do {
+    if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
+      return window;
+  } while (endpoint_.verdicts().await_next(interrupt_check_));
   endpoint_.show_phase(Phase::kGrowing);
   try {
     auto window = endpoint_.memory().allocate(bytes);
@@ -82,7 +87,8 @@ std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
 void DeviceExchange::publish(ExchangeParams params) {
   endpoint_.refresh_segments();
   params.buffer = endpoint_.buffer();
-  params.host_read = endpoint_.host_read();
+  params.heard_epoch = endpoint_.verdicts().heard_epoch();
+  params.host_read = mailbox_->header();
   params.ticket = ticket_ = endpoint_.take_ticket();
   has_launched_ = true;
   endpoint_.launch_exchange(params);
@@ -99,21 +105,29 @@ std::shared_ptr<ops::CallerJoin> DeviceExchange::judge_later(TakeCounts take_cou
   if (!hears_later_)
     return nullptr;
   step_ = Phase::kRows;
+  // The next operations may take windows of the buffer again, in the order of the stream.
+  for (auto& window : offered_)
+    window = WindowRing::memory_of(std::move(window));
   const auto verdict = LateVerdict::make(
-      endpoint_, LeftRows{leave(), former_epoch_, ticket_, std::move(take_counts)});
-  endpoint_.leave_to_judge(verdict);
+      endpoint_, LeftRows{leave(), number_, mailbox_, ticket_, std::move(take_counts)});
+  endpoint_.verdicts().push(verdict);
   return verdict;
+}
+
+void DeviceExchange::await_former() const {
+  while (endpoint_.verdicts().await_next(interrupt_check_)) {
+  }
 }
 
 void DeviceExchange::hear_late() {
   // A row that stands for that of such a peer says nothing.
   if (knows_epoch())
     check_closed();
-  ops::Rows rows = collect(take_counts_ != nullptr);
+  ops::Rows rows = hear(take_counts_ != nullptr);
   if (take_counts_ == nullptr)
     return;
-  if (const std::exception_ptr error = take_counts_(std::move(rows))) {
-    settle(OperationStatus::kOverflow);
+  if (const std::exception_ptr error = take_counts_(std::move(rows), epoch_)) {
+    settle(OperationStatus::kOverflow, error_text(error));
     std::rethrow_exception(error);
   }
 }
@@ -125,11 +139,25 @@ void DeviceExchange::tell_late_error(const layout::OperationArguments& arguments
          RowStatus::kInvalidArgument,
          concat("refuses this ",
                 layout::operation_name(operation_),
-                ", as the operation before it was found wrong: ",
+                ", as an operation before it was found wrong: ",
                 error_text(late_error_)));
 }
 
 ops::Rows DeviceExchange::collect(bool with_counts) {
+  hear_former();
+  return hear(with_counts);
+}
+
+void DeviceExchange::hear_former() {
+  if (endpoint_.verdicts().is_empty())
+    return;
+  const std::exception_ptr error = endpoint_.verdicts().take_all(interrupt_check_);
+  if (late_error_ == nullptr)
+    late_error_ = error;
+  group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
+}
+
+ops::Rows DeviceExchange::hear(bool with_counts) {
   await_ticket(Phase::kRows, ticket_);
   knows_epoch();
   const int num_ranks = group_.num_ranks();
@@ -139,7 +167,7 @@ ops::Rows DeviceExchange::collect(bool with_counts) {
   for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank) {
     if (!group_.is_active(peer_rank))
       continue;
-    const Row& row = endpoint_.read_row(peer_rank);
+    const Row& row = mailbox_->row(peer_rank);
     rows.headers[static_cast<size_t>(peer_rank)] = row;
     ops::RankProblem& problem = rows.problems[static_cast<size_t>(peer_rank)];
     switch (static_cast<RowStatus>(row.status)) {
@@ -165,20 +193,49 @@ ops::Rows DeviceExchange::collect(bool with_counts) {
                    row.available_bytes};
     }
   }
-  if (const std::exception_ptr error = ops::find_disagreement(rows, group_)) {
-    settle(OperationStatus::kRejected);
-    std::rethrow_exception(error);
+  const std::exception_ptr refusal = find_refusal(rows);
+  if (const auto error = refusal ? refusal : ops::find_disagreement(rows, group_)) {
+    settle(OperationStatus::kRejected, refusal ? endpoint_.last_refused().text : error_text(error));
+    // What the caller has not been told comes first.
+    std::rethrow_exception(late_error_ ? late_error_ : error);
   }
+  if (mailbox_->status() == OperationStatus::kRejected || late_error_ != nullptr)
+    throw std::logic_error(
+        concat("kernels of epoch ", epoch_, " were to refuse what the host finds right"));
   step_ = Phase::kData;
   if (with_counts) {
     rows.counts = layout::CountMatrix(num_ranks, endpoint_.config().num_experts);
     for (int peer_rank = 0; peer_rank < num_ranks; ++peer_rank)
       if (group_.is_active(peer_rank))
-        std::copy_n(endpoint_.read_row(peer_rank).counts(),
-                    rows.counts.stride(),
-                    rows.counts.row(peer_rank));
+        std::copy_n(
+            mailbox_->row(peer_rank).counts(), rows.counts.stride(), rows.counts.row(peer_rank));
   }
   return rows;
+}
+
+std::exception_ptr DeviceExchange::find_refusal(const ops::Rows& rows) const {
+  const RefusedOperation& refused = endpoint_.last_refused();
+  std::vector<int> unaware_ranks;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    if (!group_.is_active(peer_rank))
+      continue;
+    const Row& row = rows.headers[static_cast<size_t>(peer_rank)];
+    if (row.status != static_cast<int32_t>(RowStatus::kOk))
+      return nullptr;
+    if (row.heard_epoch() < refused.epoch)
+      unaware_ranks.push_back(peer_rank);
+  }
+  if (unaware_ranks.empty())
+    return nullptr;
+  return std::make_exception_ptr(
+      InvalidArgument(concat(layout::operation_name(operation_),
+                             " of epoch ",
+                             epoch_,
+                             " is refused on every rank, as ",
+                             rank_list(unaware_ranks),
+                             " called it before hearing that an operation before it was found "
+                             "wrong: ",
+                             refused.text)));
 }
 
 void DeviceExchange::exchange_rejection(const ops::RowMessage& row) {
@@ -188,12 +245,11 @@ void DeviceExchange::exchange_rejection(const ops::RowMessage& row) {
   params.status = static_cast<int32_t>(row.status);
   params.needed_bytes = row.needed_bytes;
   params.available_bytes = row.available_bytes;
-  params.message = endpoint_.write_message(row.message);
+  params.message = mailbox_->write_message(row.message);
   publish(params);
   try {
     collect(false);
   } catch (...) {
-    // What the caller has not been told comes first.
     if (late_error_ != nullptr && !group_.is_aborted())
       std::rethrow_exception(late_error_);
     throw;
@@ -211,8 +267,8 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
   params.own = own;
   const std::vector<uint8_t> is_short = rank_flags(short_ranks, group_.num_ranks());
   params.is_short = is_short[static_cast<size_t>(group_.rank_idx())];
-  params.short_ranks = endpoint_.upload_ranks(is_short);
-  params.host_read = endpoint_.host_read();
+  params.short_ranks = endpoint_.upload_ranks(*mailbox_, is_short);
+  params.host_read = mailbox_->header();
   params.ticket = ticket_ = endpoint_.take_ticket();
   step_ = Phase::kOffers;
   endpoint_.launch_offers(params);
@@ -220,17 +276,19 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
   step_ = Phase::kData;
   std::vector<layout::SecondOffer> seconds;
   for (const int rank_idx : short_ranks)
-    seconds.push_back(endpoint_.read_second_offer(rank_idx));
+    seconds.push_back(mailbox_->second_offer(rank_idx));
   return seconds;
 }
 
-void DeviceExchange::settle(OperationStatus status) {
+void DeviceExchange::settle(OperationStatus status, std::string cause) {
   endpoint_.hear_next_now();
-  if (endpoint_.host_read()->status != static_cast<int32_t>(status))
+  if (status != OperationStatus::kShort)
+    endpoint_.note_refused({epoch_, std::move(cause)});
+  if (mailbox_->status() != status)
     throw std::logic_error(concat("the exchange of epoch ",
                                   epoch_,
                                   " ended with status ",
-                                  endpoint_.host_read()->status,
+                                  static_cast<int32_t>(mailbox_->status()),
                                   ", the host finds ",
                                   static_cast<int32_t>(status)));
   consume();

@@ -15,13 +15,15 @@
 
 namespace moe::runtime {
 
-/// Takes the count matrix of rows that agree. @return what every rank finds wrong with it, or null.
-using TakeCounts = std::function<std::exception_ptr(ops::Rows)>;
+/// Takes the count matrix of rows that agree, of an epoch. @return what every rank finds wrong with
+/// it, or null.
+using TakeCounts = std::function<std::exception_ptr(ops::Rows, uint64_t)>;
 
 /// An operation whose exchange was launched, and whose rows the host has yet to hear.
 struct LeftRows {
   ops::LeftOperation operation;
-  uint64_t former_epoch = 0;  ///< that the host knew of
+  uint64_t number = 0;               ///< of the operation, on this rank
+  const Mailbox* mailbox = nullptr;  ///< the endpoint's
   uint64_t ticket = 0;
   TakeCounts take_counts;  ///< none where rows come without counts
 };
@@ -68,6 +70,11 @@ class DeviceExchange : public ops::BufferOperation {
   /// @param params  All but what belongs to the buffer, and to the host's reading.
   void publish(kernels::ExchangeParams params);
 
+  /// Where its exchange and the host talk to each other.
+  const Mailbox& mailbox() const { return *mailbox_; }
+  /// Waits until all operations before have been heard; what came of them, the next says.
+  void await_former() const;
+
   /// Waits until the exchange has every active peer's row and reads them. Throws, on every rank
   /// alike, what some rank found wrong or where rows disagree; the epoch is then consumed and the
   /// buffer stays usable.
@@ -77,14 +84,13 @@ class DeviceExchange : public ops::BufferOperation {
   /// operation, of which it needs nothing: then judge_later() takes the place of collect(). Not
   /// where a peer may say more of gradients, or may have to tell of the operation before.
   bool hears_later(const layout::OperationArguments& arguments);
-  /// Leaves what the rows say to a later call, the next operation at the latest. Null unless
-  /// hears_later().
+  /// Leaves what the rows say to a later call. Null unless hears_later().
   std::shared_ptr<ops::CallerJoin> judge_later(TakeCounts take_counts = nullptr);
 
   /// What a LateVerdict does.
   void hear_late();
 
-  /// Where the operation before was found wrong and this rank's caller has not been told, every
+  /// Where an operation before was found wrong and this rank's caller has not been told, every
   /// rank hears so in place of this one, and calls stay matched: who knew is in this call by now.
   void tell_late_error(const layout::OperationArguments& arguments);
 
@@ -96,7 +102,8 @@ class DeviceExchange : public ops::BufferOperation {
 
   /// Every rank knows that this operation ends here, and so did the kernel.
   /// @param status  what it has to have said.
-  void settle(kernels::OperationStatus status);
+  /// @param cause   what was found wrong, for operations that are refused because of it
+  void settle(kernels::OperationStatus status, std::string cause = "");
 
   /// Everything launched: results are there for the caller when this returns (where it is the
   /// host), or once its stream comes to what it puts there from now on.
@@ -115,10 +122,19 @@ class DeviceExchange : public ops::BufferOperation {
  private:
   /// Waits for what kernels do, answering signals and looking for whatever keeps them from it.
   void await(layout::Phase phase, const std::function<bool()>& is_ready);
+  /// Waits for the exchange, which has all that it needs.
+  void await_end_of_exchange() const;
   /// Waits for what was launched.
   void await_stream();
   void await_ticket(layout::Phase phase, uint64_t ticket);
   void look_around(layout::Phase phase, int64_t now_ns);
+  /// Hears the operations before, which have come when this one has. What was found wrong there
+  /// this rank's caller hears in place of that this one is refused for it.
+  void hear_former();
+  ops::Rows hear(bool with_counts);
+  /// What every rank finds wrong where one of them called this operation without having heard of an
+  /// earlier one that it was found wrong, or null.
+  std::exception_ptr find_refusal(const ops::Rows& rows) const;
   /// Learns it from the exchange where graphs took epochs before, once that has begun.
   bool knows_epoch();
   void check_closed();
@@ -129,12 +145,13 @@ class DeviceExchange : public ops::BufferOperation {
   void exchange_rejection(const ops::RowMessage& row) override;
 
   DeviceEndpoint& endpoint_;
+  uint64_t number_ = 0;
+  const Mailbox* mailbox_ = nullptr;  ///< null behind receive_later(), which needs none
   uint64_t ticket_ = 0;
-  uint64_t former_epoch_ = 0;  ///< that the host knew of
   bool has_launched_ = false;
   bool hears_later_ = false;
   bool hears_now_ = false;         ///< peers may refuse this operation
-  std::exception_ptr late_error_;  ///< of the operation before
+  std::exception_ptr late_error_;  ///< of an operation before
   TakeCounts take_counts_;
   group::GoneWatch gone_;
   RowArrivals arrivals_;

@@ -69,7 +69,7 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
   std::shared_ptr<Event> event;
   int num_looks = 0;
   await(phase, [&] {
-    if (endpoint_.has_ticket(ticket))
+    if (mailbox_->has_ticket(ticket))
       return true;
     if (++num_looks % kLooksPerQuery != 0)
       return false;
@@ -79,13 +79,20 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
       event = endpoint_.stream().record();
     return event->is_complete();
   });
-  if (!endpoint_.has_ticket(ticket))
+  if (!mailbox_->has_ticket(ticket))
     throw std::logic_error(concat("the kernels of epoch ", epoch_, " ended without an answer"));
-  if (endpoint_.host_read()->status != static_cast<int32_t>(OperationStatus::kLeft))
+  if (mailbox_->status() != OperationStatus::kLeft)
     return;
   check_left();
   group_.check_abort();
   throw std::logic_error(concat("the kernels of epoch ", epoch_, " left without a cause"));
+}
+
+/// Operations behind it may wait for the same peer, each for a row of its own.
+void DeviceExchange::await_end_of_exchange() const {
+  const int64_t start_ns = sync::now_ns();
+  for (Polling polling; !mailbox_->has_ticket(ticket_) && !endpoint_.stream().is_idle();)
+    polling.rest(sync::now_ns() - start_ns);
 }
 
 void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
@@ -105,7 +112,7 @@ void DeviceExchange::check_closed() {
                                   if (!has_launched_)
                                     return;
                                   stand_in_for(peer_rank);
-                                  endpoint_.drain();
+                                  await_end_of_exchange();
                                 });
 }
 

@@ -7,7 +7,6 @@
 #include "core/sync.h"
 #include "runtime/device_endpoint.h"
 #include "runtime/device_exchange.h"
-#include "runtime/late_verdict.h"
 
 namespace moe::runtime {
 
@@ -114,8 +113,7 @@ void DeviceWatch::look() {
   const kernels::WaitReport& report = endpoint_.report();
   if (static_cast<kernels::Cause>(sync::load_acquire(report.cause)) == kernels::Cause::kTimedOut)
     give_up_timed_out(endpoint_, report);
-  if (const auto verdict = endpoint_.late_verdict())
-    verdict->look(sync::now_ns());
+  endpoint_.verdicts().look(sync::now_ns());
   look_for_gone(sync::now_ns());
 }
 

@@ -38,7 +38,10 @@ LateVerdict::LateVerdict(DeviceEndpoint& endpoint, LeftRows left)
       group_(&endpoint.group()),
       start_ns_(sync::now_ns()),
       process_id_(::getpid()),
-      left_(std::move(left)) {}
+      number_(left.number),
+      first_epoch_(left.operation.is_epoch_known ? left.operation.epoch : 0),
+      left_(std::move(left)),
+      former_(endpoint.verdicts().newest()) {}
 
 std::shared_ptr<LateVerdict> LateVerdict::make(DeviceEndpoint& endpoint, LeftRows left) {
   const std::shared_ptr<LateVerdict> made(new LateVerdict(endpoint, std::move(left)));
@@ -61,7 +64,8 @@ void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
     if (entry != verdicts.latest.end())
       verdict = entry->second.lock();
   }
-  if (verdict == nullptr)
+  // Operations of this buffer are in one order on every rank.
+  if (verdict == nullptr || &verdict->endpoint_ == &endpoint)
     return;
   verdict->await_judged(interrupt_check);
   // Of an abort the caller hears in the operation that it is in.
@@ -91,20 +95,21 @@ bool LateVerdict::is_complete() {
 }
 
 bool LateVerdict::has_ticket() const {
-  return endpoint_.has_ticket(left_.ticket);
+  return left_.mailbox->has_ticket(left_.ticket);
 }
 
 uint64_t LateVerdict::epoch() const {
-  const ops::LeftOperation& left = left_.operation;
-  return left.is_epoch_known ? left.epoch : endpoint_.epoch_after(left_.former_epoch);
+  return first_epoch_ != 0 ? first_epoch_ : left_.mailbox->epoch();
 }
 
-std::exception_ptr LateVerdict::settle(const group::InterruptCheck& interrupt_check) {
-  await_judged(interrupt_check);
-  return is_told_.exchange(true) ? nullptr : error_;
+std::shared_ptr<LateVerdict> LateVerdict::former() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return former_ == nullptr || former_->has_ended() ? nullptr : former_;
 }
 
 void LateVerdict::look(int64_t now_ns) {
+  if (const auto former = this->former(); former != nullptr && !former->hear_if_there())
+    return;
   try_alone([&] {
     const auto active = endpoint_.device().activate_for_now();
     const uint64_t epoch = this->epoch();
@@ -128,12 +133,17 @@ void LateVerdict::look(int64_t now_ns) {
   });
 }
 
-void LateVerdict::hear_if_there() {
+bool LateVerdict::hear_if_there() {
+  if (has_ended())
+    return true;
+  if (const auto former = this->former(); former != nullptr && !former->hear_if_there())
+    return false;
   try_alone([this] {
     const auto active = endpoint_.device().activate_for_now();
     if (has_ticket())
       judge({});
   });
+  return has_ended();
 }
 
 void LateVerdict::try_alone(const std::function<void()>& body) {
@@ -165,6 +175,8 @@ void LateVerdict::await_judged(const group::InterruptCheck& interrupt_check) {
             process_id_,
             ", and this is its forked child ",
             ::getpid());
+  if (const auto former = this->former())
+    former->await_judged(interrupt_check);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_judged_) {
     if (busy_ == std::this_thread::get_id())
@@ -181,8 +193,8 @@ void LateVerdict::await_judged(const group::InterruptCheck& interrupt_check) {
   }
 }
 
-/// @throws what a handler of a signal raised: the caller hears that, whoever asks later hears of
-/// the abort it has led to.
+/// @throws what a handler of a signal raised: the caller hears that, whoever asks later, for this
+/// operation or one behind it, hears of the abort it has led to.
 void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
   bool is_interrupted = false;
   const group::InterruptCheck check = [&] {
@@ -205,8 +217,9 @@ void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
     });
     finish(nullptr, false);
   } catch (...) {
+    was_interrupted_ = is_interrupted || is_behind_interrupt();
     if (!is_interrupted) {
-      finish(std::current_exception(), false);
+      finish(std::current_exception(), was_interrupted_);
       return;
     }
     std::exception_ptr error = std::current_exception();
@@ -220,8 +233,14 @@ void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
   }
 }
 
+bool LateVerdict::is_behind_interrupt() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return former_ != nullptr && former_->was_interrupted_;
+}
+
 void LateVerdict::finish(std::exception_ptr error, bool is_told) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  former_ = nullptr;
   error_ = std::move(error);
   is_told_.store(is_told, std::memory_order_relaxed);
   is_judged_.store(true, std::memory_order_release);

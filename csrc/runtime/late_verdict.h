@@ -18,9 +18,10 @@ namespace moe::runtime {
 /// What all ranks say of an operation that was handed out before the host had heard it.
 ///
 /// Its kernels were launched, and move nothing where some rank found something wrong or rows
-/// disagree. The host hears so when somebody asks, or before the next operation of the buffer,
-/// which is refused on every rank where somebody had not been told; see
-/// DeviceExchange::tell_late_error(). Thread-safe.
+/// disagree. The host hears so when somebody asks, or in the call behind which it has come; every
+/// operation between is refused on every rank (layout::Row::heard_epoch()), as is that call where
+/// nobody had been told; see DeviceExchange::tell_late_error(). The operations of a buffer are
+/// judged in their order. Thread-safe.
 class LateVerdict final : public ops::CallerJoin {
  public:
   static std::shared_ptr<LateVerdict> make(DeviceEndpoint& endpoint, LeftRows left);
@@ -28,11 +29,18 @@ class LateVerdict final : public ops::CallerJoin {
   /// Blocks the host until it knows.
   void join(const group::InterruptCheck& interrupt_check) override;
   bool is_complete() override;
+  bool has_ended() const override { return is_judged_.load(std::memory_order_acquire); }
 
-  /// The same before the next operation, and for a buffer that ends: on a thread whose device is
-  /// this one.
-  /// @return what was found wrong where nobody has been told, else null.
-  std::exception_ptr settle(const group::InterruptCheck& interrupt_check);
+  uint64_t number() const { return number_; }
+  /// Of the operation, where no graphs were there; else 0.
+  uint64_t first_epoch() const { return first_epoch_; }
+
+  /// Until it is judged, by this thread, whose device is this one, or another.
+  /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
+  void await_judged(const group::InterruptCheck& interrupt_check);
+  /// What was found wrong where nobody has been told. Once it is judged.
+  bool has_untold_error() const { return error_ != nullptr && !is_told_; }
+  std::exception_ptr take_untold_error() { return is_told_.exchange(true) ? nullptr : error_; }
 
   /// Hears the operation of another buffer that the caller's stream of @p endpoint is behind. Else
   /// the host could wait in one operation for a peer that waits in the other, and nobody would see
@@ -43,18 +51,20 @@ class LateVerdict final : public ops::CallerJoin {
   /// In place of a host that waits: ends it where a peer takes no part, as it has destroyed its
   /// buffer; warns of one that does not come. Does not wait for anybody.
   void look(int64_t now_ns);
-  /// Hears what has come. Does not wait for anybody.
-  void hear_if_there();
+  /// Hears it and those before where they have come. Does not wait for anybody.
+  /// @return whether it is judged.
+  bool hear_if_there();
 
  private:
   LateVerdict(DeviceEndpoint& endpoint, LeftRows left);
-  /// Until it is judged, by this thread or another.
-  /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
-  void await_judged(const group::InterruptCheck& interrupt_check);
+  /// The operation before, null once this one may be judged.
+  std::shared_ptr<LateVerdict> former() const;
   /// Runs @p body, which has left_ and arrivals_ for itself; not where another thread does.
   void try_alone(const std::function<void()>& body);
   void judge(const group::InterruptCheck& interrupt_check);
   void finish(std::exception_ptr error, bool is_told);
+  /// Whether the operation before ended by what a handler of a signal raised.
+  bool is_behind_interrupt() const;
   bool has_ticket() const;
   /// Of the operation, as far as the host can know; 0 before it has begun behind graphs.
   uint64_t epoch() const;
@@ -63,15 +73,19 @@ class LateVerdict final : public ops::CallerJoin {
   const group::Group* const group_;
   const int64_t start_ns_;
   const pid_t process_id_;
+  const uint64_t number_;
+  const uint64_t first_epoch_;
   LeftRows left_;         ///< of the thread that is busy
   RowArrivals arrivals_;  ///< the same
 
   mutable std::mutex mutex_;  ///< not held while somebody waits: handlers of signals may come here
   std::condition_variable changed_;
-  std::thread::id busy_;  ///< nobody, or who looks at it or judges it
+  std::shared_ptr<LateVerdict> former_;  ///< until this one is judged
+  std::thread::id busy_;                 ///< nobody, or who looks at it or judges it
   std::atomic<bool> is_judged_{false};
   std::atomic<bool> is_told_{false};
-  std::exception_ptr error_;  ///< once it is judged
+  std::exception_ptr error_;      ///< once it is judged
+  bool was_interrupted_ = false;  ///< the same: by a handler of a signal, or one before it was
 };
 
 }  // namespace moe::runtime

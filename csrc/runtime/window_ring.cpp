@@ -28,6 +28,8 @@ class WindowRing::Taken final : public Window {
   }
   void quarantine() override { slot_->memory->quarantine(); }
 
+  const std::shared_ptr<Window>& memory() const { return slot_->memory; }
+
   void end_use() noexcept {
     if (!has_ended_.exchange(true))
       slot_->is_held.store(false, std::memory_order_release);
@@ -62,6 +64,15 @@ std::shared_ptr<Window> WindowRing::take(uint64_t bytes) {
 void WindowRing::end_use(Window& window) {
   if (auto* const taken = dynamic_cast<Taken*>(&window))
     taken->end_use();
+}
+
+bool WindowRing::owns(const Window& window) {
+  return dynamic_cast<const Taken*>(&window) != nullptr;
+}
+
+std::shared_ptr<Window> WindowRing::memory_of(std::shared_ptr<Window> window) {
+  const auto* const taken = dynamic_cast<Taken*>(window.get());
+  return taken != nullptr ? taken->memory() : std::move(window);
 }
 
 uint64_t WindowRing::bytes() const {

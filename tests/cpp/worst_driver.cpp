@@ -389,6 +389,135 @@ void nothing_waits_for_large_operations() {
   });
 }
 
+constexpr int kNumPairs = 10;
+
+/// Low-latency pairs of a rank whose peer is yet to begin: the host waits for none of them, no call
+/// waits for the device, and windows go to later ones while earlier ones are in flight.
+void host_runs_ahead() {
+  std::latch has_run(1);
+  run_ranks(2, 2, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    caller.run_all(RowLayout::kLowLatency);
+    std::vector<std::shared_ptr<std::byte>> inputs;
+    for (int i = 0; i < kNumPairs; ++i) {
+      inputs.push_back(gpu.device->allocate_unset(kNumTokens * kHidden * 4));
+      caller.x = inputs.back();
+      caller.fill(i);
+    }
+    rank.group->all_gather("", {});
+    if (rank_idx == 0)
+      stand_in::take_waits();
+    const int64_t before = caller.endpoint->num_host_waits();
+    rank.group->all_gather("", {});
+    if (rank_idx == 1)
+      has_run.wait();
+    std::vector<ops::CombineOutcome> sums;
+    for (const auto& input : inputs) {
+      caller.x = input;
+      sums.push_back(caller.combine(caller.dispatch(RowLayout::kLowLatency)));
+    }
+    if (rank_idx == 0) {
+      expect_equal(caller.endpoint->num_host_waits() - before, int64_t{0}, "host waits");
+      has_run.count_down();
+    }
+    for (int i = 0; i < kNumPairs; ++i) {
+      caller.round = i;
+      caller.check_sums(sums[static_cast<size_t>(i)]);
+    }
+    for (const auto& [call, count] : stand_in::take_waits())
+      throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+    rank.group->all_gather("", {});
+    caller.endpoint->destroy({});
+  });
+}
+
+/// What as many pairs as may be in flight have of memory at a time is there from the making on.
+void memory_of_operations_in_flight() {
+  constexpr int64_t kManyTokens = 1 << 15;
+  constexpr int kMostPairs = runtime::DeviceEndpoint::kMostInFlight / 2;
+  run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu, kManyTokens);
+    rank.group->all_gather("", {});
+    stand_in::take_waits();
+    rank.group->all_gather("", {});
+    std::vector<std::shared_ptr<void>> held;
+    for (int i = 0; i < kMostPairs; ++i) {
+      held.push_back(runtime::DevicePlan::allocate(*caller.endpoint,
+                                                   RowLayout::kLowLatency,
+                                                   kManyTokens,
+                                                   kNumTopk,
+                                                   runtime::Contents::kUnset));
+      held.push_back(gpu.heap->allocate(kManyTokens * kHidden * 4));
+    }
+    for (const auto& [call, count] : stand_in::take_waits())
+      throw std::runtime_error(concat(count, " calls of ", call));
+    rank.group->all_gather("", {});
+    caller.endpoint->destroy({});
+  });
+}
+
+/// The device of one rank finds an id in the middle of what both hosts have called: what is behind
+/// it is refused on both, and counts that the caller's kernels may look at are none.
+void refused_behind_a_bad_id() {
+  constexpr int kNumCalls = 2 * kNumPairs;
+  constexpr int kWrong = 4;
+  std::latch has_run(1);
+  run_ranks(2, 2, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
+    Caller caller(rank_idx, borrow(*rank.group), gpu);
+    const auto good_idx = caller.topk_idx;
+    const auto bad_idx = gpu.device->allocate_unset(kNumTokens * kNumTopk * 8);
+    std::memcpy(bad_idx.get(), good_idx.get(), kNumTokens * kNumTopk * 8);
+    reinterpret_cast<int64_t*>(bad_idx.get())[kNumTopk] = kNumExperts + 3;
+    const int64_t offsets_bytes = (kNumExperts / 2 + 1) * 4;
+    int num_errors = 0;
+    const auto call = [&](const auto& operation) {
+      try {
+        operation();
+        return true;
+      } catch (const InvalidArgument& error) {
+        expect(std::string(error.what()).find("rank 1: ") != std::string::npos &&
+                   std::string(error.what()).find("7") != std::string::npos,
+               error.what());
+        ++num_errors;
+        return false;
+      }
+    };
+    rank.group->all_gather("", {});
+    if (rank_idx == 1)
+      has_run.wait();
+    std::vector<ops::DispatchOutcome> dispatched;
+    std::vector<ops::CombineOutcome> sums;
+    std::optional<ops::DispatchOutcome> last;
+    for (int i = 0; i < kNumCalls; i += 2) {
+      caller.topk_idx = i == kWrong && rank_idx == 1 ? bad_idx : good_idx;
+      call([&] { last = caller.dispatch(RowLayout::kLowLatency); });
+      call([&] { sums.push_back(caller.combine(*last)); });
+      if (i == kWrong)
+        dispatched.push_back(*last);
+    }
+    if (rank_idx == 0) {
+      expect_equal(num_errors, 0, "errors of calls ahead");
+      has_run.count_down();
+      caller.stream.synchronize();
+      const std::vector<int32_t> zeros(kNumExperts / 2 + 1);
+      expect(std::memcmp(dispatched.at(0).expert_offsets.get(),
+                         zeros.data(),
+                         static_cast<size_t>(offsets_bytes)) == 0,
+             "counts of a dispatch that was refused");
+    }
+    for (int i = 0; i < kWrong / 2; ++i)
+      caller.check_sums(sums[static_cast<size_t>(i)]);
+    // Now both know, once all ranks are in one and the same call.
+    caller.topk_idx = good_idx;
+    caller.stream.synchronize();
+    expect(!call([&] { caller.combine(*last); }), "nobody was told");
+    expect(num_errors > 0, "nobody was told");
+    caller.run_all(RowLayout::kLowLatency);
+    caller.run_all(RowLayout::kExpertMajor);
+    caller.endpoint->destroy({});
+  });
+}
+
 /// Low-latency results of the configured size, as many at once as the buffer has windows, and rows
 /// that a combine copies in, ask for nothing that may wait. A further result has memory of its own.
 void low_latency_results(int64_t num_max_tokens, bool copies_in) {
@@ -1206,6 +1335,7 @@ int main(int argc, char** argv) {
           {"host_calls_of_default_streams", host_calls_of_default_streams},
           {"host_calls_on_two_devices", host_calls_on_two_devices},
           {"host_calls_with_one_device", host_calls_with_one_device},
+          {"host_runs_ahead", host_runs_ahead},
           {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
           {"more_streams_than_connections", more_streams_than_connections},
           {"nothing_waits_in_operations", nothing_waits_in_operations},
@@ -1213,6 +1343,7 @@ int main(int argc, char** argv) {
           {"low_latency_results_of_a_quarter_gigabyte", low_latency_results_of_a_quarter_gigabyte},
           {"low_latency_windows_that_do_not_fit", low_latency_windows_that_do_not_fit},
           {"many_windows", many_windows},
+          {"memory_of_operations_in_flight", memory_of_operations_in_flight},
           {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
           {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
           {"operation_behind_a_graph", operation_behind_a_graph},
@@ -1224,6 +1355,7 @@ int main(int argc, char** argv) {
           {"processes_with_wrong_p2p", processes_with_wrong_p2p},
           {"processes_without_p2p", processes_without_p2p},
           {"processes_without_virtual_memory", processes_without_virtual_memory},
+          {"refused_behind_a_bad_id", refused_behind_a_bad_id},
           {"refused_ways_of_loading", refused_ways_of_loading},
           {"replay_beside_async", replay_beside_async},
           {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},

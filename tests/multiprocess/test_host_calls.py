@@ -117,6 +117,42 @@ def test_operations_make_few_calls_of_the_device(
                 assert host_waits <= (operation == "dispatch"), operation
 
 
+def _count_waits(context: RankContext, num_pairs: int) -> float:
+    """Of low-latency pairs for none of which the caller waits."""
+    comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
+    config = EpConfig(
+        num_experts=NUM_EXPERTS,
+        num_topk=NUM_TOPK,
+        hidden=HIDDEN,
+        num_max_tokens_per_rank=NUM_TOKENS,
+        dtype=torch.bfloat16,
+        # The emulator holds what a combine reads until it has.
+        num_low_latency_windows=num_pairs + 1,
+    )
+    generator = torch.Generator().manual_seed(context.rank_idx)
+    x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
+    topk_idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(NUM_TOPK, dim=1)[1]
+    with EpBuffer(comm, config) as buffer:
+        backend: Any = buffer._backend
+        num_waits = []
+        sums = []
+        for _ in range(num_pairs):
+            result = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+            sums.append(buffer.combine(result.x, handle=result.handle))
+            num_waits.append(backend._endpoint.device_calls()["host_waits"])
+        stream = current_stream()
+        assert stream is not None
+        stream.synchronize()
+        for found in sums:
+            assert torch.equal(found, x * NUM_TOPK)
+    comm.destroy()
+    return num_waits[-1]
+
+
+def test_the_host_runs_ahead_of_low_latency_pairs() -> None:
+    assert run_ranks(in_stream, 2, _count_waits, 10) == [0, 0]
+
+
 @pytest.mark.parametrize("caller", ["host", "stream"])
 def test_ranks_that_add_first_launch_two_kernels_more(caller: str) -> None:
     """And the host waits no more often for them."""

@@ -1,7 +1,8 @@
 """Calls behind a caller's stream return before the host has heard all ranks: what is found, and when.
 
 Combine, a cached dispatch and LOW_LATENCY need nothing of their peers' rows on the host. What the rows say
-is told when somebody asks for it, or by the next call.
+is told when somebody asks for it, or by a call behind which it has come; what was called before that is
+refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_comm import (
 )
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.ep.gradients import ENABLED, NEEDS_ROWS
-from moe_comm.testing import RankContext, run_ranks
+from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.failing_ranks import interrupt_when_waiting, wait_for, when_waiting
 
@@ -41,16 +42,19 @@ NUM_TOPK = 2
 HIDDEN = 64
 LIMIT_S = 30.0
 LATER_S = 3.0
+MOST_IN_FLIGHT = 32
 
 Call = Callable[[EpBuffer, DispatchResult], object]
 
 
-def _config(num_experts: int = NUM_EXPERTS) -> EpConfig:
+def _config(num_experts: int = NUM_EXPERTS, num_windows: int | None = None) -> EpConfig:
     return EpConfig(
         num_experts=num_experts,
         num_topk=NUM_TOPK,
         hidden=HIDDEN,
         num_max_tokens_per_rank=NUM_TOKENS,
+        dtype=torch.bfloat16,
+        num_low_latency_windows=num_windows,
     )
 
 
@@ -144,6 +148,7 @@ def _told_by_the_next(context: RankContext, next_call: Call) -> None:
                 next_call(buffer, result)
         else:
             _combine(buffer, result)
+            stream.synchronize()  # what the ranks say is there
             with pytest.raises(ValueError, match=r"rank 1.*contiguous") as raised:
                 next_call(buffer, result)
             assert "refuses" not in str(raised.value)
@@ -216,7 +221,200 @@ def test_destroying_a_buffer_tells_what_nobody_was_told() -> None:
     run_ranks(_told_by_destroy, NUM_RANKS, mode="threads")
 
 
-def _destroyed_instead(context: RankContext, has_called: Any, was_told: Any) -> None:
+def _refused(buffer: EpBuffer, result: DispatchResult, call: Call = _combine) -> None:
+    """A call that peers made before they had heard what this rank knows."""
+    with pytest.raises(
+        ValueError, match=r"refused on every rank, as ranks? 0.* called it.*contiguous"
+    ):
+        call(buffer, result)
+
+
+def _call_all(buffer: EpBuffer, result: DispatchResult, num_calls: int, wrong: set[int]) -> None:
+    """Calls of rank 1, some of which it has wrong, behind as many of rank 0, which has none wrong."""
+    for i in range(num_calls):
+        if i in wrong:
+            _is_wrong(buffer, result)
+        elif i < min(wrong):
+            _combine(buffer, result)
+        else:
+            _refused(buffer, result)
+
+
+NUM_AHEAD = 20
+ENDS = ("next", "destroy", "event")
+
+
+def _wrong_while_ahead(context: RankContext, wrong: set[int], end: str, has_run: Any) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        x, _ = _inputs(context.rank_idx)
+        if context.rank_idx == 1:
+            assert has_run.wait(LIMIT_S)
+            _call_all(buffer, result, NUM_AHEAD, wrong)
+            _refused(buffer, result, _cached)
+            if end != "destroy":
+                with pytest.raises(ValueError, match=r"rank 0: refuses this combine.*contiguous"):
+                    _combine(buffer, result)
+        else:
+            sums = [buffer.combine(result.x, result.handle) for _ in range(NUM_AHEAD)]
+            last = buffer.dispatch(x, None, handle=result.handle)
+            has_run.set()
+            stream.synchronize()
+            for i in range(min(wrong)):
+                assert torch.equal(sums[i], NUM_TOPK * x)
+            if end == "event":
+                with pytest.raises(ValueError, match=r"refused on every rank.*contiguous"):
+                    last.event.wait()
+            with pytest.raises(ValueError, match=r"^rank 1: .*contiguous"):
+                if end == "destroy":
+                    buffer.destroy()
+                else:
+                    _combine(buffer, result)
+        if end == "destroy":
+            buffer.destroy()
+            buffer = _buffer(context)
+        _works(buffer, stream)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("wrong", [{0}, {9}, {3, 7}, {NUM_AHEAD - 1}], ids=str)
+def test_what_a_rank_has_wrong_behind_one_that_is_ahead(wrong: set[int], end: str) -> None:
+    run_ranks(_wrong_while_ahead, NUM_RANKS, wrong, end, threading.Event(), mode="threads")
+
+
+def _of_three(context: RankContext, has_run: Any) -> None:
+    """Rank 0 is far ahead, rank 2 less so, rank 1 is wrong: calls stay matched on all of them."""
+    num_calls, num_of_rank_2 = 9, 5
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context, num_experts=3 * NUM_LOCAL_EXPERTS)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 1:
+            for _ in range(2):
+                assert has_run.wait(LIMIT_S)
+            _call_all(buffer, result, num_of_rank_2, {2})
+            with pytest.raises(ValueError, match=r"rank 2: refuses this combine"):
+                _combine(buffer, result)
+            for _ in range(num_of_rank_2 + 1, num_calls):
+                _refused(buffer, result)
+        else:
+            for _ in range(num_calls if context.rank_idx == 0 else num_of_rank_2):
+                _combine(buffer, result)
+            has_run.release()
+            stream.synchronize()
+        if context.rank_idx == 2:
+            with pytest.raises(ValueError, match=r"^rank 1: .*contiguous"):
+                _combine(buffer, result)
+            for _ in range(num_of_rank_2 + 1, num_calls):
+                _refused(buffer, result)
+        with pytest.raises(ValueError, match=r"contiguous"):
+            _combine(buffer, result)
+        _works(buffer, stream)
+        buffer.destroy()
+
+
+class _Semaphore:
+    """What is acquired as an event is waited for."""
+
+    def __init__(self) -> None:
+        self._semaphore = threading.Semaphore(0)
+        self.release = self._semaphore.release
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._semaphore.acquire(timeout=timeout_s)
+
+
+def test_ranks_may_be_ahead_by_different_numbers_of_calls() -> None:
+    run_ranks(_of_three, 3, _Semaphore(), mode="threads")
+
+
+def _more_than_may_be_in_flight(context: RankContext, has_run: Any) -> None:
+    """The host waits for a rank that is that far behind, and goes on when it comes."""
+    with use_stream(Stream()) as stream:
+        # The emulator holds what a combine reads until it has.
+        buffer = _buffer(context, num_windows=MOST_IN_FLIGHT)
+        backend: Any = buffer._backend
+        x, topk_idx = _inputs(context.rank_idx)
+        _dispatched(buffer, context.rank_idx, Layout.LOW_LATENCY, stream)
+        before = backend._endpoint.device_calls()["host_waits"]
+        if context.rank_idx == 1:
+            assert has_run.wait(LIMIT_S)
+        sums = []
+        for i in range(MOST_IN_FLIGHT):
+            rows = (x * 2.0 ** (i % 8)).contiguous()
+            result = buffer.dispatch(rows, topk_idx, layout=Layout.LOW_LATENCY)
+            sums.append(buffer.combine(result.x, result.handle))
+            if context.rank_idx == 0 and 2 * (i + 1) == MOST_IN_FLIGHT:
+                assert backend._endpoint.device_calls()["host_waits"] == before
+                has_run.set()
+        stream.synchronize()
+        for i, found in enumerate(sums):
+            assert torch.equal(found, NUM_TOPK * (x * 2.0 ** (i % 8)))
+        buffer.destroy()
+
+
+def test_a_host_that_is_far_ahead_waits() -> None:
+    run_ranks(_more_than_may_be_in_flight, NUM_RANKS, threading.Event(), mode="threads")
+
+
+def _dies_while_others_are_ahead(context: RankContext, has_run: Path) -> None:
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        if context.rank_idx == 1:
+            wait_for(has_run.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(NUM_AHEAD):
+            _combine(buffer, result)
+        has_run.touch()
+        stream.synchronize()
+        with pytest.raises(PeerFailedError, match=r"rank 1 .*combine of buffer \d+, epoch 2, "):
+            _combine(buffer, result)
+        assert buffer.communicator.recover().failed_ranks == (1,)
+        again = buffer.dispatch(*_inputs(0), layout=Layout.LOW_LATENCY)
+        buffer.combine(again.x, again.handle)
+        stream.synchronize()
+        buffer.communicator.destroy()
+
+
+def test_a_peer_that_dies_while_others_are_ahead_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 .*(SIGKILL|-9)"):
+        run_ranks(
+            _dies_while_others_are_ahead, NUM_RANKS, tmp_path / "run", mode="processes", fresh=True
+        )
+
+
+def _wrong_before_a_replay(context: RankContext) -> None:
+    """A graph does what was recorded, whatever nobody has heard yet of operations before."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        x, _ = _inputs(context.rank_idx)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        with Graph(buffer) as graph:
+            captured = buffer.combine(result.x, result.handle)
+        for _ in range(2):
+            if context.rank_idx == 1:
+                _is_wrong(buffer, result)
+            else:
+                _combine(buffer, result)
+            captured.zero_()
+            graph.replay()
+            stream.synchronize()
+            assert torch.equal(captured, NUM_TOPK * x)
+            with pytest.raises(ValueError, match=r"contiguous"):
+                _combine(buffer, result)
+            _works(buffer, stream)
+        buffer.destroy()
+
+
+def test_a_replay_behind_what_nobody_has_heard_is_not_refused() -> None:
+    run_ranks(_wrong_before_a_replay, NUM_RANKS, mode="threads")
+
+
+def _destroyed_instead(
+    context: RankContext, num_ahead: int, has_called: Any, was_told: Any
+) -> None:
     with use_stream(Stream()) as stream:
         buffer = _buffer(context)
         result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
@@ -225,7 +423,8 @@ def _destroyed_instead(context: RankContext, has_called: Any, was_told: Any) -> 
             buffer.destroy()
             assert was_told.wait(LIMIT_S / 2), "rank 0 waits for its arrival limit"
         else:
-            _combine(buffer, result)
+            for _ in range(num_ahead):
+                _combine(buffer, result)
             has_called.set()
             with pytest.raises(ValueError, match=r"rank 1 .*destroyed"):
                 buffer.destroy()
@@ -233,8 +432,10 @@ def _destroyed_instead(context: RankContext, has_called: Any, was_told: Any) -> 
         buffer.communicator.destroy()
 
 
-def test_a_peer_that_destroys_its_buffer_instead_is_not_waited_for() -> None:
-    run_ranks(_destroyed_instead, NUM_RANKS, threading.Event(), threading.Event(), mode="threads")
+@pytest.mark.parametrize("num_ahead", [1, 5])
+def test_a_peer_that_destroys_its_buffer_instead_is_not_waited_for(num_ahead: int) -> None:
+    events = (threading.Event(), threading.Event())
+    run_ranks(_destroyed_instead, NUM_RANKS, num_ahead, *events, mode="threads")
 
 
 def _needs_gradients(context: RankContext) -> None:
@@ -311,7 +512,8 @@ def _interrupted(context: RankContext, is_other: bool, was_interrupted: Path) ->
             _combine(buffer, result)
             interrupt_when_waiting()
             with pytest.raises(KeyboardInterrupt):
-                _combine(other, next_result)
+                for _ in range(1 if is_other else MOST_IN_FLIGHT):
+                    _combine(other, next_result)
             was_interrupted.touch()
             with pytest.raises(PeerFailedError, match="interrupted"):
                 _combine(buffer, result)
