@@ -670,8 +670,8 @@ def test_what_a_rank_said_before_it_left_counts() -> None:
     assert counts == {rank_idx: int((chosen_ranks == rank_idx).sum()) for rank_idx in range(2)}
 
 
-def _crosses(context: RankContext) -> str:
-    """Rank 0 is in a combine that has returned when it calls what rank 1 waits in already."""
+def _crosses(context: RankContext, num_ahead: int) -> str:
+    """Rank 0 is in combines that have returned when it calls what rank 1 waits in already."""
     with use_stream(Stream()) as stream:
         communicator = Communicator(
             context.group, backend="simt", stall_timeout_s=1000.0, arrival_timeout_s=1000.0
@@ -679,7 +679,7 @@ def _crosses(context: RankContext) -> str:
         config = _config()
         buffer, other = EpBuffer(communicator, config), EpBuffer(communicator, config)
         result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
-        if context.rank_idx == 0:
+        for _ in range(num_ahead if context.rank_idx == 0 else 0):
             _combine(buffer, result)
         with pytest.raises(PeerTimeoutError) as raised:
             _dispatch(other, result)
@@ -687,8 +687,9 @@ def _crosses(context: RankContext) -> str:
         return str(raised.value)
 
 
-def test_operations_of_two_buffers_in_opposite_order_are_told_soon() -> None:
-    for text in run_ranks(_crosses, NUM_RANKS, mode="threads"):
+@pytest.mark.parametrize("num_ahead", [1, 5])
+def test_operations_of_two_buffers_in_opposite_order_are_told_soon(num_ahead: int) -> None:
+    for text in run_ranks(_crosses, NUM_RANKS, num_ahead, mode="threads"):
         assert "rank 0 waits for rank 1 to enter combine of buffer" in text
         assert "rank 1 waits for rank 0 to enter dispatch of buffer" in text
 
