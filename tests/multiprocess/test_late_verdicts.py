@@ -329,7 +329,7 @@ def test_ranks_may_be_ahead_by_different_numbers_of_calls() -> None:
     run_ranks(_of_three, 3, _Semaphore(), mode="threads")
 
 
-def _more_than_may_be_in_flight(context: RankContext, has_run: Any) -> None:
+def _more_than_may_be_in_flight(context: RankContext, has_run: Any, returned: list[int]) -> None:
     """The host waits for a rank that is that far behind, and goes on when it comes."""
     with use_stream(Stream()) as stream:
         # The emulator holds what a combine reads until it has.
@@ -340,11 +340,15 @@ def _more_than_may_be_in_flight(context: RankContext, has_run: Any) -> None:
         before = backend._endpoint.device_calls()["host_waits"]
         if context.rank_idx == 1:
             assert has_run.wait(LIMIT_S)
+            time.sleep(0.2)  # for calls that are not to return
+            assert len(returned) == MOST_IN_FLIGHT
         sums = []
         for i in range(MOST_IN_FLIGHT):
             rows = (x * 2.0 ** (i % 8)).contiguous()
             result = buffer.dispatch(rows, topk_idx, layout=Layout.LOW_LATENCY)
+            returned.append(context.rank_idx)
             sums.append(buffer.combine(result.x, result.handle))
+            returned.append(context.rank_idx)
             if context.rank_idx == 0 and 2 * (i + 1) == MOST_IN_FLIGHT:
                 assert backend._endpoint.device_calls()["host_waits"] == before
                 has_run.set()
@@ -355,7 +359,7 @@ def _more_than_may_be_in_flight(context: RankContext, has_run: Any) -> None:
 
 
 def test_a_host_that_is_far_ahead_waits() -> None:
-    run_ranks(_more_than_may_be_in_flight, NUM_RANKS, threading.Event(), mode="threads")
+    run_ranks(_more_than_may_be_in_flight, NUM_RANKS, threading.Event(), [], mode="threads")
 
 
 def _dies_while_others_are_ahead(context: RankContext, has_run: Path) -> None:
