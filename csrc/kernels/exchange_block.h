@@ -298,8 +298,9 @@ class ExchangeBlock {
         continue;
       const Row& peer_row = own_.row(epoch_, rank_idx);
       const int32_t status = device::load(&peer_row.status);
-      if (status != static_cast<int32_t>(RowStatus::kOk) ||
-          device::load(&peer_row.needed_bytes) < refused_epoch)
+      if (status != static_cast<int32_t>(RowStatus::kOk))
+        agrees = false;
+      if (device::load(&peer_row.needed_bytes) < refused_epoch)
         agrees = false;
       const layout::OperationArguments arguments = load_struct(&peer_row.arguments);
       if (!arguments.is_same_as(params_.arguments))

@@ -128,7 +128,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   VerdictRing& verdicts() { return verdicts_; }
   const VerdictRing& verdicts() const { return verdicts_; }
   /// Numbers of operations of this rank: from 1 on, one after the other.
-  uint64_t take_number() { return ++last_number_; }
+  uint64_t take_operation_number() { return ++last_number_; }
   /// Before operation @p number: waits for the one whose mailbox it gets. See
   /// VerdictRing::take_heard().
   std::exception_ptr hear_before(uint64_t number, const group::InterruptCheck& interrupt_check);

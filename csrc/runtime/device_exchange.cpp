@@ -24,7 +24,7 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
   endpoint_.settle_receive(interrupt_check);
-  number_ = endpoint_.take_number();
+  number_ = endpoint_.take_operation_number();
   late_error_ = endpoint_.hear_before(number_, interrupt_check);
   LateVerdict::hear_before(endpoint_, interrupt_check);
   hears_now_ = endpoint_.take_hears_now();

@@ -193,8 +193,8 @@ void LateVerdict::await_judged(const group::InterruptCheck& interrupt_check) {
   }
 }
 
-/// @throws what a handler of a signal raised: the caller hears that, whoever asks later, for this
-/// operation or one behind it, hears of the abort it has led to.
+/// @throws what a handler of a signal raised: the caller hears that, whoever asks later hears of
+/// the abort it has led to.
 void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
   bool is_interrupted = false;
   const group::InterruptCheck check = [&] {
@@ -217,9 +217,8 @@ void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
     });
     finish(nullptr, false);
   } catch (...) {
-    was_interrupted_ = is_interrupted || is_behind_interrupt();
     if (!is_interrupted) {
-      finish(std::current_exception(), was_interrupted_);
+      finish(std::current_exception(), false);
       return;
     }
     std::exception_ptr error = std::current_exception();
@@ -233,14 +232,10 @@ void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
   }
 }
 
-bool LateVerdict::is_behind_interrupt() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return former_ != nullptr && former_->was_interrupted_;
-}
-
 void LateVerdict::finish(std::exception_ptr error, bool is_told) {
   const std::lock_guard<std::mutex> lock(mutex_);
   former_ = nullptr;
+  is_abort_ = error != nullptr && group_->is_aborted();
   error_ = std::move(error);
   is_told_.store(is_told, std::memory_order_relaxed);
   is_judged_.store(true, std::memory_order_release);

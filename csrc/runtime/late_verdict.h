@@ -40,6 +40,9 @@ class LateVerdict final : public ops::CallerJoin {
   void await_judged(const group::InterruptCheck& interrupt_check);
   /// What was found wrong where nobody has been told. Once it is judged.
   bool has_untold_error() const { return error_ != nullptr && !is_told_; }
+  /// Whether somebody has been told of the abort that it ended by.
+  bool has_told_abort() const { return is_abort_ && is_told_; }
+  bool is_abort() const { return is_abort_; }
   std::exception_ptr take_untold_error() { return is_told_.exchange(true) ? nullptr : error_; }
 
   /// Hears the operation of another buffer that the caller's stream of @p endpoint is behind. Else
@@ -63,8 +66,6 @@ class LateVerdict final : public ops::CallerJoin {
   void try_alone(const std::function<void()>& body);
   void judge(const group::InterruptCheck& interrupt_check);
   void finish(std::exception_ptr error, bool is_told);
-  /// Whether the operation before ended by what a handler of a signal raised.
-  bool is_behind_interrupt() const;
   bool has_ticket() const;
   /// Of the operation, as far as the host can know; 0 before it has begun behind graphs.
   uint64_t epoch() const;
@@ -84,8 +85,8 @@ class LateVerdict final : public ops::CallerJoin {
   std::thread::id busy_;                 ///< nobody, or who looks at it or judges it
   std::atomic<bool> is_judged_{false};
   std::atomic<bool> is_told_{false};
-  std::exception_ptr error_;      ///< once it is judged
-  bool was_interrupted_ = false;  ///< the same: by a handler of a signal, or one before it was
+  std::exception_ptr error_;  ///< once it is judged
+  bool is_abort_ = false;     ///< the same
 };
 
 }  // namespace moe::runtime

@@ -47,14 +47,19 @@ std::exception_ptr VerdictRing::take_heard(uint64_t last_number,
   return nullptr;
 }
 
-/// An interrupt leaves all of them here.
+/// An interrupt leaves all of them here. An abort is one error, whichever operations it has ended.
 std::exception_ptr VerdictRing::take_all(const group::InterruptCheck& interrupt_check) {
   for (const auto& verdict : all())
     verdict->await_judged(interrupt_check);
+  const auto verdicts = all();
+  const bool has_told_abort =
+      std::ranges::any_of(verdicts, [](const auto& verdict) { return verdict->has_told_abort(); });
   std::exception_ptr first;
-  for (const auto& verdict : all())
-    if (const std::exception_ptr error = verdict->take_untold_error(); first == nullptr)
+  for (const auto& verdict : verdicts) {
+    const std::exception_ptr error = verdict->take_untold_error();
+    if (first == nullptr && !(has_told_abort && verdict->is_abort()))
       first = error;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   verdicts_.clear();
   return first;
