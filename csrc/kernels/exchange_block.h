@@ -86,10 +86,8 @@ class ExchangeBlock {
     const uint64_t former_epoch = device::load(&buffer_.state->epoch);
     const bool is_over = has_left(buffer_);
     epoch_ = is_over ? former_epoch : former_epoch + 1;
-    // First: a host that has left epochs to graphs learns which one this is.
-    if (params_.host_read != nullptr && device::thread_idx() == 0)
-      device::store_relaxed<device::Scope::kSystem>(&params_.host_read->epoch, epoch_);
     if (is_over) {
+      tell_epoch();
       conclude(OperationStatus::kLeft);
       return;
     }
@@ -117,10 +115,14 @@ class ExchangeBlock {
 
   MOE_DEVICE OperationStatus exchange() {
     make_row();
-    if (!await_reuse())
+    if (!await_reuse()) {
+      tell_epoch();
       return OperationStatus::kLeft;
+    }
     peers_.publish_row(epoch_, shared(map_.row), row_bytes_);
-    // What needs no peer is done while their rows are on the way.
+    // What needs no peer is done while their rows are on the way. The host's memory comes behind
+    // the flags, each of which waits until all that was stored before it has arrived.
+    tell_epoch();
     if (counts_choices(params_))
       chunk_sums_.spread();
     if (is_cached_dispatch())
@@ -143,6 +145,12 @@ class ExchangeBlock {
       num_dropped_ = num_dropped < INT32_MAX ? static_cast<int32_t>(num_dropped) : INT32_MAX;
     }
     return params_.is_dispatch != 0 ? lay_out_windows() : find_sources();
+  }
+
+  /// A host that has left epochs to graphs learns which one this is.
+  MOE_DEVICE void tell_epoch() const {
+    if (params_.host_read != nullptr && device::thread_idx() == 0)
+      device::store_relaxed<device::Scope::kSystem>(&params_.host_read->epoch, epoch_);
   }
 
   // --- The row of this rank ---------------------------------------------------------------------

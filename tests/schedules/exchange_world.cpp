@@ -348,6 +348,22 @@ void ExchangeWorld::await_host_read(
   memory::load(&host_read->status, &found_status, 4);
   expect("HostRead.epoch", rank_idx, epoch, epoch, found_epoch);
   expect("HostRead.status", rank_idx, epoch, static_cast<int32_t>(status), found_status);
+  // No peer waits until a store has reached this host.
+  for (int peer_rank = 0; peer_rank < shape_.num_ranks; ++peer_rank) {
+    if (!is_active(peer_rank))
+      continue;
+    const layout::Workspace peer = rank(peer_rank).buffer.workspace(
+        real(const_cast<std::byte**>(rank(rank_idx).buffer.workspaces) + peer_rank));
+    if (run_.machine().is_behind(&peer.row(epoch, rank_idx).epoch, &host_read->epoch))
+      run_.report(Kind::kResult,
+                  concat("the row flag of rank ",
+                         rank_idx,
+                         " at rank ",
+                         peer_rank,
+                         " in epoch ",
+                         epoch,
+                         " waits for a store into the memory of its host"));
+  }
 }
 
 }  // namespace moe::simt::checker

@@ -252,6 +252,11 @@ void Machine::set_word(const Pending& store) {
   word.is_put = false;
 }
 
+bool Machine::is_behind(const void* flag, const void* word) const {
+  const Word& first = words_.at(word);
+  return words_.at(flag).message.knowledge.all.at(first.slot) >= first.step;
+}
+
 uint64_t Machine::atomic_load(const void* from, size_t bytes, Order order, Reach reach) {
   Manner manner;
   manner.is_atomic = true;

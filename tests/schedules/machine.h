@@ -103,6 +103,9 @@ class Machine {
     int64_t signal_bytes = 0;
   };
   Puts puts_of(int rank_idx) const;
+  /// Whether the release that wrote @p flag last came behind the store that wrote @p word last, so
+  /// that the flag waited for it.
+  bool is_behind(const void* flag, const void* word) const;
   /// How often memory has changed; tells waiting from standing still.
   uint64_t num_changes() const { return num_changes_; }
 
