@@ -97,13 +97,14 @@ demo: $(PACKAGE) host  ## Train a small MoE on 4 ranks and on 1, then time dispa
 	  --routing $(DEMO)/trace.npz --peers gloo --json $(DEMO)/bench.json
 
 .PHONY: lint
-lint: $(READY)  ## Style and types: ruff, mypy, clang-format, codespell
+lint: $(READY)  ## Style, types and scale: ruff, mypy, clang-format, codespell, code lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@echo "$(BIN)/clang-format --dry-run -Werror, on $(CXX_FOLDERS)"
 	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
+	$(BIN)/python tools/code_lines.py
 
 # The programs that tests run, and before them only what needs no package beside the compiler.
 .PHONY: test-programs emulated

@@ -1,6 +1,6 @@
 #include "ops/plan.h"
 
-#include "ops/dispatch.h"
+#include "ops/caller_join.h"
 
 namespace moe::ops {
 

@@ -27,6 +27,7 @@
 
 namespace moe::runtime {
 
+class LateVerdict;
 class ReceivePhase;
 
 /// Kinds of memory of captured operations; see CapturedMemory.
@@ -125,8 +126,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// runs ahead of them.
   static constexpr uint64_t kMostInFlight = 32;
   /// Operations whose rows the host has not heard.
-  VerdictRing& verdicts() { return verdicts_; }
-  const VerdictRing& verdicts() const { return verdicts_; }
+  VerdictRing<LateVerdict>& verdicts() { return verdicts_; }
+  const VerdictRing<LateVerdict>& verdicts() const { return verdicts_; }
   /// Numbers of operations of this rank: from 1 on, one after the other.
   uint64_t take_operation_number() { return ++last_number_; }
   /// Before operation @p number: waits for the one whose mailbox it gets. See
@@ -321,7 +322,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;
   std::shared_ptr<ReceivePhase> receive_phase_;  ///< under phase_mutex_; null for none
-  VerdictRing verdicts_;
+  VerdictRing<LateVerdict> verdicts_;
   RefusedOperation last_refused_;
   std::atomic<bool> hears_now_{false};
   CapturedMemory captured_;

@@ -1070,7 +1070,8 @@ struct NumCalls {
 /// done with.
 /// @param has_default_streams  Callers use the default streams of their devices.
 void host_calls_on(int num_devices, bool has_default_streams) {
-  constexpr size_t kNumRounds = 9;
+  // A host that waits for long asks about an event, too: on a busy machine in most rounds.
+  constexpr size_t kNumRounds = 200;
   std::vector<std::string> lines;
   run_ranks(2, num_devices, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx,
