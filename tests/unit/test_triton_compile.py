@@ -66,7 +66,7 @@ for form in (0, 1, 2):
         pack=4 if form == 2 else 1,
         num_blocks_per_program=8,
         scale_form=form,
-        has_least_amax=True,
+        least_amax=1e-4,
         is_bfloat16=True,
     )
     found[f"dequantize {form}"] = compiled(
