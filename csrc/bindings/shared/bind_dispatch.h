@@ -287,6 +287,7 @@ void bind_dispatch(py::module_& module,
                           submitted.gradients());
   };
   bind_submitted_dispatch(module).def("plan", plan_of);
+  // Of a plan that is None pybind11 would make sure in a second reading of all arguments.
   endpoint_class.def(
       "dispatch",
       [brought_of](std::shared_ptr<EndpointT> endpoint,
@@ -294,16 +295,22 @@ void bind_dispatch(py::module_& module,
                    py::handle x_sf,
                    py::handle topk_idx,
                    py::handle topk_weights,
-                   std::shared_ptr<PlanT> plan,
+                   const std::optional<std::shared_ptr<PlanT>>& plan,
                    const std::optional<py::tuple>& scales,
                    const py::tuple& options,
                    std::optional<int32_t> row_type) -> py::object {
         endpoint->group().check_process("dispatch");
         DispatchCall call;
-        if (!read_dispatch(
-                *endpoint,
-                {x, x_sf, topk_idx, topk_weights, std::move(plan), scales, options, row_type},
-                &call))
+        if (!read_dispatch(*endpoint,
+                           {x,
+                            x_sf,
+                            topk_idx,
+                            topk_weights,
+                            plan.value_or(nullptr),
+                            scales,
+                            options,
+                            row_type},
+                           &call))
           return py::none();
         if (call.params.is_async)
           call.params.caller_mark = endpoint->mark_caller();
