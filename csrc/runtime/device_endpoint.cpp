@@ -66,6 +66,12 @@ class StreamJoin : public ops::CallerJoin {
   std::shared_ptr<Event> end_;  ///< null once joined
 };
 
+/// Where the caller's stream was when an operation of the progress thread was called.
+struct CallerMark {
+  std::shared_ptr<Event> end;
+  std::shared_ptr<LateVerdict> verdict;  ///< of another buffer's operation before it, or null
+};
+
 /// @throws std::runtime_error  what a rank said was wrong, on every rank.
 void throw_first(const std::vector<std::string>& problems) {
   for (const std::string& problem : problems)
@@ -490,16 +496,23 @@ const std::shared_ptr<Stream>& DeviceEndpoint::shared_caller_stream() const {
 }
 
 std::shared_ptr<const void> DeviceEndpoint::mark_caller() {
-  return is_host_caller() ? nullptr : caller_stream().record();
+  if (is_host_caller())
+    return nullptr;
+  return std::make_shared<CallerMark>(
+      CallerMark{caller_stream().record(), LateVerdict::of_another(*this)});
 }
 
 void DeviceEndpoint::wait_for_caller(const void* mark) {
   if (is_host_caller())
     return;
-  if (mark != nullptr)
-    stream_->wait(*static_cast<const Event*>(mark));
-  else
+  if (mark != nullptr) {
+    const auto& [end, verdict] = *static_cast<const CallerMark*>(mark);
+    if (verdict != nullptr)
+      verdict->hear_for(*this, {});
+    stream_->wait(*end);
+  } else {
     stream_->wait(*caller_stream().record_uncaptured());
+  }
   if (has_graphs())
     stream_->take(*baton_);
 }

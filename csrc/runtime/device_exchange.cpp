@@ -26,7 +26,10 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   endpoint_.settle_receive(interrupt_check);
   number_ = endpoint_.take_operation_number();
   late_error_ = endpoint_.hear_before(number_, interrupt_check);
-  LateVerdict::hear_before(endpoint_, interrupt_check);
+  // What the progress thread runs is behind what was called before it; see wait_for_caller().
+  if (!endpoint_.is_on_progress_thread())
+    if (const auto verdict = LateVerdict::of_another(endpoint_))
+      verdict->hear_for(endpoint_, interrupt_check);
   hears_now_ = endpoint_.take_hears_now();
   group_.check_abort();
   // An operation that the host did not wait for may have left since.

@@ -52,25 +52,25 @@ std::shared_ptr<LateVerdict> LateVerdict::make(DeviceEndpoint& endpoint, LeftRow
   return made;
 }
 
-void LateVerdict::hear_before(const DeviceEndpoint& endpoint,
-                              const group::InterruptCheck& interrupt_check) {
+std::shared_ptr<LateVerdict> LateVerdict::of_another(const DeviceEndpoint& endpoint) {
   if (endpoint.is_host_caller())
-    return;
+    return nullptr;
+  StreamVerdicts& verdicts = stream_verdicts();
+  const std::lock_guard<std::mutex> lock(verdicts.mutex);
+  const auto entry = verdicts.latest.find(stream_of(endpoint));
   std::shared_ptr<LateVerdict> verdict;
-  {
-    StreamVerdicts& verdicts = stream_verdicts();
-    const std::lock_guard<std::mutex> lock(verdicts.mutex);
-    const auto entry = verdicts.latest.find(stream_of(endpoint));
-    if (entry != verdicts.latest.end())
-      verdict = entry->second.lock();
-  }
+  if (entry != verdicts.latest.end())
+    verdict = entry->second.lock();
   // Operations of this buffer are in one order on every rank.
-  if (verdict == nullptr || &verdict->endpoint_ == &endpoint)
-    return;
-  verdict->await_judged(interrupt_check);
+  return verdict == nullptr || &verdict->endpoint_ == &endpoint ? nullptr : verdict;
+}
+
+void LateVerdict::hear_for(const DeviceEndpoint& endpoint,
+                           const group::InterruptCheck& interrupt_check) {
+  await_judged(interrupt_check);
   // Of an abort the caller hears in the operation that it is in.
-  if (verdict->group_ == &endpoint.group() && endpoint.group().is_aborted())
-    verdict->is_told_.store(true, std::memory_order_relaxed);
+  if (group_ == &endpoint.group() && endpoint.group().is_aborted())
+    is_told_.store(true, std::memory_order_relaxed);
 }
 
 void LateVerdict::join(const group::InterruptCheck& interrupt_check) {

@@ -45,11 +45,12 @@ class LateVerdict final : public ops::CallerJoin {
   bool is_abort() const { return is_abort_; }
   std::exception_ptr take_untold_error() { return is_told_.exchange(true) ? nullptr : error_; }
 
-  /// Hears the operation of another buffer that the caller's stream of @p endpoint is behind. Else
-  /// the host could wait in one operation for a peer that waits in the other, and nobody would see
-  /// that they wait for each other.
-  static void hear_before(const DeviceEndpoint& endpoint,
-                          const group::InterruptCheck& interrupt_check);
+  /// The operation of another buffer that the caller's stream of @p endpoint is behind, or null.
+  static std::shared_ptr<LateVerdict> of_another(const DeviceEndpoint& endpoint);
+  /// Before an operation of @p endpoint that is behind this one. Else the host could wait in one
+  /// operation for a peer that waits in the other, and nobody would see that they wait for each
+  /// other.
+  void hear_for(const DeviceEndpoint& endpoint, const group::InterruptCheck& interrupt_check);
 
   /// In place of a host that waits: ends it where a peer takes no part, as it has destroyed its
   /// buffer; warns of one that does not come. Does not wait for anybody.

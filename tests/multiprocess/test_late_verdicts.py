@@ -43,6 +43,7 @@ HIDDEN = 64
 LIMIT_S = 30.0
 LATER_S = 3.0
 MOST_IN_FLIGHT = 32
+NUM_CROSSINGS = 30
 
 Call = Callable[[EpBuffer, DispatchResult], object]
 
@@ -387,6 +388,28 @@ def test_a_peer_that_dies_while_others_are_ahead_is_named(tmp_path: Path) -> Non
         run_ranks(
             _dies_while_others_are_ahead, NUM_RANKS, tmp_path / "run", mode="processes", fresh=True
         )
+
+
+def _of_another_buffer_meanwhile(context: RankContext) -> None:
+    """An asynchronous combine waits for nothing that was called behind it, in whichever buffer."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        other = EpBuffer(buffer.communicator, buffer.config)
+        result = _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        later = _dispatched(other, context.rank_idx, Layout.EXPERT_MAJOR, stream)
+        for _ in range(NUM_CROSSINGS):
+            combined = buffer.combine(result.x, result.handle, async_op=True)
+            if context.rank_idx == 0:
+                combined.event.wait()
+            _combine(other, later)
+            combined.event.wait()
+            stream.synchronize()
+            assert torch.equal(combined.x, NUM_TOPK * _inputs(context.rank_idx)[0])
+        buffer.communicator.destroy()
+
+
+def test_an_asynchronous_operation_waits_for_none_that_was_called_later() -> None:
+    run_ranks(_of_another_buffer_meanwhile, NUM_RANKS, mode="threads")
 
 
 def _wrong_before_a_replay(context: RankContext) -> None:
