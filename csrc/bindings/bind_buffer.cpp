@@ -63,9 +63,10 @@ std::shared_ptr<ops::Plan> import_plan(ops::Endpoint& endpoint,
                                        py::handle topk_idx,
                                        py::handle asked,
                                        int layout,
-                                       int64_t expert_alignment) {
+                                       int64_t expert_alignment,
+                                       int64_t hash) {
   return std::make_shared<ops::Plan>(
-      plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment));
+      plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment, hash));
 }
 
 }  // namespace

@@ -96,7 +96,7 @@ struct OperationArguments {
   int32_t on_overflow = 0;
   int32_t gradients = 0;         ///< GradientWord
   int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
-  uint64_t plan_hash = 0;        ///< of the count matrix a handle holds; 0 without a handle
+  uint64_t plan_hash = 0;        ///< of the handle, see ops::PlanHeader; 0 without one
 
   bool operator==(const OperationArguments&) const = default;
   /// Whether two ranks do the same, whatever each says of gradients.

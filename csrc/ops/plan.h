@@ -29,7 +29,9 @@ struct PlanHeader {
   layout::CountMatrix counts;     ///< what was kept; equal on every rank
   layout::ReceivedRows received;  ///< what this rank receives
   AskedRows asked;                ///< what it would receive if nothing were dropped
-  uint64_t hash = 0;              ///< equal on every rank for one dispatch
+  /// Equal on every rank for one dispatch: of its counts, or of its epoch where handles come before
+  /// those.
+  uint64_t hash = 0;
   /// Where counts come later: who reads num_recv_topk, counts, or what is received or asked per
   /// expert, joins it before or sees that it has ended. Else null.
   std::shared_ptr<CallerJoin> verdict;
@@ -54,6 +56,8 @@ struct PlanHeader {
     if (hash != counted.hash)  // an operation may be reading it
       hash = counted.hash;
   }
+  /// The hash of the dispatch of an epoch: none of a captured one, which counts captures.
+  static constexpr uint64_t hash_of_epoch(uint64_t epoch) { return uint64_t{1} << 62 | epoch; }
   /// Whether counts are yet to come.
   bool awaits_counts() const;
 

@@ -95,13 +95,13 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
                                                                  params_.num_tokens,
                                                                  params_.num_topk);
     if (is_low_latency())
-      plan->hash = exchange_.epoch();
+      plan->hash = ops::PlanHeader::hash_of_epoch(exchange_.epoch());
     return plan;
   }
 
   std::shared_ptr<const DevicePlan> hear_counts_later() {
     launches_.foresee_plan();
-    launches_.made_plan()->hash = exchange_.epoch();
+    launches_.made_plan()->hash = ops::PlanHeader::hash_of_epoch(exchange_.epoch());
     are_counts_late_ = true;
     take_counts_ = [plan = launches_.made_plan(),
                     &endpoint = endpoint_,
@@ -119,7 +119,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
                                            endpoint.rank_idx(),
                                            plan->num_tokens,
                                            plan->num_topk);
-      counted.hash = epoch;
+      counted.hash = ops::PlanHeader::hash_of_epoch(epoch);
       plan->take_counts(std::move(counted));
       return std::exception_ptr();
     };

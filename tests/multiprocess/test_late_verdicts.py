@@ -412,6 +412,53 @@ def test_an_asynchronous_operation_waits_for_none_that_was_called_later() -> Non
     run_ranks(_of_another_buffer_meanwhile, NUM_RANKS, mode="threads")
 
 
+def _of_one_dispatch(context: RankContext) -> None:
+    """A handle is that of its dispatch on every rank, whichever have it made of tensors."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        x, topk_idx = _inputs(context.rank_idx)
+        result = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+        handle = result.handle
+        if context.rank_idx == 1:
+            handle = buffer.import_handle(handle.plan.to_tensors())
+        sums = buffer.combine(result.x, handle)
+        stream.synchronize()
+        assert torch.equal(sums, NUM_TOPK * x)
+        # Of the same choices, and yet another dispatch.
+        again = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+        if context.rank_idx == 1:
+            handle = buffer.import_handle(again.handle.plan.to_tensors())
+        with pytest.raises(ValueError, match=r"ranks disagree: combine.*, handle"):
+            buffer.combine(result.x, handle)
+            _dispatch(buffer, result)
+        buffer.communicator.destroy()
+
+
+def test_handles_made_of_tensors_are_those_of_their_dispatches() -> None:
+    run_ranks(_of_one_dispatch, NUM_RANKS, mode="threads")
+
+
+def _eager_and_captured(context: RankContext) -> None:
+    """A graph with handles of different dispatches, the first of a capture and the first of calls."""
+    with use_stream(Stream()) as stream:
+        buffer = _buffer(context)
+        x, topk_idx = _inputs(context.rank_idx)
+        eager = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
+        with Graph(buffer) as graph:
+            captured = buffer.dispatch(2 * x, topk_idx, layout=Layout.LOW_LATENCY)
+            result = eager if context.rank_idx == 0 else captured
+            sums = buffer.combine(result.x, result.handle)
+        sums.zero_()
+        graph.replay()
+        stream.synchronize()
+        assert not sums.any(), "rows of different dispatches were added"
+        buffer.communicator.destroy()
+
+
+def test_a_captured_handle_is_not_taken_for_one_of_a_call() -> None:
+    run_ranks(_eager_and_captured, NUM_RANKS, mode="threads")
+
+
 def _wrong_before_a_replay(context: RankContext) -> None:
     """A graph does what was recorded, whatever nobody has heard yet of operations before."""
     with use_stream(Stream()) as stream:

@@ -27,9 +27,10 @@ std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint,
                                         py::handle topk_idx,
                                         py::handle asked,
                                         int layout,
-                                        int64_t expert_alignment) {
+                                        int64_t expert_alignment,
+                                        int64_t hash) {
   const ops::Plan plan =
-      plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment);
+      plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment, hash);
   const py::gil_scoped_release no_gil;
   return runtime::import_plan(endpoint, plan);
 }

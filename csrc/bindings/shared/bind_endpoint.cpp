@@ -66,7 +66,8 @@ py::tuple plan_tensors(const ops::Plan& plan) {
       vector_tensor(plan.counts.counts, {num_ranks, plan.counts.stride()}, kInt32),
       vector_tensor(plan.slots, {plan.num_tokens, plan.num_slots}, kInt64),
       vector_tensor(plan.topk_idx, {plan.num_tokens, plan.num_topk}, kInt64),
-      vector_tensor(std::move(asked), {num_asked}, kInt64));
+      vector_tensor(std::move(asked), {num_asked}, kInt64),
+      static_cast<int64_t>(plan.hash));
 }
 
 ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
@@ -74,7 +75,8 @@ ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
                           py::handle topk_idx,
                           py::handle asked,
                           int layout,
-                          int64_t expert_alignment) {
+                          int64_t expert_alignment,
+                          int64_t hash) {
   const TensorView choices = view_tensor(topk_idx);
   const TensorView numbers = view_tensor(asked);
   const auto rank_idx = static_cast<size_t>(endpoint.rank_idx());
@@ -94,14 +96,17 @@ ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
   check_plan(copied, choices, endpoint.placement(), endpoint.rank_idx());
   const auto arrangement =
       ops::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
-  return ops::Plan::make(arrangement,
-                         std::move(copied),
-                         std::move(asked_rows),
-                         endpoint.placement(),
-                         endpoint.rank_idx(),
-                         ids,
-                         choices.num_rows,
-                         choices.row_elements);
+  auto plan = ops::Plan::make(arrangement,
+                              std::move(copied),
+                              std::move(asked_rows),
+                              endpoint.placement(),
+                              endpoint.rank_idx(),
+                              ids,
+                              choices.num_rows,
+                              choices.row_elements);
+  if (hash != 0)
+    plan.hash = static_cast<uint64_t>(hash);
+  return plan;
 }
 
 }  // namespace moe::bindings

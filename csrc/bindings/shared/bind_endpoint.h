@@ -31,13 +31,15 @@ py::object empty_rows(ops::EndpointBase& endpoint,
 py::tuple plan_tensors(const ops::Plan& plan);
 
 /// The plan that tensors in host memory were exported from.
+/// @param hash  PlanHeader::hash; 0 for that of its counts
 /// @throws InvalidArgument  they do not fit the endpoint or each other.
 ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
                           py::handle counts,
                           py::handle topk_idx,
                           py::handle asked,
                           int layout,
-                          int64_t expert_alignment);
+                          int64_t expert_alignment,
+                          int64_t hash);
 
 /// @p endpoint, whose end, when Python drops it, waits without the GIL: the progress thread may
 /// want that to drop an operation's inputs.

@@ -58,7 +58,7 @@ def dispatch(
         topk_idx.new_empty((num_ranks, num_experts + num_ranks + 2), dtype=torch.int32),
         topk_idx.new_empty((num_tokens, num_slots)),
         topk_idx.new_empty((num_tokens, num_topk)),
-        buffer_id.new_empty(7 + num_local_experts),
+        buffer_id.new_empty(8 + num_local_experts),
     ]
     if capacity or layout is Layout.LOW_LATENCY:
         outputs += [buffer_id.new_empty(num_local_experts), buffer_id.new_empty(())]

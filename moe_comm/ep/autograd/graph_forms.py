@@ -28,8 +28,8 @@ class TensorHandle(DispatchHandle):
         counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; see `PlanTensors`.
         slots: int64 `[num_tokens, num_slots]`; see `PlanTensors`.
         topk_idx: int64 `[num_tokens, num_topk]`.
-        meta: int64 `[7 + num_local_experts]`: buffer id, generation, layout, expert alignment, received
-            rows, what the ranks said of gradients, and `PlanTensors.asked`.
+        meta: int64 `[8 + num_local_experts]`: buffer id, generation, layout, expert alignment, received
+            rows, what the ranks said of gradients, `PlanTensors.hash` and `PlanTensors.asked`.
         link: As in `DispatchHandle`.
         local: The handle that the tensors stand for, where this process has it.
     """

@@ -52,8 +52,9 @@ __all__ = [
     META_ALIGNMENT,
     META_NUM_RECV_TOKENS,
     META_GRADIENTS,
+    META_HASH,  # `PlanTensors.hash`
     META_ASKED,  # `PlanTensors.asked`, to the end
-) = range(7)
+) = range(8)
 
 _HANDLE = "Tensor counts, Tensor slots, Tensor topk_idx, Tensor meta"
 
@@ -103,7 +104,8 @@ def local_handle(
     A handle of another buffer or an earlier generation comes out as such, for `buffer` to refuse it
     together with its peers.
     """
-    buffer_id, generation, layout, expert_alignment, num_recv_tokens, _ = meta[:META_ASKED].tolist()
+    numbers = meta[:META_ASKED].tolist()
+    buffer_id, generation, layout, expert_alignment, num_recv_tokens, _, plan_hash = numbers
     plan = PlanTensors(
         counts,
         slots,
@@ -112,6 +114,7 @@ def local_handle(
         expert_alignment,
         num_recv_tokens,
         meta[META_ASKED:],
+        hash=plan_hash,
     )
     if buffer_id == buffer.buffer_id and generation == buffer.generation:
         return buffer.import_handle(plan)
@@ -191,7 +194,7 @@ def tensors_of(
     # A number of an enumeration would be a hundred times as slow.
     layout = int(handle.layout)
     where = (handle.buffer_id, handle.generation, layout, handle.expert_alignment)
-    numbers = (*where, handle.num_recv_tokens, gradients, *plan.asked.tolist())
+    numbers = (*where, handle.num_recv_tokens, gradients, plan.hash, *plan.asked.tolist())
     meta = torch.tensor(numbers, device="cpu")
     return plan.counts, plan.slots, plan.topk_idx, meta
 

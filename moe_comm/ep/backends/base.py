@@ -136,6 +136,7 @@ class PlanTensors:
         num_recv_tokens: Rows of this rank's result, padding included.
         asked: int64 `[1 + num_local_experts]`: rows that this rank's result would have, padding
             included, and choices of every local expert, if no capacity and no mask dropped any.
+        hash: By which ranks compare handles, 0 for that of its counts.
     """
 
     counts: torch.Tensor
@@ -145,6 +146,7 @@ class PlanTensors:
     expert_alignment: int
     num_recv_tokens: int
     asked: torch.Tensor
+    hash: int = dataclasses.field(default=0, kw_only=True)
 
     @property
     def num_tokens(self) -> int:
@@ -187,6 +189,7 @@ class PlanTensors:
             expert_alignment=self.expert_alignment,
             num_recv_tokens=self.num_recv_tokens,
             asked=self.asked.clone(),
+            hash=self.hash,
         )
 
 

@@ -273,6 +273,7 @@ class NativeBackend(Backend):
             tensors.asked.cpu().contiguous(),
             int(tensors.layout),
             tensors.expert_alignment,
+            tensors.hash,
         )
         return NativePlan(native, self._endpoint)
 

@@ -197,8 +197,8 @@ class NativeEndpoint(Protocol):
 
     def export_plan(
         self, plan: EndpointPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(counts, slots, topk_idx, asked)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """(counts, slots, topk_idx, asked, hash)."""
         ...
 
     def import_plan(
@@ -208,6 +208,7 @@ class NativeEndpoint(Protocol):
         asked: torch.Tensor,
         layout: int,
         expert_alignment: int,
+        plan_hash: int,
     ) -> EndpointPlan:
         """A plan of its tensors, which lie in host memory."""
         ...

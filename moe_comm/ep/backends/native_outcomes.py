@@ -67,7 +67,7 @@ class NativePlan:
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
-        counts, slots, topk_idx, asked = self._endpoint.export_plan(self.native)
+        counts, slots, topk_idx, asked, plan_hash = self._endpoint.export_plan(self.native)
         return PlanTensors(
             counts=counts,
             slots=slots,
@@ -76,6 +76,7 @@ class NativePlan:
             expert_alignment=self.expert_alignment,
             num_recv_tokens=self.num_recv_tokens,
             asked=asked,
+            hash=plan_hash,
         )
 
 
