@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -349,6 +349,68 @@ def test_a_value_that_only_equals_one_that_passed_is_refused(buffer: EpBuffer) -
         options[name] = bad
         with pytest.raises((ValueError, TypeError), match=name):
             buffer.dispatch(x, topk_idx, **options)
+
+
+def test_options_are_known_without_running_python(
+    buffer: EpBuffer, seen: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where Python runs, a signal may raise, and other threads go on.
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
+    called: list[object] = []
+
+    def compare(one: object, other: object) -> bool:
+        called.append(other)
+        return NotImplemented
+
+    monkeypatch.setattr(Capacity, "__eq__", compare)
+    for num_rows in (51, 52, 51, 52):
+        assert buffer.dispatch(x, topk_idx, capacity=Capacity(num_rows=num_rows)).x.shape[0] == (
+            num_rows
+        )
+    assert seen == [False, False, True, True]
+    assert called == []
+
+
+class _Comparing(Capacity):
+    """Limits whose comparison runs Python."""
+
+    compare: Callable[[], bool]
+
+    def __eq__(self, other: object) -> bool:
+        return self.compare()
+
+    __hash__ = Capacity.__hash__
+
+
+def test_options_may_be_remembered_while_others_are_compared(
+    buffer: EpBuffer, seen: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
+    num_rows = itertools.count(100)
+    with EpBuffer(buffer.communicator, CONFIG) as other:
+
+        def remember() -> bool:
+            for _ in range(20):  # as many take every place
+                other.dispatch(x, topk_idx, capacity=Capacity(num_rows=next(num_rows)))
+            return True
+
+        def fail() -> bool:
+            raise ValueError("cannot be compared")
+
+        def interrupt() -> bool:
+            raise KeyboardInterrupt("first")
+
+        monkeypatch.setattr(_Comparing, "compare", staticmethod(remember), raising=False)
+        for size in range(8, 12):
+            result = buffer.dispatch(x, topk_idx, capacity=_Comparing(num_rows=size))
+            assert result.x.shape[0] == size
+        monkeypatch.setattr(_Comparing, "compare", staticmethod(fail))
+        assert buffer.dispatch(x, topk_idx, capacity=_Comparing(num_rows=12)).x.shape[0] == 12
+        monkeypatch.setattr(_Comparing, "compare", staticmethod(interrupt))
+        with pytest.raises(KeyboardInterrupt, match="first"):
+            buffer.dispatch(x, topk_idx, capacity=_Comparing(num_rows=13))
+        assert buffer.dispatch(x, topk_idx).x.shape[0] == 6
+    assert not any(seen[:-1])
 
 
 def test_what_passed_with_one_buffer_is_seen_by_the_limits_of_another(

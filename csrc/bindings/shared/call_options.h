@@ -23,11 +23,14 @@ namespace py = pybind11;
 template <typename Options>
 class PassedOptions {
  public:
-  /// Null where the options have not passed yet. Valid until the next call of remember().
+  /// Null where the options have not passed yet. Valid while the GIL is held.
   const Options* find(py::handle values) const {
-    for (const auto& [known, options] : entries_)
-      if (are_alike(known, values))
-        return &options;
+    // By place, and held: comparing may run Python, and with it remember() of another thread.
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      const py::tuple known = entries_[i].first;
+      if (are_alike(known, values) && entries_[i].first.is(known))
+        return &entries_[i].second;
+    }
     return nullptr;
   }
 
@@ -46,6 +49,7 @@ class PassedOptions {
   static constexpr size_t kMost = 16;
 
   /// Equal values of equal types: no rule tells them apart.
+  /// @throws py::error_already_set  what a signal raised meanwhile that is no Exception.
   static bool are_alike(py::handle known, py::handle values) {
     const Py_ssize_t size = PyTuple_GET_SIZE(known.ptr());
     if (PyTuple_GET_SIZE(values.ptr()) != size)
@@ -57,13 +61,32 @@ class PassedOptions {
         continue;
       if (Py_TYPE(one) != Py_TYPE(other))
         return false;
-      const int equal = PyObject_RichCompareBool(one, other, Py_EQ);
-      if (equal < 0)
-        PyErr_Clear();
-      if (equal != 1)
+      if (!are_equal(one, other))
         return false;
     }
     return true;
+  }
+
+  static bool are_equal(PyObject* one, PyObject* other) {
+    // The fields of a plain object, a Capacity for one: its __eq__ is Python, where signals are
+    // handled and other threads go on.
+    const PyTypeObject* const type = Py_TYPE(one);
+    if (type->tp_base == &PyBaseObject_Type && type->tp_dictoffset != 0) {
+      const py::dict fields = py::handle(one).attr("__dict__");
+      const py::dict others = py::handle(other).attr("__dict__");
+      return compare(fields.ptr(), others.ptr());
+    }
+    return compare(one, other);
+  }
+
+  static bool compare(PyObject* one, PyObject* other) {
+    const int equal = PyObject_RichCompareBool(one, other, Py_EQ);
+    if (equal >= 0)
+      return equal == 1;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+      throw py::error_already_set();
+    PyErr_Clear();
+    return false;
   }
 
   std::vector<std::pair<py::tuple, Options>> entries_;
