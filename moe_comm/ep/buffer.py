@@ -24,7 +24,7 @@ from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
-from moe_comm.peers.exclusive_use import ExclusiveUse, in_use
+from moe_comm.peers.exclusive_use import in_use, use_alone
 from moe_comm.tensors.memory import as_resolved
 from moe_comm.tensors.quantization import Quantization, refusal
 
@@ -232,8 +232,13 @@ class EpBuffer(Destroyable):
             options: The others, but for `masked_ranks`, which are this buffer's.
             takes_strides: Tensors of any strides are taken, and lazy conjugates and negations.
         """
-        self._enter("dispatch")
+        is_mine = True  # as in `use_alone`, which takes twice as long
         try:
+            if not self._busy.acquire(False):
+                is_mine = False
+                self._check_alive()
+                raise in_use("dispatch")
+            self._begin("dispatch")
             if self._masked_ranks and handle is None and options.layout is Layout.LOW_LATENCY:
                 options = options._replace(masked_ranks=self._masked_ranks)
             operation = plan = None
@@ -248,22 +253,17 @@ class EpBuffer(Destroyable):
             output = None if options.async_op else operation.early
             maker = (self.buffer_id, self.generation)
         finally:
-            self._busy.release()
+            if is_mine:
+                self._busy.release()
         return DispatchResult(operation, output, options.capacity, maker=maker, handle=handle)
 
-    def _enter(self, operation: str) -> None:
-        """Begin a collective call of this buffer: `_busy` is held, for the caller to release."""
+    def _begin(self, operation: str) -> None:
+        """Begin a collective call of this buffer, of which there is no other."""
         if self._is_destroyed or self.communicator.is_forked():
             self._check_alive()
-        if not self._busy.acquire(False):  # by hand: a context manager takes twice as long
-            raise in_use(operation)
         self.communicator.latest_buffer = self._reference
         if missed_calls.kept.calls:
-            try:
-                self.communicator.tell_missed(operation, self._backend.reject)
-            except BaseException:
-                self._busy.release()
-                raise
+            self.communicator.tell_missed(operation, self._backend.reject)
 
     def _plan_of(self, handle: object) -> Plan | None:
         """The plan of a handle of this buffer; None for anything else."""
@@ -500,8 +500,13 @@ class EpBuffer(Destroyable):
             as_sums: Return the sums and what all ranks say of gradients, where it is not asynchronous.
             takes_strides: As in `run_dispatch`.
         """
-        self._enter("combine")
+        is_mine = True  # as in `use_alone`, which takes twice as long
         try:
+            if not self._busy.acquire(False):
+                is_mine = False
+                self._check_alive()
+                raise in_use("combine")
+            self._begin("combine")
             combined = None
             if (plan := self._plan_of(handle)) is not None:
                 combined = self._backend.combine_unchecked(
@@ -534,7 +539,8 @@ class EpBuffer(Destroyable):
             assert output.x is not None
             return output.x, output.gradients
         finally:
-            self._busy.release()
+            if is_mine:
+                self._busy.release()
 
     def empty_expert_output(
         self,
@@ -580,8 +586,8 @@ class EpBuffer(Destroyable):
         if not isinstance(error, TypeError | ValueError) or not text.isascii():
             text = as_utf8(text)
             error = TypeError(text) if isinstance(error, TypeError) else ValueError(text)
-        with ExclusiveUse(self._busy, operation):
-            self._backend.reject(operation, error)
+        use_alone(self._busy, operation, lambda: self._backend.reject(operation, error))
+        raise AssertionError("a rejected operation did not raise")
 
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
@@ -613,9 +619,11 @@ class EpBuffer(Destroyable):
             ValueError, TypeError, PeerFailedError, PeerTimeoutError: What the last operation was found to
                 be where its call had returned before, on a GPU. Everything has been released.
         """
-        if self._is_destroyed:
-            return
-        with ExclusiveUse(self._busy, "destroy"), interrupted_once():
+        if not self._is_destroyed:
+            use_alone(self._busy, "destroy", self._destroy)
+
+    def _destroy(self) -> None:
+        with interrupted_once():
             self._is_destroyed = True
             self.generation += 1
             self._backend.destroy()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import types
+from collections.abc import Callable
 
-__all__ = ["ExclusiveUse", "in_use"]
+__all__ = ["in_use", "use_alone"]
 
 
 def in_use(operation: str) -> RuntimeError:
@@ -15,28 +15,25 @@ def in_use(operation: str) -> RuntimeError:
     )
 
 
-class ExclusiveUse:
-    """Holds a buffer for a call at a time; a second thread is refused, never queued.
+def use_alone(busy: threading.Lock, operation: str, call: Callable[[], None]) -> None:
+    """Run a call with a buffer to itself; a second thread is refused, never queued.
 
     Args:
         busy: Held while a call runs; shared by all calls that exclude each other.
-        operation: What the refused caller wanted.
+        operation: Wanted by a refused caller.
+        call: Run meanwhile.
+
+    Raises:
+        RuntimeError: Another thread holds `busy`.
     """
-
-    __slots__ = ("_busy", "_operation")
-
-    def __init__(self, busy: threading.Lock, operation: str) -> None:
-        self._busy = busy
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        if not self._busy.acquire(False):
-            raise in_use(self._operation)
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        self._busy.release()
+    # A signal may raise as soon as the lock is taken, and at the first line of any function: no
+    # context manager of Python releases it there.
+    is_mine = True
+    try:
+        if not busy.acquire(False):
+            is_mine = False
+            raise in_use(operation)
+        call()
+    finally:
+        if is_mine:
+            busy.release()

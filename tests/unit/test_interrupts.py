@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 
 from moe_comm import Communicator, EpBuffer, EpConfig
 
@@ -46,3 +49,40 @@ def test_the_first_interrupt_is_raised(buffer: EpBuffer) -> None:
 def test_an_interrupt_while_handling_another_error_is_raised(buffer: EpBuffer) -> None:
     with pytest.raises(KeyboardInterrupt, match="again"), buffer:
         raise ValueError("something else")
+
+
+class _InterruptedLock:
+    """A lock with which a signal raises as soon as it is taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.release = self._lock.release
+
+    def acquire(self, is_waiting: bool) -> bool:
+        assert self._lock.acquire(is_waiting)
+        raise KeyboardInterrupt("first")
+
+
+def test_an_interrupt_at_the_beginning_of_a_call_leaves_the_buffer_free(
+    communicator: Communicator,
+) -> None:
+    config = EpConfig(num_experts=2, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
+    buffer = EpBuffer(communicator, config)
+    x, topk_idx = torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0], [1], [0]])
+    result = buffer.dispatch(x, topk_idx)
+    free = buffer._busy
+    for call in (
+        lambda: buffer.dispatch(x, topk_idx),
+        lambda: buffer.combine(result.x, result.handle),
+        lambda: buffer.reject("dispatch", ValueError("not this")),
+        buffer.destroy,
+    ):
+        busy = _InterruptedLock()
+        buffer._busy = busy  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt, match="first"):
+            call()
+        assert not busy._lock.locked()
+    buffer._busy = free
+    assert torch.equal(buffer.combine(buffer.dispatch(x, topk_idx).x, result.handle), x)
+    buffer.destroy()
+    assert buffer.is_destroyed
