@@ -304,7 +304,8 @@ class EpBuffer(Destroyable):
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
             )
-            if isinstance(topk_idx, torch.Tensor) and topk_idx.dtype is torch.bool:
+            is_map = isinstance(topk_idx, torch.Tensor) and topk_idx.dtype is torch.bool
+            if is_map and handle is None:
                 topk_idx, topk_weights = list_choices(self.config, rows, topk_idx, topk_weights)
             if handle is None:
                 validation.check_dispatch(

@@ -105,7 +105,7 @@ def list_choices(
     """
     x = as_dense("x", x)
     expected = (x.shape[0] if x.dim() else 0, config.num_experts)
-    if routing_map.shape != expected:
+    if as_dense("routing_map", routing_map).shape != expected:
         raise ValueError(
             f"routing_map must have shape (num_tokens, num_experts) = {expected}, got "
             f"{tuple(routing_map.shape)}"

@@ -499,6 +499,19 @@ def test_a_map_seen_at_a_glance_is_its_list(communicator: Communicator, has_prob
         assert empty.x.shape == (0, 16)
 
 
+def test_a_map_that_cannot_be_is_refused_in_its_own_words(communicator: Communicator) -> None:
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    routing_map, _ = _map()
+    with EpBuffer(communicator, OPEN) as buffer:
+        handle = buffer.dispatch(x, routing_map).handle
+        with pytest.raises(ValueError, match="topk_idx must be None with a handle"):
+            buffer.dispatch(x, routing_map, handle=handle)
+        with pytest.raises(TypeError, match="routing_map must be a dense tensor"):
+            buffer.dispatch(x, routing_map.to_sparse())
+        with pytest.raises(ValueError, match=r"routing_map must have shape .* = \(3, 8\)"):
+            buffer.dispatch(x, routing_map[:, :4])
+
+
 def test_a_map_is_seen_where_it_is_one(communicator: Communicator) -> None:
     x = torch.zeros(3, 16, dtype=torch.bfloat16)
     good, probs = _map()
