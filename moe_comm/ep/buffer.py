@@ -304,8 +304,7 @@ class EpBuffer(Destroyable):
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
             )
-            is_map = isinstance(topk_idx, torch.Tensor) and topk_idx.dtype is torch.bool
-            if is_map and handle is None:
+            if handle is None and getattr(topk_idx, "dtype", None) is torch.bool:
                 topk_idx, topk_weights = list_choices(self.config, rows, topk_idx, topk_weights)
             if handle is None:
                 validation.check_dispatch(

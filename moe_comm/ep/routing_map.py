@@ -88,7 +88,7 @@ def topk_of_routing_map(
 
 
 def list_choices(
-    config: EpConfig, x: object, routing_map: torch.Tensor, probs: torch.Tensor | None
+    config: EpConfig, x: object, routing_map: object, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a map as the list that a dispatch sends, and its probs in a dtype that travels.
 
@@ -105,7 +105,8 @@ def list_choices(
     """
     x = as_dense("x", x)
     expected = (x.shape[0] if x.dim() else 0, config.num_experts)
-    if as_dense("routing_map", routing_map).shape != expected:
+    routing_map = as_dense("routing_map", routing_map)
+    if routing_map.shape != expected:
         raise ValueError(
             f"routing_map must have shape (num_tokens, num_experts) = {expected}, got "
             f"{tuple(routing_map.shape)}"
