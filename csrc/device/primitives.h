@@ -10,6 +10,13 @@
 //   Thread
 //     int thread_idx(), num_threads(), block_idx(), num_blocks(), lane_idx(), warp_idx(),
 //     num_warps()
+//   Programmatic dependent launch: of a kernel with Launch::is_dependent
+//     void await_prerequisites()  returns when the kernels ahead in the stream have ended; what
+//                                 they wrote can be read. By every thread, before anything else.
+//                                 At once in a kernel that is not dependent
+//     void launch_dependents()    by one thread of a block at least: as far as this block is
+//                                 concerned, the kernel behind may start. From then on the block
+//                                 waits for nobody that needs room on the device
 //   Plain access, T of 1, 2, 4, 8 or 16 bytes and naturally aligned; never through a read-only
 //   cache
 //     T load(const T*), void store(T*, T)

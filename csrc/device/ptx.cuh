@@ -532,6 +532,18 @@ MOE_DEVICE void pause(uint32_t nanoseconds) {
 
 // --- Launch -------------------------------------------------------------------------------------
 
+MOE_DEVICE void await_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+MOE_DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /// Puts a kernel into its stream. It was loaded before and may have all shared memory of a block
 /// (device/kernel_modules.cuh).
 /// @throws CudaError
@@ -542,6 +554,11 @@ void launch(void (*kernel)(Params), const Launch& shape, const Params& params) {
   config.blockDim = dim3(static_cast<unsigned>(shape.num_threads));
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(shape.stream);
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &dependent;
+  config.numAttrs = shape.is_dependent ? 1 : 0;
   void* arguments[] = {const_cast<Params*>(&params)};
   const cudaError_t code =
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);

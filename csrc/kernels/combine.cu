@@ -176,6 +176,7 @@ MOE_DEVICE void pull_weights(const CombineParams& params) {
 template <typename Number, bool kWeighted>
 MOE_KERNEL_OF(kMaxCombineThreads)
 void combine(const CombineParams params) {
+  device::await_prerequisites();
   if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
     return;
   auto* const scratch = reinterpret_cast<int32_t*>(device::shared_memory());

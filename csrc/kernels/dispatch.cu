@@ -24,6 +24,8 @@ namespace {
 //   0 is stored to a and b; row 1 is stored to c.
 template <typename Source, bool kBulk>
 MOE_KERNEL void dispatch(const DispatchParams params) {
+  device::await_prerequisites();
+  device::launch_dependents();
   if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
     return;
   const DispatchShape shape = DispatchShape::make(params, device::num_threads());

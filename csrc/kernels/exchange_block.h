@@ -129,6 +129,8 @@ class ExchangeBlock {
       take_kept();
     if (!peers_.relay_rows(site(layout::Phase::kRows), narrow_scratch()) || !await_rows())
       return OperationStatus::kLeft;
+    // No peer keeps this kernel any longer: blocks that wait for its end take nobody's place.
+    device::launch_dependents();
     const bool is_agreed = all(agrees()) && agrees_on_gradients();
     take_rows(is_agreed);
     if (!is_agreed)

@@ -298,6 +298,7 @@ MOE_DEVICE bool find_rows(const RankSumsParams& params, int32_t* scratch) {
 template <typename Number>
 MOE_KERNEL_OF(kMaxCombineThreads)
 void add_rank_sums(const RankSumsParams params) {
+  device::await_prerequisites();
   if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
     return;
   const int64_t row_bytes = params.hidden * static_cast<int64_t>(sizeof(typename Number::Bits));

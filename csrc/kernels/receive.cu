@@ -32,12 +32,14 @@ MOE_DEVICE bool await_rows(const ReceiveParams& params, bool is_booked) {
 //   another device and has sent a token to row 4, of which row 9 is to be a copy; origins 4 and 4
 //   stand beside them, and the warp that comes to row 9 copies row 4 there.
 MOE_KERNEL void receive(const ReceiveParams params) {
+  device::await_prerequisites();
   await_rows(params, true);
 }
 
 /// Apart, as ranks of one device need none of its registers.
 template <bool kBulk>
 MOE_KERNEL void receive_copies(const ReceiveParams params) {
+  device::await_prerequisites();
   const bool is_booked = device::block_idx() == 0;
   if (!await_rows(params, is_booked))
     return;

@@ -156,7 +156,7 @@ void capture_receive(Capture& capture,
       params.copy_out == ops::CopyOut::kAlways && outcome->plan->layout() != RowLayout::kLowLatency;
   const bool receives_later = params.is_async && !is_copied_out;
   if (!receives_later)
-    endpoint.launch_receive(launches.receive_params());
+    endpoint.launch_receive(launches.receive_params(), true);
   outcome->owner = window;
   outcome->rows = window->data();
   if (is_copied_out) {

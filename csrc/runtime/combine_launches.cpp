@@ -69,7 +69,8 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
   sums.sums = requests + rank_sums_map(params).sums_offset;
   // Rows and sums are this rank's own, and no block but the last waits: all SMs, for a short time,
   // have as many loads under way as memory needs.
-  device::Launch launch = endpoint.launch(endpoint.device().num_sms(), kernels::kMaxCombineThreads);
+  device::Launch launch =
+      endpoint.launch_behind(endpoint.device().num_sms(), kernels::kMaxCombineThreads);
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   kernels::launch_rank_sums(launch, sums);
   kernel->row_slots = reinterpret_cast<const int64_t*>(requests);
@@ -149,7 +150,7 @@ void launch_sums(DeviceEndpoint& endpoint,
   }
   if (requests != nullptr)
     launch_rank_sums(endpoint, params, requests, &kernel);
-  device::Launch launch = endpoint.launch(endpoint.num_sms(), kernels::kMaxCombineThreads);
+  device::Launch launch = endpoint.launch_behind(endpoint.num_sms(), kernels::kMaxCombineThreads);
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   fit_shared_memory(endpoint.device(), launch, [&](int num_threads) {
     return kernels::combine_shared_bytes(kernel, num_threads);

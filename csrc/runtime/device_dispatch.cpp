@@ -155,7 +155,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     // What is copied out has to be whole.
     receives_later_ = params_.is_async && !is_copied_out_ && !endpoint_.has_graphs();
     if (!receives_later_)
-      endpoint_.launch_receive(launches_.receive_params());
+      endpoint_.launch_receive(launches_.receive_params(), true);
     is_moving_ = true;
   }
 

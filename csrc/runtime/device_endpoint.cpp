@@ -452,6 +452,12 @@ device::Launch DeviceEndpoint::launch(int num_blocks, int usual_threads) const {
   return launch;
 }
 
+device::Launch DeviceEndpoint::launch_behind(int num_blocks, int usual_threads) const {
+  device::Launch behind = launch(num_blocks, usual_threads);
+  behind.is_dependent = device_->has_bulk_copies();
+  return behind;
+}
+
 void DeviceEndpoint::launch_exchange(const kernels::ExchangeParams& params) const {
   // Blocks take chunks in turn: more of them than run at a time only cost.
   const device::Launch shape = launch(kBlocksPerSm * device_->num_sms());
@@ -468,9 +474,9 @@ void DeviceEndpoint::launch_offers(const kernels::OffersParams& params) const {
     internode_->kernels().offers(launch(1), params, internode_->rails());
 }
 
-void DeviceEndpoint::launch_receive(kernels::ReceiveParams params) const {
+void DeviceEndpoint::launch_receive(kernels::ReceiveParams params, bool is_behind) const {
   params.buffer = buffer();
-  device::Launch shape = launch(num_sms_);
+  device::Launch shape = is_behind ? launch_behind(num_sms_) : launch(num_sms_);
   fit_shared_memory(*device_, shape, [&](int num_threads) {
     return kernels::receive_shared_bytes(params, num_threads);
   });

@@ -154,6 +154,9 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// A launch of @p num_blocks in the stream of this buffer.
   /// @param usual_threads  of a block, where nothing else was asked for
   device::Launch launch(int num_blocks, int usual_threads = kUsualThreads) const;
+  /// The same right behind another kernel of this buffer, before which the kernel may start: see
+  /// device::Launch::is_dependent.
+  device::Launch launch_behind(int num_blocks, int usual_threads = kUsualThreads) const;
   int num_sms() const { return num_sms_; }
   int num_local_experts() const { return buffer_.num_local_experts; }
   /// Of a block of a kernel that has @p usual_threads where nothing else was asked for.
@@ -168,7 +171,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   void launch_exchange(const kernels::ExchangeParams& params) const;
   void launch_offers(const kernels::OffersParams& params) const;
   /// @param params  All but what belongs to the buffer.
-  void launch_receive(kernels::ReceiveParams params) const;
+  /// @param is_behind  right behind the kernel that moves rows
+  void launch_receive(kernels::ReceiveParams params, bool is_behind = false) const;
   /// Whether rows at @p source cannot move by bulk copies.
   bool needs_plain_copies(const std::byte* source) const {
     return !device_->has_bulk_copies() || reinterpret_cast<uintptr_t>(source) % 16 != 0;

@@ -168,7 +168,7 @@ void DispatchLaunches::send_rows() const {
     kernels.dispatch(launch, params, internode->rails());
     return;
   }
-  device::Launch launch = endpoint_.launch(endpoint_.num_sms());
+  device::Launch launch = endpoint_.launch_behind(endpoint_.num_sms());
   fit_shared_memory(endpoint_.device(), launch, [&](int num_threads) {
     return kernels::dispatch_shared_bytes(params, num_threads);
   });

@@ -247,6 +247,16 @@ void sync_block() {
   block.waiting.clear();
 }
 
+void await_prerequisites() {
+  if (const auto& await = current_thread().block->grid->kernel().await_prerequisites)
+    await();
+}
+
+void launch_dependents() {
+  if (const auto& launch = current_thread().block->grid->kernel().launch_dependents)
+    launch();
+}
+
 void check_shared(const void* address, size_t bytes) {
   const Thread& self = current_thread();
   const auto first = reinterpret_cast<uintptr_t>(self.block->shared);

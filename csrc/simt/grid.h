@@ -20,6 +20,10 @@ struct Kernel {
   device::Launch shape;        ///< its stream is not looked at
   std::function<void()> body;  ///< run once by every thread
   int rank_idx = -1;           ///< for reports and the checker; -1 where there is one rank only
+  /// Called by its threads in device::await_prerequisites() and launch_dependents(), where the
+  /// stream starts kernels that are dependent before the one ahead has ended.
+  std::function<void()> await_prerequisites = nullptr;
+  std::function<void()> launch_dependents = nullptr;
 };
 
 /// @throws InvalidArgument  the shape is not one that a device takes.
@@ -122,6 +126,8 @@ void launch_grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_e
 // What device::sync_block() and the others stand on; called by emulated threads.
 void sync_block();
 void sync_warp();
+void await_prerequisites();
+void launch_dependents();
 /// @param src_lane  taken modulo 32
 Warp::Value shuffle(const Warp::Value& value, int src_lane);
 uint32_t ballot(bool vote);

@@ -341,6 +341,13 @@ inline void pause(uint32_t nanoseconds) {
 
 // --- Launch -------------------------------------------------------------------------------------
 
+inline void await_prerequisites() {
+  simt::await_prerequisites();
+}
+inline void launch_dependents() {
+  simt::launch_dependents();
+}
+
 namespace emulated {
 
 /// "DispatchParams", for reports.

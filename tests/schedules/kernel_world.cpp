@@ -192,6 +192,12 @@ device::Launch KernelWorld::shape_of(int rank_idx, int num_blocks) {
   return launch;
 }
 
+device::Launch KernelWorld::shape_behind(int rank_idx) {
+  device::Launch launch = shape_of(rank_idx, shape_.num_blocks);
+  launch.is_dependent = true;
+  return launch;
+}
+
 // --- Dispatch ----------------------------------------------------------------------------------
 
 KernelWorld::Inputs KernelWorld::put_inputs(int rank_idx, const RankInputs& inputs) {
@@ -312,6 +318,7 @@ void KernelWorld::launch_rows(int rank_idx, const kernels::DispatchParams& param
     kernels::launch_internode_dispatch(launch, params, rails);
     return;
   }
+  launch = shape_behind(rank_idx);
   launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
   kernels::launch_dispatch(launch, params);
 }
@@ -325,7 +332,7 @@ void KernelWorld::receive(int rank_idx, layout::Operation operation) {
   params.arrangement = shape_.arrangement();
   params.row_bytes = shape_.row_bytes();
   params.is_plain = shape_.is_plain;
-  kernels::launch_receive(shape_of(rank_idx, shape_.num_blocks), params);
+  kernels::launch_receive(shape_behind(rank_idx), params);
 }
 
 KernelWorld::Handle KernelWorld::dispatch(int rank_idx, const Step& step) {
@@ -594,7 +601,7 @@ void KernelWorld::launch_rank_sums(int rank_idx,
   params.hidden = shape_.hidden;
   params.rows = segment(outputs.rows_segment[static_cast<size_t>(rank_idx)]);
   params.sums = requests + rank_sums_map(*combine).sums_offset;
-  kernels::launch_rank_sums(shape_of(rank_idx, shape_.num_blocks), params);
+  kernels::launch_rank_sums(shape_behind(rank_idx), params);
   combine->row_slots = reinterpret_cast<const int64_t*>(requests);
   combine->weights = nullptr;
   combine->weight_bytes = 0;
@@ -607,6 +614,7 @@ void KernelWorld::launch_sums(int rank_idx, const kernels::CombineParams& params
         kernels::internode_combine_shared_bytes(params, rank(rank_idx).rails, launch.num_threads);
     kernels::launch_internode_combine(launch, params, rank(rank_idx).rails);
   } else {
+    launch = shape_behind(rank_idx);
     launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
     kernels::launch_combine(launch, params);
   }

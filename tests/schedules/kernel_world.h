@@ -198,6 +198,8 @@ class KernelWorld {
                   bool is_weighted = false);
   void launch_exchange(int rank_idx, const kernels::ExchangeParams& params);
   device::Launch shape_of(int rank_idx, int num_blocks);
+  /// Of a kernel that may start before the end of the one ahead.
+  device::Launch shape_behind(int rank_idx);
   Inputs put_inputs(int rank_idx, const RankInputs& inputs);
   layout::OperationArguments arguments(layout::Operation operation, bool with_weights) const;
   /// Where counting copies the choices to.

@@ -76,6 +76,9 @@ struct RankStream::Launched {
   Knowledge after;
   std::vector<int64_t> blocks;  ///< who a block is among all
   std::vector<int> num_left;    ///< threads by block
+  std::set<int> launching;      ///< blocks that let the kernel behind start, and those that ended
+  std::vector<int> waiting;     ///< fibers
+  int set_idx = 0;
 };
 
 void RankStream::launch(simt::Kernel kernel) {
@@ -100,6 +103,8 @@ void RankStream::put(Item item) {
   items_.push_back(std::move(item));
   if (!is_running_)
     start_next();
+  else
+    start_dependent();
 }
 
 void RankStream::start_next() {
@@ -119,20 +124,58 @@ void RankStream::start_next() {
 
 void RankStream::end_item(const Knowledge& after) {
   reached_.join(after);
-  is_running_ = false;
-  start_next();
+  running_ = std::exchange(dependent_, nullptr);
+  if (running_ == nullptr) {
+    is_running_ = false;
+    start_next();
+    return;
+  }
+  running_->before = run_.machine().races().behind_launch(reached_, rank_idx_);
+  for (const int fiber : running_->waiting)
+    run_.scheduler().wake(fiber);
+  start_dependent();
 }
 
-Machine::Thread* RankStream::thread_at(int block_idx, int thread_idx, const Place& place) {
+void RankStream::start_dependent() {
+  if (running_ == nullptr || dependent_ != nullptr || first_ == items_.size())
+    return;
+  const Item& next = items_[first_];
+  if (!next.is_kernel || !next.kernel.shape.is_dependent ||
+      running_->launching.size() < running_->num_left.size())
+    return;
+  Item item = std::move(items_[first_++]);
+  reached_.join(item.enqueued);
+  start_kernel(std::move(item));
+}
+
+void RankStream::launch_dependents(Launched& launched) {
+  launched.launching.insert(simt::current_thread().block->block_idx);
+  if (&launched == running_.get())
+    start_dependent();
+}
+
+void RankStream::await_prerequisites(Launched& launched) {
+  SeededScheduler& scheduler = run_.scheduler();
+  if (&launched != running_.get()) {
+    launched.waiting.push_back(scheduler.current_fiber());
+    scheduler.block({"the end of the kernel ahead"});
+  }
+  run_.machine().come_behind(scheduler.thread_of(scheduler.current_fiber()), launched.before);
+}
+
+Machine::Thread* RankStream::thread_at(const Launched& launched,
+                                       int block_idx,
+                                       const Place& place) {
+  auto& threads = threads_[launched.set_idx];
   const auto block = static_cast<size_t>(block_idx);
-  const auto thread = static_cast<size_t>(thread_idx);
-  if (block >= threads_.size())
-    threads_.resize(block + 1);
-  if (thread >= threads_[block].size())
-    threads_[block].resize(thread + 1);
-  if (threads_[block][thread] == nullptr)
-    threads_[block][thread] = run_.machine().make_thread(place);
-  return threads_[block][thread];
+  const auto thread = static_cast<size_t>(place.thread_idx);
+  if (block >= threads.size())
+    threads.resize(block + 1);
+  if (thread >= threads[block].size())
+    threads[block].resize(thread + 1);
+  if (threads[block][thread] == nullptr)
+    threads[block][thread] = run_.machine().make_thread(place);
+  return threads[block][thread];
 }
 
 void RankStream::run_thread(Launched& launched) {
@@ -146,14 +189,18 @@ void RankStream::run_thread(Launched& launched) {
   place.block_idx = block_idx;
   place.thread_idx = self.thread_idx;
   place.label = launched.kernel.name;
-  Machine::Thread* const thread = thread_at(block_idx, self.thread_idx, place);
+  Machine::Thread* const thread = thread_at(launched, block_idx, place);
   machine.begin_thread(thread, place, launched.before);
   run_.scheduler().bind(self.fiber, thread, rank_idx_, place.block);
   launched.body();
+  await_prerequisites(launched);
   machine.enter(thread);
   machine.end_thread(thread, &launched.after);
-  if (--launched.num_left[block] == 0 && self.block->shared != nullptr)
+  if (--launched.num_left[block] > 0)
+    return;
+  if (self.block->shared != nullptr)
     machine.end_block(self.block->shared, static_cast<int64_t>(launched.kernel.shape.shared_bytes));
+  launch_dependents(launched);
 }
 
 void RankStream::start_kernel(Item item) {
@@ -166,6 +213,10 @@ void RankStream::start_kernel(Item item) {
   launched->num_left.assign(static_cast<size_t>(shape.num_blocks), shape.num_threads);
   item.kernel.rank_idx = rank_idx_;
   item.kernel.body = [this, launched] { run_thread(*launched); };
+  item.kernel.await_prerequisites = [this, launched] { await_prerequisites(*launched); };
+  item.kernel.launch_dependents = [this, launched] { launch_dependents(*launched); };
+  launched->set_idx = running_ == nullptr ? 0 : 1 - running_->set_idx;
+  (running_ == nullptr ? running_ : dependent_) = launched;
   SeededScheduler& scheduler = run_.scheduler();
   const int first_fiber = scheduler.num_fibers();
   forget_new_blocks();

@@ -76,15 +76,22 @@ class RankStream : public simt::Stream {
   void start_call(Item item);
   void run_thread(Launched& launched);
   void end_item(const Knowledge& after);
-  Machine::Thread* thread_at(int block_idx, int thread_idx, const Place& place);
+  /// Starts what is next in the stream where it is a kernel that need not wait for the running one.
+  void start_dependent();
+  void launch_dependents(Launched& launched);
+  void await_prerequisites(Launched& launched);
+  Machine::Thread* thread_at(const Launched& launched, int block_idx, const Place& place);
 
   Run& run_;
   int rank_idx_;
   std::vector<Item> items_;
   size_t first_ = 0;
   bool is_running_ = false;
-  Knowledge reached_;                                   ///< what has happened in the stream
-  std::vector<std::vector<Machine::Thread*>> threads_;  ///< by block, then thread
+  std::shared_ptr<Launched> running_;    ///< a kernel; what is behind it waits for its end
+  std::shared_ptr<Launched> dependent_;  ///< started before that; its threads wait
+  Knowledge reached_;                    ///< what has happened in the stream
+  /// By block, then thread. A kernel and the one that starts before its end have a set each.
+  std::vector<std::vector<Machine::Thread*>> threads_[2];
   Machine::Thread* host_ = nullptr;
 };
 

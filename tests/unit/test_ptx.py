@@ -94,6 +94,8 @@ GOLDEN: dict[str, tuple[str, ...]] = {
     # Time.
     "out(now_ns())": ("mov.u64 _, %globaltimer",),
     "pause(n)": ("nanosleep.u32 _",),
+    "await_prerequisites()": ("griddepcontrol.wait",),
+    "launch_dependents()": ("griddepcontrol.launch_dependents",),
 }
 
 # What surrounds a primitive: arguments, addresses, the result, and arithmetic in integers.
