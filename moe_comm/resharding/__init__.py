@@ -16,6 +16,7 @@ of dispatch and combine.
 
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, RankGroup
@@ -53,6 +54,8 @@ from moe_comm.resharding.utils import (
 )
 
 __all__ = [
+    "CheckpointView",
+    "CheckpointViews",
     "CopyService",
     "FP8BlockReshardTransform",
     "MXFP8ReshardTransform",

@@ -391,7 +391,7 @@ def test_what_is_no_model() -> None:
     net = ShardedNet(Parallelism(1), 0)
     with pytest.raises(ValueError, match="got a list of 2"):
         unwrap_models([net, net], None)
-    with pytest.raises(TypeError, match=r"target model must be a torch\.nn\.Module, got str"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module or CheckpointViews, got str"):
         unwrap_models(None, "net")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Source model missing pg_collection required"):
         unwrap_models(torch.nn.Linear(2, 2), None)

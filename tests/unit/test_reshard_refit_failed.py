@@ -111,7 +111,7 @@ TRANSFORM = CannotWrite()
     [
         (_wrong_argument, "verify must be one of"),
         (_unknown_argument, "unexpected keyword argument 'unknown'"),
-        (_no_model, "must be a torch.nn.Module, got str"),
+        (_no_model, "must be a torch.nn.Module or CheckpointViews, got str"),
         (_no_plan, "norm: shapes do not add up"),
         (_no_plan_any_more, "norm: shapes do not add up"),
         (_torn, "a cable is loose"),

@@ -3,7 +3,7 @@
 `module_tensors` and `tensor_table` say which tensors a module holds and whether they still are where they
 were; `metadata`, `metadata_extraction` and `parallelism` what a rank says about them; `intervals`,
 `tensor_layout`, `mesh_layouts` and `layouts` which elements of the whole tensor that is, or, by
-`disagreement`, that ranks contradict each other.
+`disagreement`, that ranks contradict each other. `checkpoint_views` says all this in a checkpoint's names.
 
 Knows: nothing else.
 """

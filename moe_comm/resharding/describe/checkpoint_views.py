@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 
+from moe_comm.arguments import shown
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.intervals import Intervals
+from moe_comm.resharding.describe.metadata import ParameterMetadata, ViewLayout
+from moe_comm.resharding.describe.module_tensors import (
+    ModuleState,
+    TensorDict,
+    TensorSide,
+    local_tensor,
+    module_state,
+)
+from moe_comm.resharding.describe.tensor_table import TensorTable
 
-__all__ = ["CheckpointView"]
+__all__ = ["CheckpointView", "CheckpointViews", "unique_names"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +56,176 @@ class CheckpointView:
                 f"cannot be a view of shape {tuple(self.tensor.shape)}"
             )
         for dim, (held, size) in enumerate(zip(self.dims, self.shape, strict=True)):
-            for start, _, length in held:
+            held_so_far = 0
+            for start, local_start, length in held:
                 if start < 0 or start + length > size:
                     raise ValueError(
                         f"{self.name}: indices [{start}, {start + length}) of dimension {dim} are "
                         f"not in a tensor of shape {self.shape}"
                     )
+                if local_start != held_so_far:
+                    raise ValueError(
+                        f"{self.name}: indices [{start}, {start + length}) of dimension {dim} lie at "
+                        f"{local_start} of the view, after {held_so_far} others"
+                    )
+                held_so_far += length
+            stop = 0
+            for start, _, length in sorted(held) if len(held) > 1 else ():
+                if start < stop:
+                    raise ValueError(
+                        f"{self.name}: index {start} of dimension {dim} is held twice; give each "
+                        "place a view of its own"
+                    )
+                stop = start + length
+
+
+class CheckpointViews(TensorSide):
+    """One side of a refit, in a checkpoint's own names: what a rank holds, and in which storage.
+
+    Takes the place of a module in `Refit` and wherever else resharding takes one. The other side may be
+    views or a module, whose names and shapes then are those of the checkpoint.
+
+    Keeps the views and their owner alive. Every refit sees whether the tensors of the owner and the
+    storages are what and where they were, and has the views described again where they are not.
+
+    Args:
+        describe: Called with nothing, gives the views; now, and when the owner has changed. Or the
+            views themselves, for storages that stay where they are.
+        owner: Whose weights they are. Of a module, parameters and buffers are watched, a failed refit
+            marks it stale, and its caches are refreshed after every refit. Anything else is only kept
+            alive.
+
+    Attributes:
+        owner: As given.
+        module: The owner if that is a module, else one that carries marks and nothing else.
+
+    Raises:
+        TypeError: `describe` gives something else than views.
+        ValueError: A view is not of plain, strided memory.
+        Exception: What `describe` raises.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], Iterable[CheckpointView]] | Iterable[CheckpointView],
+        owner: object = None,
+    ) -> None:
+        self.owner = owner
+        self.module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
+        self._describe = describe if callable(describe) else None
+        self._list(describe() if callable(describe) else describe)
+
+    @property
+    def views(self) -> list[CheckpointView]:
+        """The views, as they were described last."""
+        return list(self._views)
+
+    def _list(self, views: Iterable[CheckpointView]) -> None:
+        """Take over what was described."""
+        owner_state = module_state(self.module)
+        owned = _storages_of(owner_state)
+        self._views = list(views)
+        numbers: dict[int, int] = {}
+        self._places: list[tuple[int, int]] = []
+        watched: list[torch.Tensor] = []
+        for view in self._views:
+            if not isinstance(view, CheckpointView):
+                raise TypeError(f"views must be CheckpointView, got {shown(view)}")
+            tensor = view.tensor
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (
+                tensor.layout is not torch.strided or tensor.is_quantized
+            ):
+                raise ValueError(
+                    f"{view.name}: a view must be a plain, strided tensor, got a "
+                    f"{type(tensor).__name__} of layout {tensor.layout}"
+                )
+            storage = tensor.untyped_storage()._cdata
+            if storage not in numbers:
+                numbers[storage] = len(numbers)
+                if storage not in owned:
+                    watched.append(tensor)
+            self._places.append((numbers[storage], int(tensor.storage_offset())))
+        self._owner_state = owner_state
+        self._viewed = owned.intersection(numbers)
+        self._watched = watched
+        self._table = TensorTable(watched)
+        self._names = unique_names([view.name for view in self._views])
+        tensors = TensorDict(
+            zip(self._names, (view.tensor.detach() for view in self._views), strict=True)
+        )
+        cuts = [
+            (*place, view.shape, view.dims, view.tensor.stride())
+            for place, view in zip(self._places, self._views, strict=True)
+        ]
+        self._tensors = tensors
+        self._state = ModuleState(weakref.ref(tensors), tensors, cuts)
+
+    def state(self) -> ModuleState:
+        """What is held: the same object until a tensor is replaced, moved, reshaped or cut anew.
+
+        Raises:
+            ValueError: The owner has changed, and nothing describes the views again.
+        """
+        owner_state = module_state(self.module)
+        is_moved = not self._table.matches(self._watched, has_dtensors=False)
+        if not is_moved and owner_state is self._owner_state:
+            return self._state
+        if self._describe is not None:
+            self._list(self._describe())
+        elif is_moved or not self._viewed <= _storages_of(owner_state):
+            raise ValueError(
+                f"checkpoint views of {self._names[0]} and {len(self._names) - 1} others are not where "
+                "they were: their owner holds other tensors, or a storage was resized. Make "
+                "CheckpointViews of a function that describes them"
+            )
+        self._owner_state = owner_state
+        return self._state
+
+    def metadata(self, owner_rank: int, *, is_written: bool) -> list[ParameterMetadata]:
+        """What ranks tell each other of the views. For a caller that has just asked for the state.
+
+        Args:
+            owner_rank: This rank in the plan's group.
+            is_written: Views of the very same memory are left out, but the first.
+        """
+        left_out = {name for tie in self._state.ties for name in tie[1:]} if is_written else set()
+        return [
+            ParameterMetadata(
+                name=name,
+                shape=tuple(view.tensor.shape),
+                dtype=view.tensor.dtype,
+                element_size=view.tensor.element_size(),
+                owner_rank=owner_rank,
+                resolved_name=view.name,
+                view=ViewLayout(view.shape, view.dims, view.tensor.stride()),
+                place=place,
+            )
+            for name, view, place in zip(self._names, self._views, self._places, strict=True)
+            if name not in left_out
+        ]
+
+    def ties(self) -> list[tuple[str, ...]]:
+        """Names in the checkpoint of the memory that has several. For a caller as of `metadata`."""
+        resolved = dict(zip(self._names, (view.name for view in self._views), strict=True))
+        ties = (tuple(dict.fromkeys(resolved[name] for name in tie)) for tie in self._state.ties)
+        return [tie for tie in ties if len(tie) > 1]
+
+
+def _storages_of(state: ModuleState) -> set[int]:
+    """What tells the storages of a module's tensors from all others that are alive."""
+    storages = set()
+    for tensor in state.tensors.values():
+        # Other kinds of tensors need not have a storage of their own.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storages.add(local_tensor(tensor).untyped_storage()._cdata)
+    return storages
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Names that tell the views of one tensor apart: a number behind all but the first of equal ones."""
+    counts: dict[str, int] = {}
+    unique = []
+    for name in names:
+        count = counts[name] = counts.get(name, 0) + 1
+        unique.append(name if count == 1 else f"{name} (view {count})")
+    return unique

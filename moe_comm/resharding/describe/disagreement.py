@@ -73,7 +73,7 @@ def describe_disagreement(
 def _describe(part: Part, parts: Sequence[Part]) -> str:
     text = f"{part.side} rank {part.rank} holds {part.meta.shape} ({_layout_of(part.meta)})"
     text += f" of {part.whole}"
-    if part.meta.mesh is not None:
+    if part.meta.mesh is not None or part.meta.view is not None:
         return text
     shapes = {each.rank: each.meta.shape for each in parts if each.side == part.side}
     members = part.meta.tensor_parallel_group_ranks or []
@@ -90,6 +90,8 @@ def _describe(part: Part, parts: Sequence[Part]) -> str:
 def _layout_of(meta: ParameterMetadata) -> str:
     if meta.mesh is not None:
         return f"a DTensor over mesh {meta.mesh.mesh_shape}"
+    if meta.view is not None:
+        return "a view"
     parts = []
     num_tp_ranks = len(meta.tensor_parallel_group_ranks or ())
     if meta.is_tp and num_tp_ranks > 1:

@@ -11,7 +11,7 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.disagreement import Part, PlanError, describe_disagreement
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.mesh_layouts import check_pending_sums, mesh_layout
-from moe_comm.resharding.describe.metadata import MeshLayout, ParameterMetadata
+from moe_comm.resharding.describe.metadata import MeshLayout, ParameterMetadata, ViewLayout
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout, Shape, common_shape, refine
 
@@ -99,12 +99,12 @@ def _stated_components(name: str, rank: int, meta: ParameterMetadata) -> tuple[i
 
 
 def _frames(name: str, side: str, holders: Sequence[Holder]) -> list[_Frame | None]:
-    """A frame per holder; None for DTensors."""
+    """A frame per holder; None for DTensors and views, which say themselves where they lie."""
     by_rank = {holder.rank: holder.meta for holder in holders}
     frames: dict[_Frame, _Frame] = {}
     result: list[_Frame | None] = []
     for rank, meta in holders:
-        if meta.mesh is not None:
+        if meta.mesh is not None or meta.view is not None:
             result.append(None)
             continue
         view = _view(meta)
@@ -304,6 +304,15 @@ def _unmarked_layout(
 # One shape for all.
 
 
+def _stated_layout(name: str, holder: Holder) -> Layout | None:
+    """The layout of a holder that needs no other rank to know it."""
+    _, meta = holder
+    if meta.view is not None:
+        dims = tuple(tuple(Interval(*part) for part in held) for held in meta.view.dims)
+        return Layout(meta.shape, meta.view.global_shape, dims)
+    return None if meta.mesh is None else mesh_layout(name, holder, meta.mesh)
+
+
 def resolve_layouts(
     name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
 ) -> tuple[list[Layout | None], list[Layout | None]]:
@@ -331,16 +340,13 @@ def resolve_layouts(
     holders = [*sources, *destinations]
     # The groups of a side are those of its own model, so members are looked up on that side.
     frames = [*_frames(name, "source", sources), *_frames(name, "target", destinations)]
-    mesh_layouts = [
-        None if holder.meta.mesh is None else mesh_layout(name, holder, holder.meta.mesh)
-        for holder in holders
-    ]
+    stated_layouts = [_stated_layout(name, holder) for holder in holders]
     distinct_frames = list(dict.fromkeys(frame for frame in frames if frame is not None))
-    distinct_meshes = [layout for layout in mesh_layouts if layout is not None]
+    distinct_meshes = [layout for layout in stated_layouts if layout is not None]
     chosen = _choose(name, holders, frames, distinct_frames, distinct_meshes, len(sources))
     layouts = [
         layout if frame is None else chosen[frame]
-        for frame, layout in zip(frames, mesh_layouts, strict=True)
+        for frame, layout in zip(frames, stated_layouts, strict=True)
     ]
     held_shapes = {layout.global_shape for layout in layouts if layout is not None}
     if not held_shapes:
@@ -440,7 +446,7 @@ def _disagreement(
             "source" if number < num_sources else "target",
             holder.rank,
             holder.meta,
-            cast("MeshLayout", holder.meta.mesh).global_shape
+            cast("MeshLayout | ViewLayout", holder.meta.mesh or holder.meta.view).global_shape
             if frame is None
             else layouts[frame].global_shape,
         )

@@ -9,7 +9,13 @@ import torch
 
 from moe_comm.peers.plain_data import travels
 
-__all__ = ["MeshLayout", "MeshPlacement", "ParameterMetadata", "ShardingDescriptor"]
+__all__ = [
+    "MeshLayout",
+    "MeshPlacement",
+    "ParameterMetadata",
+    "ShardingDescriptor",
+    "ViewLayout",
+]
 
 
 @travels
@@ -48,6 +54,22 @@ class MeshLayout:
     global_shape: tuple[int, ...]
 
 
+@travels
+@dataclasses.dataclass(frozen=True)
+class ViewLayout:
+    """Where a view of a rank's storage lies, as its describer has said.
+
+    Args:
+        global_shape: Of the whole tensor.
+        dims: Per dimension, `(global_start, local_start, length)` of the indices that are held.
+        strides: Of the view, in elements.
+    """
+
+    global_shape: tuple[int, ...]
+    dims: tuple[tuple[tuple[int, int, int], ...], ...]
+    strides: tuple[int, ...]
+
+
 @dataclasses.dataclass
 class ParameterMetadata:
     """One parameter or persistent buffer as one rank holds it. Ranks are those of the plan's group.
@@ -79,6 +101,8 @@ class ParameterMetadata:
             where the model has one stage, or says nothing of stages.
         is_shared_by_stages: Stages that hold this name hold the same.
         is_transformed: A transform makes or writes what travels, whatever the dtypes are.
+        view: Of a `CheckpointView`; the fields about groups and the mesh then mean nothing.
+        place: Of a `CheckpointView`: number of the rank's storage, and the offset there in elements.
     """
 
     name: str
@@ -105,6 +129,8 @@ class ParameterMetadata:
     pipeline_stage: int | None = None
     is_shared_by_stages: bool = False
     is_transformed: bool = False
+    view: ViewLayout | None = None
+    place: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass

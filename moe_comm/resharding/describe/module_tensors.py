@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,14 +16,19 @@ from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold
 
 __all__ = [
     "ModuleState",
+    "RefitSide",
+    "TensorDict",
+    "TensorSide",
     "get_refit_tensor_dict",
     "invalidate_refit_tensor_cache",
     "local_tensor",
     "memory_of",
+    "module_of",
     "module_state",
     "modules_with",
     "named_persistent_buffers",
     "named_refit_tensors",
+    "names_by_memory",
     "tied_names",
 ]
 
@@ -63,7 +69,8 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
     return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
-def _groups_of_one(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[str, ...], ...]:
+def names_by_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[str, ...], ...]:
+    """Names of each of these tensors that has several, or shares its memory."""
     names: dict[Hashable, list[str]] = {}
     for name, tensor in named:
         names.setdefault(memory_of(tensor), []).append(name)
@@ -72,7 +79,7 @@ def _groups_of_one(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[str
 
 def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """All names of each parameter or persistent buffer that has several, or shares its memory."""
-    return _groups_of_one(
+    return names_by_memory(
         (f"{path}.{name}" if path else name, tensor)
         for path, owner in module.named_modules(remove_duplicate=False)
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
@@ -97,7 +104,7 @@ def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
         yield name, buffer
 
 
-class _TensorDict(dict[str, torch.Tensor]):
+class TensorDict(dict[str, torch.Tensor]):
     """Tensors by name. A class of its own because a plain dict cannot be referred to weakly."""
 
     __slots__ = ("__weakref__",)
@@ -123,14 +130,15 @@ class _Listing:
         )
         self.descendants = [weakref.ref(child) for path, child in module.named_modules() if path]
         self.types = {type(each) for each in module.modules()}
-        self.state: ModuleState | None = None
+        self._state: ModuleState | None = None
+        self._table: TensorTable | None = None
         dicts = list(chain.from_iterable(map(_CONTENTS, module.modules())))
         self._keys: list[str] = list(chain.from_iterable(dicts))
         self._held = [
             None if value is None else weakref.ref(value)
             for value in chain.from_iterable(map(dict.values, dicts))
         ]
-        self._by_name: weakref.ref[_TensorDict] | None = None
+        self._by_name: weakref.ref[TensorDict] | None = None
 
     def is_valid(self, module: torch.nn.Module) -> bool:
         """Whether no parameter, buffer or submodule was added, removed or replaced since."""
@@ -140,13 +148,30 @@ class _Listing:
         """The tensors; the same dict for as long as somebody holds it."""
         known = None if self._by_name is None else self._by_name()
         if known is None:
-            known = _TensorDict()
+            known = TensorDict()
             for name, reference in zip(self.names, self.tensors, strict=True):
                 tensor = reference()
                 assert tensor is not None, f"{name} is gone while its module is listed"
                 known[name] = tensor
             self._by_name = weakref.ref(known)
         return known
+
+    def state(self, module: torch.nn.Module) -> ModuleState:
+        """The state of `module`, of which this is valid; the same object until it changes."""
+        groups = getattr(module, "pg_collection", None)
+        is_current = (
+            self._state is not None
+            and self._table is not None
+            and self._table.matches(self.tensors, has_dtensors=self.has_dtensors)
+            and bool(self._state.groups == groups)
+        )
+        if not is_current or self._state is None:
+            tensors = self.by_name()
+            self._table = TensorTable(list(tensors.values()))
+            # How a tensor is cut is not in its shape.
+            cuts = list(map(_cut_of, tensors.values()))
+            self._state = ModuleState(self.by_name, tensors, cuts, groups)
+        return self._state
 
 
 _listings: weakref.WeakKeyDictionary[torch.nn.Module, _Listing] = weakref.WeakKeyDictionary()
@@ -168,38 +193,35 @@ class ModuleState:
     holds. Keeps no tensor alive.
 
     Args:
-        module: The module; None for none.
-        listing: Of the module.
+        by_name: Gives the tensors while the module is in this state; may refer to them weakly.
+        tensors: By name.
+        cuts: Of each tensor, what else a plan depends on.
+        groups: Over which they are cut.
     """
 
-    def __init__(self, module: torch.nn.Module | None, listing: _Listing | None) -> None:
-        self._listing = listing
-        self.groups: object = getattr(module, "pg_collection", None)
-        tensors = {} if listing is None else listing.by_name()
-        self._table = None if listing is None else TensorTable(list(tensors.values()))
+    def __init__(
+        self,
+        by_name: Callable[[], dict[str, torch.Tensor] | None],
+        tensors: Mapping[str, torch.Tensor],
+        cuts: list[Any],
+        groups: object = None,
+    ) -> None:
+        self._by_name = by_name
+        self.groups = groups
         self._names = list(tensors)
         # Sizes of all tensors in one list of numbers: ten thousand `torch.Size` that live on would
         # set off a full collection of garbage every few refits.
         self._dims = list(map(torch.Tensor.dim, tensors.values()))
         self._sizes = list(chain.from_iterable(map(torch.Tensor.size, tensors.values())))
         self._dtypes = list(map(_DTYPE, tensors.values()))
-        # How a tensor is cut is not in its shape.
-        self._cuts = list(map(_cut_of, tensors.values()))
-        self._ties = _groups_of_one(tensors.items())
+        self._cuts = cuts
+        self.ties = names_by_memory(tensors.items())
+        """Names of each tensor that has several."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name. For a caller that has just got this state from `module_state`."""
-        return {} if self._listing is None else self._listing.by_name()
-
-    def is_current(self, module: torch.nn.Module, listing: _Listing) -> bool:
-        """Whether `module`, of which `listing` is valid, is still in this state."""
-        return (
-            listing is self._listing
-            and self._table is not None
-            and self._table.matches(listing.tensors, has_dtensors=listing.has_dtensors)
-            and bool(self.groups == getattr(module, "pg_collection", None))
-        )
+        return self._by_name() or {}
 
     def is_alike(
         self, other: ModuleState, is_transformed: Callable[[str], bool] | None = None
@@ -213,7 +235,7 @@ class ModuleState:
         """
         if self is other:
             return True
-        if self.groups != other.groups or self._ties != other._ties:
+        if self.groups != other.groups or self.ties != other.ties:
             return False
         mine = self._names, self._dims, self._sizes, self._dtypes, self._cuts
         theirs = other._names, other._dims, other._sizes, other._dtypes, other._cuts
@@ -233,7 +255,25 @@ class ModuleState:
         ]
 
 
-_NO_MODULE = ModuleState(None, None)
+class TensorSide(abc.ABC):
+    """A side of a refit whose tensors are named by something else than a module."""
+
+    module: torch.nn.Module
+    """Whose weights they are: carries marks, and has caches to refresh."""
+
+    @abc.abstractmethod
+    def state(self) -> ModuleState:
+        """What it holds: the same object until a tensor is replaced, moved, reshaped or cut anew."""
+
+
+RefitSide: TypeAlias = "torch.nn.Module | TensorSide"
+
+_NO_MODULE = ModuleState(dict, {}, [])
+
+
+def module_of(side: RefitSide) -> torch.nn.Module:
+    """The module whose weights a side of a refit has."""
+    return side.module if isinstance(side, TensorSide) else side
 
 
 def _listing_of(module: torch.nn.Module) -> _Listing:
@@ -243,31 +283,31 @@ def _listing_of(module: torch.nn.Module) -> _Listing:
     return listing
 
 
-def get_refit_tensor_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def get_refit_tensor_dict(side: RefitSide) -> dict[str, torch.Tensor]:
     """`named_refit_tensors` as a dict. They are listed again when the module has changed."""
-    return _listing_of(module).by_name()
+    if isinstance(side, TensorSide):
+        return side.state().tensors
+    return _listing_of(side).by_name()
 
 
-def module_state(module: torch.nn.Module | None) -> ModuleState:
-    """What a module holds: the same object until a tensor is replaced, moved, reshaped or cut anew."""
-    if module is None:
+def module_state(side: RefitSide | None) -> ModuleState:
+    """What a side holds: the same object until a tensor is replaced, moved, reshaped or cut anew."""
+    if side is None:
         return _NO_MODULE
-    listing = _listing_of(module)
-    if listing.state is None or not listing.state.is_current(module, listing):
-        listing.state = ModuleState(module, listing)
-    return listing.state
+    if isinstance(side, TensorSide):
+        return side.state()
+    return _listing_of(side).state(side)
 
 
-def modules_with(
-    module: torch.nn.Module, name: str, *, look_again: bool = True
-) -> list[torch.nn.Module]:
-    """`module` and those in it that have an attribute of their own, or of their class.
+def modules_with(side: RefitSide, name: str, *, look_again: bool = True) -> list[torch.nn.Module]:
+    """The module of a side, and those in it, that have an attribute of their own, or of their class.
 
     Args:
-        module: The outermost.
+        side: The outermost module, or a side that has it.
         name: Of the attribute.
-        look_again: See submodules that were replaced since `module` was last looked at.
+        look_again: See submodules that were replaced since the module was last looked at.
     """
+    module = module_of(side)
     known = None if look_again else _listings.get(module)
     listing = _listing_of(module) if known is None else known
     types = {each for each in listing.types if hasattr(each, name)}

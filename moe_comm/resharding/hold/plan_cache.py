@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from moe_comm.resharding.describe.metadata import ParameterMetadata
-from moe_comm.resharding.describe.module_tensors import ModuleState
+from moe_comm.resharding.describe.module_tensors import ModuleState, RefitSide
 from moe_comm.resharding.hold.refit_group import MAX_PLANS, RefitGroup, identity_of
 from moe_comm.resharding.hold.refit_models import Models
 from moe_comm.resharding.hold.refit_options import RefitOptions
@@ -52,7 +50,7 @@ class PlanCacheKey:
     group: int = 0
 
 
-def _sizes_of(core: torch.nn.Module | None) -> Sizes | None:
+def _sizes_of(core: RefitSide | None) -> Sizes | None:
     """Sizes of the groups of a model; None where it has no groups."""
     groups = getattr(core, "pg_collection", None)
     if core is None or groups is None:

@@ -16,6 +16,8 @@ from moe_comm.resharding.describe.metadata_extraction import (
     _resolve_global_layer_number_in_name,
 )
 from moe_comm.resharding.describe.module_tensors import (
+    RefitSide,
+    TensorSide,
     get_refit_tensor_dict,
     invalidate_refit_tensor_cache,
     local_tensor,
@@ -28,19 +30,25 @@ from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
 __all__ = ["Model", "Models", "config_of", "planned_destinations", "unwrap_models"]
 
-Model: TypeAlias = "torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...] | None"
+Model: TypeAlias = "RefitSide | list[torch.nn.Module] | tuple[torch.nn.Module, ...] | None"
 
 
-def _unwrapped(model: Model, side: str) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """The model that was given, and the one inside wrappers such as DDP that do nothing but wrap."""
+def _unwrapped(model: Model, side: str) -> tuple[RefitSide | None, RefitSide | None]:
+    """The model that was given, and the one inside wrappers such as DDP that do nothing but wrap.
+
+    Views are taken as they are.
+    """
     if isinstance(model, list | tuple):
         if len(model) != 1:
             raise ValueError(f"the {side} model must be one module, got a list of {len(model)}")
         model = model[0]
-    if model is None:
-        return None, None
+    if model is None or isinstance(model, TensorSide):
+        return model, model
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"the {side} model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"the {side} model must be a torch.nn.Module or CheckpointViews, got "
+            f"{type(model).__name__}"
+        )
     if _holds_flat_shards(model):
         raise RuntimeError(
             f"the {side} model is sharded by FullyShardedDataParallel, whose flat shards do not say "
@@ -90,7 +98,7 @@ def _holds_flat_shards(model: torch.nn.Module) -> bool:
     )
 
 
-def _num_experts_of(model: torch.nn.Module | None) -> int | None:
+def _num_experts_of(model: RefitSide | None) -> int | None:
     found = getattr(getattr(model, "config", None), "num_moe_experts", None)
     return None if found is None else int(found)
 
@@ -99,8 +107,8 @@ def _num_experts_of(model: torch.nn.Module | None) -> int | None:
 class Models:
     """Both ends as this rank has them."""
 
-    source: torch.nn.Module | None
-    target: torch.nn.Module | None
+    source: RefitSide | None
+    target: RefitSide | None
     num_experts: int | None
 
 
@@ -140,14 +148,14 @@ def _setup_mxfp8_transform_on_plan(plan: ReshardPlan, target_model: Model) -> No
     if plan.transform is not None or not _needs_mxfp8_conversion(target_model):
         return
     _, core = _unwrapped(target_model, "target")
-    assert core is not None
+    assert isinstance(core, torch.nn.Module)
     plan.transform = mxfp8_transform_for(core, config_of(target_model))
 
 
 def _harmonize_buffer_dtypes(
     plan: ReshardPlan,
-    src_core: torch.nn.Module | None,
-    tgt_core: torch.nn.Module | None,
+    src_core: RefitSide | None,
+    tgt_core: RefitSide | None,
     group: dist.ProcessGroup | Bootstrap | None = None,
 ) -> None:
     """Give persistent buffers of the target the dtypes of the source's.
@@ -156,19 +164,22 @@ def _harmonize_buffer_dtypes(
     `build_local_reshard_plan`. Buffers are known by their names in the whole model.
     """
     if plan.buffer_dtypes is None:
-        mine = {} if src_core is None else _buffer_dtypes_by_resolved_name(src_core)
+        mine: dict[str, torch.dtype] = {}
+        if isinstance(src_core, torch.nn.Module):
+            mine = _buffer_dtypes_by_resolved_name(src_core)
         dtypes: dict[str, torch.dtype] = {}
         for each in bootstrap_for(group).all_gather(mine):
             for name, dtype in each.items():
                 dtypes.setdefault(name, dtype)
         plan.buffer_dtypes = {}
-        if tgt_core is not None:
+        if isinstance(tgt_core, torch.nn.Module):
             layers = _build_layer_module_prefix_map(tgt_core)
             for name, _, _, _ in named_persistent_buffers(tgt_core):
                 resolved = _resolve_global_layer_number_in_name(name, layers)
                 if resolved in dtypes:
                     plan.buffer_dtypes[name] = dtypes[resolved]
-    if tgt_core is None or not plan.buffer_dtypes:
+    # Views have no buffers: whatever they write keeps its dtype.
+    if not isinstance(tgt_core, torch.nn.Module) or not plan.buffer_dtypes:
         return
     # A buffer that modules share stays one.
     converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -192,7 +203,7 @@ def _buffer_dtypes_by_resolved_name(core: torch.nn.Module) -> dict[str, torch.dt
 
 
 def planned_destinations(
-    target: torch.nn.Module | None,
+    target: RefitSide | None,
     metas: list[ParameterMetadata],
     known: dict[str, ParameterMetadata],
     transform: ReshardTransform | None,

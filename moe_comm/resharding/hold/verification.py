@@ -15,7 +15,11 @@ from moe_comm.errors import RefitError
 from moe_comm.peers.agree import agree, first_line
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.copy_services.batched_copy import checksum
-from moe_comm.resharding.describe.module_tensors import get_refit_tensor_dict, local_tensor
+from moe_comm.resharding.describe.module_tensors import (
+    RefitSide,
+    get_refit_tensor_dict,
+    local_tensor,
+)
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, in_view, reduce_partial_sources
@@ -60,8 +64,8 @@ _Key = tuple[int, int, int]
 
 def verify_refit(
     plan: ReshardPlan,
-    src_module: torch.nn.Module | None,
-    dst_module: torch.nn.Module | None,
+    src_module: RefitSide | None,
+    dst_module: RefitSide | None,
     group: dist.ProcessGroup | Bootstrap | None = None,
     *,
     transform: ReshardTransform | None = None,
@@ -124,7 +128,7 @@ def _task_id(op: TransferOp) -> int:
 
 def _source_pieces(
     plan: ReshardPlan,
-    module: torch.nn.Module | None,
+    module: RefitSide | None,
     hooks: ReshardTransform | None,
     rank_idx: int,
 ) -> dict[_Key, _Piece]:
@@ -154,7 +158,7 @@ def _source_pieces(
 
 def _destination_pieces(
     plan: ReshardPlan,
-    module: torch.nn.Module | None,
+    module: RefitSide | None,
     hooks: ReshardTransform | None,
     rank_idx: int,
 ) -> dict[_Key, _Piece]:
@@ -219,7 +223,7 @@ def _raise_differences(
     sent: Mapping[_Key, _Piece],
     received: Mapping[_Key, _Piece],
     skipped: set[_Key],
-    dst_module: torch.nn.Module | None,
+    dst_module: RefitSide | None,
 ) -> NoReturn:
     pairs = set(odd_pairs)
     mine = [

@@ -21,6 +21,7 @@ from moe_comm.resharding.copy_services.process_group import failure_of
 from moe_comm.resharding.copy_services.symmetric_copy_service import PreparedBatch
 from moe_comm.resharding.describe.module_tensors import (
     ModuleState,
+    RefitSide,
     local_tensor,
     module_state,
     modules_with,
@@ -71,7 +72,7 @@ def _get_mxfp8_accumulator(
     return full, pieces
 
 
-def _refresh_module_caches(dst_module: torch.nn.Module | None) -> None:
+def _refresh_module_caches(dst_module: RefitSide | None) -> None:
     """Call `refresh_cache()` of every module that has one: it derives things from its parameters."""
     if dst_module is None:
         return
@@ -352,7 +353,7 @@ class PlanExecution:
         self,
         service: Any,
         group: dist.ProcessGroup | Bootstrap | None,
-        dst_module: torch.nn.Module | None,
+        dst_module: RefitSide | None,
     ) -> None:
         """Move the data, write what was staged, refresh caches."""
         may_be_torn = self._is_direct
@@ -405,8 +406,8 @@ _executions: WeakCache[tuple[int, ...], PlanExecution] = WeakCache()
 
 def execute_reshard_plan(
     plan: ReshardPlan,
-    src_module: torch.nn.Module | None,
-    dst_module: torch.nn.Module | None,
+    src_module: RefitSide | None,
+    dst_module: RefitSide | None,
     service: CopyService,
     group: dist.ProcessGroup | Bootstrap | None = None,
     transform: ReshardTransform | None = None,
@@ -450,7 +451,7 @@ def execute_reshard_plan(
 
 def execute(
     plan: ReshardPlan,
-    modules: tuple[torch.nn.Module | None, torch.nn.Module | None],
+    modules: tuple[RefitSide | None, RefitSide | None],
     states: States,
     service: CopyService,
     group: dist.ProcessGroup | Bootstrap | None,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from moe_comm.resharding.describe.module_tensors import modules_with
+from moe_comm.resharding.describe.module_tensors import RefitSide, module_of, modules_with
 
 __all__ = ["clear_stale", "is_stale", "mark_stale", "stale_reason"]
 
@@ -12,12 +10,12 @@ __all__ = ["clear_stale", "is_stale", "mark_stale", "stale_reason"]
 _REASON = "_stale_reason"
 
 
-def mark_stale(model: torch.nn.Module, reason: str) -> None:
+def mark_stale(model: RefitSide, reason: str) -> None:
     """Say that some weights of `model` are not what they should be. A later reason replaces this."""
-    model.__dict__[_REASON] = reason
+    module_of(model).__dict__[_REASON] = reason
 
 
-def clear_stale(model: torch.nn.Module, *, look_again: bool = True) -> None:
+def clear_stale(model: RefitSide, *, look_again: bool = True) -> None:
     """Say that `model` is whole: after its weights were all written, by a refit or otherwise.
 
     Args:
@@ -28,7 +26,7 @@ def clear_stale(model: torch.nn.Module, *, look_again: bool = True) -> None:
         module.__dict__.pop(_REASON, None)
 
 
-def stale_reason(model: torch.nn.Module, *, look_again: bool = True) -> str | None:
+def stale_reason(model: RefitSide, *, look_again: bool = True) -> str | None:
     """Why `model`, or a module in it, is marked; None where it is not.
 
     Args:
@@ -39,6 +37,6 @@ def stale_reason(model: torch.nn.Module, *, look_again: bool = True) -> str | No
     return str(marked[0].__dict__[_REASON]) if marked else None
 
 
-def is_stale(model: torch.nn.Module) -> bool:
+def is_stale(model: RefitSide) -> bool:
     """Whether a refit failed after it may have written a part of `model` or of a module in it."""
     return stale_reason(model) is not None

@@ -42,7 +42,7 @@ class _Readers(NamedTuple):
     """
 
     of: _Class
-    pieces: list[tuple[int, Piece]]
+    pieces: list[tuple[int, PieceOfLayout]]
     waiting: list[int]
 
 
@@ -55,9 +55,15 @@ class Assignment:
 
     Args:
         name: In the whole model, for messages.
-        sources: Ranks to read from, each once, in ascending order.
+        sources: Ranks to read from, in ascending order. One that has several views of a parameter
+            comes several times.
         destinations: Ranks to be written, each once, in ascending order.
         strict: All members of a destination's groups must hold the parameter, with one dtype.
+
+    Attributes:
+        sources: As given; pieces name a source by its position here.
+        destinations: By rank.
+        layouts: The different ones of sources.
 
     Raises:
         PlanError: What ranks say is not enough, or contradicts itself; nobody holds some elements;
@@ -77,22 +83,25 @@ class Assignment:
             _check_groups(name, destinations)
         src_layouts, dst_layouts = resolve_layouts(name, sources, destinations)
         self._name = name
-        self.sources = dict(sources)
+        self.sources = list(sources)
         self.destinations = dict(destinations)
         self._absent_source = next(_absent_members(sources), None)
-        self._layout_idx: dict[int, int] = {}
+        self._held: dict[int, dict[int, int]] = {}
+        """By rank, the position among the sources of each layout that it holds."""
         self.layouts: list[Layout] = []
         self._replicas: list[list[int]] = []
         known: dict[Layout, int] = {}
-        for holder, layout in zip(sources, src_layouts, strict=True):
+        for position, (holder, layout) in enumerate(zip(sources, src_layouts, strict=True)):
             if layout is None:
                 continue
             if layout not in known:
                 known[layout] = len(self.layouts)
                 self.layouts.append(layout)
                 self._replicas.append([])
-            self._layout_idx[holder.rank] = known[layout]
-            self._replicas[known[layout]].append(holder.rank)
+            held = self._held.setdefault(holder.rank, {})
+            if known[layout] not in held:
+                held[known[layout]] = position
+                self._replicas[known[layout]].append(holder.rank)
         self._runs: dict[tuple[Intervals, Intervals], tuple[Run, ...]] = {}
         self._class_of: dict[int, int] = {}
         self._classes: list[_Class] = []
@@ -112,9 +121,9 @@ class Assignment:
                 self._add_class(layout, pieces, ranks)
                 continue
             # Source layouts overlap, or do not cover: what a rank holds itself comes first.
-            by_local: dict[int | None, list[int]] = {}
+            by_local: dict[tuple[int, ...], list[int]] = {}
             for rank in ranks:
-                by_local.setdefault(self._layout_idx.get(rank), []).append(rank)
+                by_local.setdefault(tuple(self._held.get(rank, ())), []).append(rank)
             for local, some_ranks in by_local.items():
                 parts = _disjoint(pieces, local, intervals.num_elements(layout.view))
                 defect = intervals.find_defect(layout.view, [item.piece.dst_box for item in parts])
@@ -149,12 +158,12 @@ class Assignment:
         """Per source layout, by number of the class, who reads it."""
         readers: list[dict[int, _Readers]] = [{} for _ in self.layouts]
         for class_idx, some_class in enumerate(self._classes):
-            numbered: dict[int, list[tuple[int, Piece]]] = {}
-            for number, (layout_idx, piece) in enumerate(some_class.pieces):
-                numbered.setdefault(layout_idx, []).append((number, piece))
+            numbered: dict[int, list[tuple[int, PieceOfLayout]]] = {}
+            for number, item in enumerate(some_class.pieces):
+                numbered.setdefault(item.layout_idx, []).append((number, item))
             for layout_idx, pieces in numbered.items():
                 waiting = [
-                    rank for rank in some_class.ranks if self._layout_idx.get(rank) != layout_idx
+                    rank for rank in some_class.ranks if layout_idx not in self._held.get(rank, ())
                 ]
                 readers[layout_idx][class_idx] = _Readers(some_class, pieces, waiting)
         return readers
@@ -172,18 +181,13 @@ class Assignment:
             text += f"; {self._absent_source.describe()}"
         return text
 
-    def source_view(self, src_rank: int) -> tuple[int, ...] | None:
-        """Shape that a source's tensor is viewed as; None for one that holds no element."""
-        layout_idx = self._layout_idx.get(src_rank)
-        return None if layout_idx is None else self.layouts[layout_idx].view
-
     def destination_view(self, dst_rank: int) -> tuple[int, ...] | None:
         """Shape that a destination's tensor is viewed as; None for one that holds no element."""
         class_idx = self._class_of.get(dst_rank)
         return None if class_idx is None else self._classes[class_idx].layout.view
 
     def pieces_to(self, dst_rank: int, salt: int) -> Iterator[tuple[int, PieceOfLayout]]:
-        """The source rank of each piece that a destination needs, by destination offset.
+        """The position of the source of each piece that a destination needs, by destination offset.
 
         Args:
             dst_rank: One of the destinations.
@@ -192,40 +196,38 @@ class Assignment:
         class_idx = self._class_of.get(dst_rank)
         if class_idx is None:
             return
-        local = self._layout_idx.get(dst_rank)
-        servers: dict[int, int] = {}
+        servers = dict(self._held.get(dst_rank, {}))
         for item in self._classes[class_idx].pieces:
             layout_idx = item.layout_idx
-            if layout_idx == local:
-                servers[layout_idx] = dst_rank
-            elif layout_idx not in servers:
+            if layout_idx not in servers:
                 waiting = self._readers[layout_idx][class_idx].waiting
                 turn = bisect.bisect_left(waiting, dst_rank) + salt
                 replicas = self._replicas[layout_idx]
-                servers[layout_idx] = replicas[turn % len(replicas)]
+                servers[layout_idx] = self._held[replicas[turn % len(replicas)]][layout_idx]
             yield servers[layout_idx], item
 
     def pieces_from(
         self, src_rank: int, salt: int
-    ) -> Iterator[tuple[int, tuple[int, ...], int, Piece]]:
-        """What a source rank sends: `(destination rank, its view, piece number, piece)`.
+    ) -> Iterator[tuple[int, int, tuple[int, ...], int, PieceOfLayout]]:
+        """What a source rank sends.
+
+        Yields:
+            `(position of the source, destination rank, its view, piece number, piece)`.
 
         Args:
             src_rank: One of the sources.
             salt: As in `pieces_to`.
         """
-        layout_idx = self._layout_idx.get(src_rank)
-        if layout_idx is None:
-            return
-        replicas = self._replicas[layout_idx]
-        first = (bisect.bisect_left(replicas, src_rank) - salt) % len(replicas)
-        for class_idx, readers in self._readers[layout_idx].items():
-            served = readers.waiting[first :: len(replicas)]
-            if self._class_of.get(src_rank) == class_idx:
-                served.append(src_rank)
-            for dst_rank in served:
-                for number, piece in readers.pieces:
-                    yield dst_rank, readers.of.layout.view, number, piece
+        for layout_idx, position in self._held.get(src_rank, {}).items():
+            replicas = self._replicas[layout_idx]
+            first = (bisect.bisect_left(replicas, src_rank) - salt) % len(replicas)
+            for class_idx, readers in self._readers[layout_idx].items():
+                served = readers.waiting[first :: len(replicas)]
+                if self._class_of.get(src_rank) == class_idx:
+                    served.append(src_rank)
+                for dst_rank in served:
+                    for number, item in readers.pieces:
+                        yield position, dst_rank, readers.of.layout.view, number, item
 
 
 def _check_dtypes(name: str, sources: Sequence[Holder], destinations: Sequence[Holder]) -> None:
@@ -332,18 +334,18 @@ def _check_groups(name: str, destinations: Sequence[Holder]) -> None:
 
 
 def _disjoint(
-    pieces: Sequence[PieceOfLayout], local: int | None, num_elements: int
+    pieces: Sequence[PieceOfLayout], local: Sequence[int], num_elements: int
 ) -> list[PieceOfLayout]:
-    """Pieces that name no destination element twice; those of layout `local` are kept whole.
+    """Pieces that name no destination element twice; those of layouts `local` come first.
 
     Args:
         pieces: May overlap.
-        local: Number of a layout; None for none.
+        local: Numbers of layouts.
         num_elements: Of the destination: nothing is looked for when all are named.
     """
     kept: list[Box] = []
     by_layout: dict[int, list[Piece]] = {}
-    for layout_idx, piece in sorted(pieces, key=lambda item: item.layout_idx != local):
+    for layout_idx, piece in sorted(pieces, key=lambda item: item.layout_idx not in local):
         if not num_elements:
             break
         rest = [piece.dst_box]

@@ -6,16 +6,16 @@ in. Nothing is decided in one place, so that both ends of a piece must find the 
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import bisect
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from moe_comm.peers.agree import FirstError, name_ranks
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.conversions import cannot_reduce
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box
@@ -25,9 +25,11 @@ from moe_comm.resharding.describe.metadata_extraction import (
     resolved_ties,
 )
 from moe_comm.resharding.describe.module_tensors import (
+    RefitSide,
     get_refit_tensor_dict,
     local_tensor,
     memory_of,
+    module_of,
 )
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
@@ -44,6 +46,7 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, pack_task_id
+from moe_comm.tensors.memory_overlap import first_overlap
 
 __all__ = [
     "_iter_global_transfer_ops",
@@ -82,7 +85,7 @@ def _taken_dtype(assignment: Assignment, dst: ParameterMetadata) -> torch.dtype:
     """Dtype of a destination when pieces arrive: a buffer takes over that of its source."""
     if not dst.is_buffer:
         return dst.dtype
-    return next(iter(assignment.sources.values())).dtype
+    return assignment.sources[0].meta.dtype
 
 
 def _own_view(view: tuple[int, ...], meta: ParameterMetadata) -> tuple[int, ...] | None:
@@ -102,9 +105,14 @@ class _RankPlanner:
         self.rank = rank
         self.plan = ReshardPlan([], [], buffer_dtypes={}, num_ranks=holders.num_ranks, rank=rank)
 
-    def add_destination(self, parameter_idx: int, meta: ParameterMetadata) -> None:
-        """Plan what is received of one of this rank's parameters."""
-        name = resolved_name(meta)
+    def add_destination(self, parameter_idx: int, name: str, meta: ParameterMetadata) -> None:
+        """Plan what is received of one of this rank's parameters.
+
+        Args:
+            parameter_idx: Position among those of this rank.
+            name: In the whole model; of several views of one tensor, the view's own.
+            meta: The parameter.
+        """
         assignment = self.holders.assignment(name)
         dtype = _taken_dtype(assignment, meta)
         if meta.is_buffer:
@@ -116,8 +124,8 @@ class _RankPlanner:
             return
         my_view = _own_view(view, meta)
         pieces = assignment.pieces_to(self.rank, _salt(name))
-        for number, (src_rank, item) in enumerate(pieces):
-            src = assignment.sources[src_rank]
+        for number, (position, item) in enumerate(pieces):
+            src_rank, src = assignment.sources[position]
             self.plan.recv_ops.append(
                 TransferOp(
                     param_name=meta.name,
@@ -134,28 +142,36 @@ class _RankPlanner:
                 )
             )
 
-    def add_source(self, meta: ParameterMetadata) -> None:
-        """Plan what is sent of one of this rank's parameters."""
-        readers = self.holders.readers(resolved_name(meta))
+    def add_source(self, name: str, metas: Sequence[ParameterMetadata]) -> None:
+        """Plan what is sent of one of this rank's parameters.
+
+        Args:
+            name: In the whole model.
+            metas: The parameter; one for each view that this rank has of it.
+        """
+        readers = self.holders.readers(name)
         if not readers:
             return
-        self.plan.reductions += _reductions(meta)
-        num_sends = len(self.plan.send_ops)
+        for meta in metas:
+            if reductions := _reductions(meta):
+                self.plan.reductions += reductions
+                self.plan.sources[meta.name] = TensorSpec(meta.shape, meta.dtype)
         for dst_name in readers:
-            self._add_sends(dst_name, meta)
-        if len(self.plan.send_ops) > num_sends or _reductions(meta):
-            self.plan.sources[meta.name] = TensorSpec(meta.shape, meta.dtype)
+            self._add_sends(dst_name, metas)
 
-    def _add_sends(self, dst_name: str, meta: ParameterMetadata) -> None:
+    def _add_sends(self, dst_name: str, metas: Sequence[ParameterMetadata]) -> None:
         assignment = self.holders.assignment(dst_name)
-        view = assignment.source_view(self.rank)
-        if view is None:
-            return
-        parameter_idx = {rank: idx for rank, _, idx in self.holders.destinations[dst_name]}
-        my_view = _own_view(view, meta)
-        for dst_rank, dst_view, number, piece in assignment.pieces_from(self.rank, _salt(dst_name)):
+        parameter_idx = {
+            each.rank: each.parameter_idx for each in self.holders.destinations[dst_name]
+        }
+        sends = assignment.pieces_from(self.rank, _salt(dst_name))
+        first = bisect.bisect_left(assignment.sources, self.rank, key=lambda source: source.rank)
+        for position, dst_rank, dst_view, number, item in sends:
+            meta, piece = metas[position - first], item.piece
+            my_view = _own_view(assignment.layouts[item.layout_idx].view, meta)
             dst = assignment.destinations[dst_rank]
             dtype = _taken_dtype(assignment, dst)
+            self.plan.sources.setdefault(meta.name, TensorSpec(meta.shape, meta.dtype))
             self.plan.send_ops.append(
                 TransferOp(
                     param_name=meta.name,
@@ -204,14 +220,24 @@ def _plan_rank(
     holders: HoldersByName,
     rank: int,
     sources: Sequence[ParameterMetadata],
-    destinations: Sequence[ParameterMetadata],
+    destinations: Iterable[tuple[str, ParameterMetadata]],
 ) -> ReshardPlan:
-    """One rank's plan, given its own metadata in the order in which all ranks number it."""
+    """One rank's plan, given its own metadata in the order in which all ranks number it.
+
+    Args:
+        holders: Who holds what this rank takes part in moving.
+        rank: This rank.
+        sources: What it reads from.
+        destinations: What it writes, by names that tell views of one tensor apart.
+    """
     planner = _RankPlanner(holders, rank)
-    for parameter_idx, meta in enumerate(destinations):
-        planner.add_destination(parameter_idx, meta)
+    for parameter_idx, (name, meta) in enumerate(destinations):
+        planner.add_destination(parameter_idx, name, meta)
+    by_name: dict[str, list[ParameterMetadata]] = {}
     for meta in sources:
-        planner.add_source(meta)
+        by_name.setdefault(resolved_name(meta), []).append(meta)
+    for name, metas in by_name.items():
+        planner.add_source(name, metas)
     return planner.finish()
 
 
@@ -277,10 +303,7 @@ def build_plan_from_rosters(
         for meta in metas
         if meta.owner_rank == my_global_rank
     ]
-    destinations = [
-        dataclasses.replace(meta, resolved_name=name)
-        for name, meta in dst_param_metadata_by_rank.get(my_global_rank, {}).items()
-    ]
+    destinations = dst_param_metadata_by_rank.get(my_global_rank, {}).items()
     return _plan_rank(holders, my_global_rank, sources, destinations)
 
 
@@ -299,8 +322,10 @@ def _iter_global_transfer_ops(
             sources = {
                 meta.owner_rank: meta for meta in src_param_metadata[holders.source_names[name]]
             }
-            pieces = holders.assignment(name).pieces_to(dst_rank, _salt(name))
-            for number, (src_rank, (_, piece)) in enumerate(pieces):
+            assignment = holders.assignment(name)
+            pieces = assignment.pieces_to(dst_rank, _salt(name))
+            for number, (position, (_, piece)) in enumerate(pieces):
+                src_rank = assignment.sources[position].rank
                 task_id = pack_task_id(dst_rank, idx, number)
                 boxes = _slices(piece.src_box), _slices(piece.dst_box)
                 yield task_id, dst_rank, src_rank, *boxes, sources[src_rank], dst
@@ -346,32 +371,36 @@ def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
             checked.add(tuple(ranks))
 
 
-def _check_memory(module: torch.nn.Module, metas: Sequence[ParameterMetadata]) -> None:
+def _check_memory(side: RefitSide, metas: Sequence[ParameterMetadata]) -> None:
     """Whether destination tensors lie apart in memory; a tensor under two names is one tensor."""
-    tensors = get_refit_tensor_dict(module)
-    extents: list[tuple[torch.device, int, int, str]] = []
-    seen: set[Hashable] = set()
+    tensors = get_refit_tensor_dict(side)
+    by_place: dict[Hashable, tuple[str, torch.Tensor]] = {}
     for meta in metas:
         if meta.name not in tensors:
             continue
         tensor = local_tensor(tensors[meta.name])
         # Other kinds of tensors need not have a memory of their own.
-        if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
-            continue
-        identity = memory_of(tensors[meta.name])
-        if not tensor.numel() or not tensor.is_contiguous() or identity in seen:
-            continue
-        seen.add(identity)
-        start = tensor.data_ptr()
-        stop = start + tensor.numel() * tensor.element_size()
-        extents.append((tensor.device, start, stop, meta.name))
-    extents.sort(key=lambda extent: (str(extent[0]), extent[1]))
-    for before, after in itertools.pairwise(extents):
-        if before[0] == after[0] and after[1] < before[2]:
-            raise PlanError(
-                f"destination parameters {before[3]} and {after[3]} overlap in memory: bytes "
-                f"[{before[1]}, {before[2]}) and [{after[1]}, {after[2]})"
-            )
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            by_place.setdefault(memory_of(tensors[meta.name]), (meta.name, tensor))
+    written = list(by_place.values())
+    overlap = first_overlap([tensor for _, tensor in written])
+    if overlap is not None:
+        (one, name), (other, other_name) = sorted(
+            (_bytes_of(tensor), name) for name, tensor in map(written.__getitem__, overlap[:2])
+        )
+        raise PlanError(
+            f"destination parameters {name} and {other_name} overlap in memory: bytes "
+            f"{list(one)} and {list(other)}"
+        )
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and behind its last, whatever lies between."""
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()
 
 
 def build_plan_from_rank_metadata(
@@ -396,14 +425,15 @@ def build_plan_from_rank_metadata(
     by_rank = told_apart(by_rank)
     holders = holders_of_ranks(by_rank, rank, strict=strict)
     source, destination = by_rank[rank]
-    plan = _plan_rank(holders, rank, source.metadata(), destination.metadata())
+    destinations = zip(destination.keys, destination.metadata(), strict=True)
+    plan = _plan_rank(holders, rank, source.metadata(), destinations)
     if verify:
         verify_plan(plan)
     return plan
 
 
-def _encoded_module(
-    module: torch.nn.Module | None,
+def _encoded_side(
+    module: RefitSide | None,
     rank: int,
     num_ranks: int,
     num_experts: int | None,
@@ -416,23 +446,29 @@ def _encoded_module(
     """One side of what this rank holds; raises where that is bad in itself."""
     if module is None:
         return encode_rank_metadata([])
-    metas = extract_module_metadata(
-        module, rank, num_experts=num_experts, rank_offset=rank_offset, group=group
-    )
+    is_written = side == "destination"
+    if isinstance(module, CheckpointViews):
+        metas = module.metadata(rank, is_written=is_written)
+    else:
+        metas = extract_module_metadata(
+            module_of(module), rank, num_experts=num_experts, rank_offset=rank_offset, group=group
+        )
     if adjust is not None:
         metas = adjust(metas)
     for meta in metas:
         meta.is_transformed = is_transformed is not None and is_transformed(meta.name)
+    if is_written:
+        _check_memory(module, metas)
+    if isinstance(module, CheckpointViews):
+        return encode_rank_metadata(metas, module.ties())
     _check_names(rank, metas, side)
     _check_ranks(metas, num_ranks)
-    if side == "destination":
-        _check_memory(module, metas)
-    return encode_rank_metadata(metas, resolved_ties(module, metas))
+    return encode_rank_metadata(metas, resolved_ties(module_of(module), metas))
 
 
 def build_local_reshard_plan(
-    src_module: torch.nn.Module | None,
-    dst_module: torch.nn.Module | None,
+    src_module: RefitSide | None,
+    dst_module: RefitSide | None,
     num_experts: int | None = None,
     group: dist.ProcessGroup | Bootstrap | None = None,
     src_rank_offset: int = 0,
@@ -449,8 +485,9 @@ def build_local_reshard_plan(
     whether they could: all have a plan, or all raise.
 
     Args:
-        src_module: What this rank holds of the source model; None for nothing.
-        dst_module: What this rank holds of the destination model; None for nothing.
+        src_module: What this rank holds of the source model, a module or `CheckpointViews`; None for
+            nothing.
+        dst_module: What this rank holds of the destination model, likewise.
         num_experts: Experts of the whole model.
         group: Ranks that take part; None for the default group. Ranks of the plan are its ranks.
         src_rank_offset: Added to the ranks of the source module's groups.
@@ -472,7 +509,7 @@ def build_local_reshard_plan(
     problem = FirstError()
     with problem:
         encoded = (
-            _encoded_module(
+            _encoded_side(
                 src_module,
                 rank,
                 num_ranks,
@@ -482,7 +519,7 @@ def build_local_reshard_plan(
                 "source",
                 is_transformed=is_transformed,
             ),
-            _encoded_module(
+            _encoded_side(
                 dst_module,
                 rank,
                 num_ranks,

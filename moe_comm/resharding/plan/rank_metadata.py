@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moe_comm.peers.plain_data import decode_plain, encode_plain
+from moe_comm.resharding.describe.checkpoint_views import unique_names
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.tensor_layout import Holder
@@ -24,6 +25,7 @@ __all__ = [
     "Destination",
     "HoldersByName",
     "RankMetadata",
+    "Source",
     "decode_rank_metadata",
     "encode_rank_metadata",
     "holders_of_metadata",
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 # Fields of each parameter's own; the others make up its kind.
-_OWN_FIELDS = ("name", "resolved_name", "global_expert_index", "owner_rank")
+_OWN_FIELDS = ("name", "resolved_name", "global_expert_index", "owner_rank", "place")
 _KIND_FIELDS = tuple(
     field.name for field in dataclasses.fields(ParameterMetadata) if field.name not in _OWN_FIELDS
 )
@@ -64,9 +66,10 @@ class RankMetadata:
     Args:
         kinds: Metadata without names; `global_expert_index` is 0 where each parameter has its own.
         kind_idx: Of each parameter.
-        resolved_names: Of each parameter, in the whole model.
+        resolved_names: Of each parameter, in the whole model. Those of views may repeat.
         own: Compressed: the names in the rank's module, owners, and indices of experts.
         ties: Names in the whole model of each tensor that has several.
+        places: Of each view, see `ParameterMetadata`; empty where the parameters are no views.
     """
 
     def __init__(
@@ -76,12 +79,16 @@ class RankMetadata:
         resolved_names: list[str],
         own: bytes,
         ties: Sequence[tuple[str, ...]] = (),
+        places: Sequence[tuple[int, int] | None] = (),
     ) -> None:
         self.kinds = kinds
         self.kind_idx = kind_idx
         self.resolved_names = resolved_names
         self._own = own
         self.ties = ties
+        self.places: Sequence[tuple[int, int] | None] = places or [None] * len(kind_idx)
+        self.keys = unique_names(resolved_names) if any(self.places) else resolved_names
+        """Of each parameter, a name that no other one of this rank has."""
 
     def __len__(self) -> int:
         return len(self.kind_idx)
@@ -96,7 +103,7 @@ class RankMetadata:
             return self
         resolved = [names.get(name, name) for name in self.resolved_names]
         ties = [tuple(names.get(name, name) for name in tie) for tie in self.ties]
-        return RankMetadata(self.kinds, self.kind_idx, resolved, self._own, ties)
+        return RankMetadata(self.kinds, self.kind_idx, resolved, self._own, ties, self.places)
 
     def metadata(self) -> list[ParameterMetadata]:
         """Every parameter's metadata, as it was encoded."""
@@ -108,14 +115,16 @@ class RankMetadata:
                 resolved_name=resolved if is_resolved or resolved != name else None,
                 owner_rank=owner,
                 global_expert_index=None if expert < 0 else expert,
+                place=place,
             )
-            for kind, name, resolved, is_resolved, owner, expert in zip(
+            for kind, name, resolved, is_resolved, owner, expert, place in zip(
                 self.kind_idx,
                 _split(names),
                 self.resolved_names,
                 has_resolved,
                 owners,
                 experts,
+                self.places,
                 strict=True,
             )
         ]
@@ -153,21 +162,33 @@ def encode_rank_metadata(
         [meta.owner_rank for meta in metas],
         [-1 if (x := meta.global_expert_index) is None else x for meta in metas],
     )
-    public = (kinds, kind_idx.tobytes(), _SEPARATOR.join(map(resolved_name, metas)), list(ties))
+    places = array("q", [number for meta in metas for number in meta.place or ()]).tobytes()
+    names = _SEPARATOR.join(map(resolved_name, metas))
+    public = (kinds, kind_idx.tobytes(), names, list(ties), places)
     return encode_plain([zlib.compress(encode_plain(part), 1) for part in (public, own)])
 
 
 def decode_rank_metadata(data: bytes) -> RankMetadata:
     """What `encode_rank_metadata` made bytes of."""
     public, own = decode_plain(data, "the metadata of a rank")
-    rows, kind_idx, names, ties = _unpacked(public)
+    rows, kind_idx, names, ties, flat = _unpacked(public)
+    numbers = iter(array("q", flat))
+    places = list(zip(numbers, numbers, strict=True))
     kinds = []
     for *values, is_no_expert in rows:
         fields = dict(zip(_KIND_FIELDS, values, strict=True))
         kinds.append(
             ParameterMetadata(name="", global_expert_index=None if is_no_expert else 0, **fields)
         )
-    return RankMetadata(kinds, array("I", kind_idx), _split(names), own, ties)
+    return RankMetadata(kinds, array("I", kind_idx), _split(names), own, ties, places)
+
+
+class Source(NamedTuple):
+    """A rank to read from, its kind of parameter, and where a view of it lies in storage."""
+
+    rank: int
+    kind: int
+    place: tuple[int, int] | None = None
 
 
 class Destination(NamedTuple):
@@ -176,6 +197,7 @@ class Destination(NamedTuple):
     rank: int
     kind: int
     parameter_idx: int
+    place: tuple[int, int] | None = None
 
 
 class HoldersByName:
@@ -191,7 +213,8 @@ class HoldersByName:
         self._strict = strict
         self.kinds: list[ParameterMetadata] = []
         self._kind_of: dict[tuple[Any, ...], int] = {}
-        self.sources: dict[str, list[tuple[int, int]]] = {}
+        # By rank; views of one rank in its own order.
+        self.sources: dict[str, list[Source]] = {}
         self.destinations: dict[str, list[Destination]] = {}
         self.source_names: dict[str, str] = {}
         self._readers: dict[str, list[str]] = {}
@@ -224,8 +247,11 @@ class HoldersByName:
                 dtype cannot become a destination's.
         """
         sources = self.sources[self.source_names[dst_name]]
-        destinations = [(rank, kind) for rank, kind, _ in self.destinations[dst_name]]
-        key = tuple(sources), tuple(destinations)
+        destinations = self.destinations[dst_name]
+        key = (
+            tuple([source[:2] for source in sources]),
+            tuple([destination[:2] for destination in destinations]),
+        )
         if key not in self._assignments:
             self._assignments[key] = Assignment(
                 dst_name,
@@ -235,8 +261,8 @@ class HoldersByName:
             )
         return self._assignments[key]
 
-    def _holders(self, side: Iterable[tuple[int, int]]) -> list[Holder]:
-        return [Holder(rank, self.kinds[kind]) for rank, kind in sorted(side)]
+    def _holders(self, side: Iterable[Source | Destination]) -> list[Holder]:
+        return [Holder(each.rank, self.kinds[each.kind]) for each in side]
 
 
 def source_name_of(dst_name: str, source_names: Mapping[str, Any] | set[str]) -> str | None:
@@ -388,6 +414,14 @@ def holders_of_ranks(
     extra = all_sources - all_destinations - set(tied.values())
     if strict:
         extra -= _repeated_embeddings(extra, all_destinations, by_rank)
+        taken = all_sources - extra
+        extra -= {
+            name
+            for source, _ in by_rank
+            for tie in source.ties
+            if not taken.isdisjoint(tie)
+            for name in tie
+        }
     if strict and extra:
         name = min(extra)
         holder = next(
@@ -401,21 +435,29 @@ def holders_of_ranks(
     mine = set(by_rank[rank][0].resolved_names) & all_destinations
     mine.update(name for name, source in tied.items() if source in by_rank[rank][0].resolved_names)
     mine.update(by_rank[rank][1].resolved_names)
-    for name in mine:
-        holders.link(name, tied.get(name, name))
-    read = set(holders.source_names.values())
+    read = {tied.get(name, name) for name in mine}
     holders.sources = {name: [] for name in read}
-    holders.destinations = {name: [] for name in mine}
     for number, (source, destination) in enumerate(by_rank):
         kinds = [holders.kind(kind) for kind in source.kinds]
-        for name, kind in zip(source.resolved_names, source.kind_idx, strict=True):
+        for name, kind, place in zip(
+            source.resolved_names, source.kind_idx, source.places, strict=True
+        ):
             if name in read:
-                holders.sources[name].append((number, kinds[kind]))
+                holders.sources[name].append(Source(number, kinds[kind], place))
         kinds = [holders.kind(kind) for kind in destination.kinds]
-        for idx, name in enumerate(destination.resolved_names):
+        keyed = zip(
+            destination.keys,
+            destination.resolved_names,
+            destination.kind_idx,
+            destination.places,
+            strict=True,
+        )
+        for idx, (key, name, kind, place) in enumerate(keyed):
             if name in mine:
-                kind = kinds[destination.kind_idx[idx]]
-                holders.destinations[name].append(Destination(number, kind, idx))
+                holders.link(key, tied.get(name, name))
+                holders.destinations.setdefault(key, []).append(
+                    Destination(number, kinds[kind], idx, place)
+                )
     return holders
 
 
@@ -456,8 +498,10 @@ def holders_of_metadata(
             destinations = holders.destinations.setdefault(dst_name, [])
             destinations.append(Destination(dst_rank, holders.kind(meta), idx))
     for src_name in set(holders.source_names.values()):
-        metas = src_by_name[src_name]
-        holders.sources[src_name] = [(meta.owner_rank, holders.kind(meta)) for meta in metas]
+        metas = sorted(src_by_name[src_name], key=lambda meta: meta.owner_rank)
+        holders.sources[src_name] = [
+            Source(meta.owner_rank, holders.kind(meta), meta.place) for meta in metas
+        ]
         owners = [meta.owner_rank for meta in metas]
         twice = [owner for owner in set(owners) if owners.count(owner) > 1]
         if twice:

@@ -1,0 +1,368 @@
+"""Refits between sides that say in a checkpoint's own names what they hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.resharding import Refit, is_stale, refit
+from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
+from moe_comm.resharding.describe.intervals import Interval, whole
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.plan.plan_check import verify_plans
+from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import (
+    RankMetadata,
+    decode_rank_metadata,
+    encode_rank_metadata,
+)
+from moe_comm.testing import RankContext
+from tests.helpers.checkpoint_layouts import (
+    DrawnSide,
+    drawn_finer,
+    drawn_shapes,
+    drawn_wholes,
+)
+from tests.helpers.threaded_refits import count_plans, error_of, threads
+
+
+@pytest.fixture(autouse=True)
+def _no_caches() -> Iterator[None]:
+    refit.clear_all_caches()
+    yield
+    refit.clear_all_caches()
+
+
+def view(name: str, tensor: torch.Tensor, shape: Any = None, **starts: int) -> CheckpointView:
+    """A view that holds, of dimension `d0` and so on, what begins at an index; else from 0."""
+    shape = tuple(tensor.shape) if shape is None else shape
+    dims = tuple(
+        (Interval(starts.get(f"d{dim}", 0), 0, size),) for dim, size in enumerate(tensor.shape)
+    )
+    return CheckpointView(name, shape, dims, tensor)
+
+
+def metadata_of(views: Any, rank: int, *, is_written: bool = False) -> RankMetadata:
+    side = CheckpointViews(views)
+    metas = side.metadata(rank, is_written=is_written)
+    return decode_rank_metadata(encode_rank_metadata(metas, side.ties()))
+
+
+def draw(seed: int) -> tuple[int, dict[str, tuple[int, ...]], DrawnSide, DrawnSide]:
+    """Ranks, shapes, and both sides."""
+    rng = random.Random(seed)
+    shapes, num_ranks = drawn_shapes(rng), rng.randint(1, 4)
+    dtypes = rng.choice([(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
+    finer, grains = drawn_finer(rng, shapes)
+    options: list[dict[str, Any]] = rng.choice(
+        [[{}, {}], [{"finer": finer}, {"grains": grains}], [{"grains": grains}, {"finer": finer}]]
+    )
+    source = DrawnSide(rng, shapes, num_ranks, dtypes[0], **options[0])
+    target = DrawnSide(rng, shapes, num_ranks, dtypes[1], **options[1])
+    return num_ranks, shapes, source, target
+
+
+# ---------------------------------------------------------------------------------------------
+# Against dense tensors.
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_between_drawn_layouts_move_what_dense_tensors_say(seed: int) -> None:
+    num_ranks, shapes, source, target = draw(seed)
+    ranks = range(num_ranks)
+    by_rank = [
+        (metadata_of(source.views[r], r), metadata_of(target.views[r], r, is_written=True))
+        for r in ranks
+    ]
+    plans = {r: build_plan_from_rank_metadata(by_rank, r) for r in ranks}
+    verify_plans(plans)
+    wholes = drawn_wholes(shapes, torch.float32, seed)
+    sides = [[CheckpointViews(side.views[r]) for r in ranks] for side in (source, target)]
+    tensors = [[views.state().tensors for views in some] for some in sides]
+    for r in ranks:
+        source.fill(r, wholes)
+    for r, plan in plans.items():
+        for op in plan.recv_ops:
+            sent = next(
+                each
+                for each in plans[op.peer_rank].send_ops
+                if each.peer_rank == r and each.task_id == op.task_id
+            )
+            piece = tensors[0][op.peer_rank][sent.param_name]
+            piece = piece if sent.my_view is None else piece.view(sent.my_view)
+            place = tensors[1][r][op.param_name]
+            place = place if op.my_view is None else place.view(op.my_view)
+            place[op.my_slice].copy_(piece[sent.my_slice])
+    for r in ranks:
+        assert target.wrong(r, wholes) == []
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("verify", ["plan", "checksum"])
+def test_refits_between_drawn_layouts(seed: int, verify: Any) -> None:
+    num_ranks, shapes, source, target = draw(seed)
+
+    def rank(context: RankContext) -> None:
+        me = context.rank_idx
+        sides = [CheckpointViews(side.views[me]) for side in (source, target)]
+        held = Refit(*sides, "symmetric", context.group, verify=verify, strict=True)
+        for round_idx in range(3):
+            wholes = drawn_wholes(shapes, torch.float32, seed + round_idx)
+            source.fill(me, wholes)
+            held.run()
+            assert target.wrong(me, wholes) == []
+
+    threads(rank, num_ranks)
+
+
+# ---------------------------------------------------------------------------------------------
+# Modules on the other side, owners, and several places of one name.
+
+
+class Fused(torch.nn.Module):
+    """An engine's layer: q and k fused, and a cache of what it derives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(8, 3))
+        self.num_refreshes = 0
+
+    def refresh_cache(self) -> None:
+        self.num_refreshes += 1
+
+    def views(self) -> list[CheckpointView]:
+        return [view("q.weight", self.qk.data[:4]), view("k.weight", self.qk.data[4:])]
+
+
+def named_module(context: RankContext, value: float) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name in "qk":
+        child = torch.nn.Linear(3, 4, bias=False)
+        torch.nn.init.constant_(child.weight, value + (name == "k"))
+        module.add_module(name, child)
+    module.pg_collection = Parallelism(context.num_ranks).groups(context.rank_idx)
+    return module
+
+
+@pytest.mark.parametrize("to_views", [True, False])
+def test_views_meet_a_module_of_the_same_names(to_views: bool) -> None:
+    def rank(context: RankContext) -> None:
+        module, fused = named_module(context, 1.0), Fused()
+        views = CheckpointViews(fused.views, fused)
+        pair = (module, views) if to_views else (views, module)
+        held = Refit(*pair, "symmetric", context.group, verify="checksum", strict=True)
+        for round_idx in range(3):
+            expected = torch.full((8, 3), 10.0 + round_idx)
+            expected[4:] += 1
+            with torch.no_grad():
+                (module.q.weight if to_views else fused.qk[:4]).copy_(expected[:4])
+                (module.k.weight if to_views else fused.qk[4:]).copy_(expected[4:])
+            held.run()
+            found = fused.qk if to_views else torch.cat([module.q.weight, module.k.weight])
+            assert torch.equal(found, expected)
+            assert fused.num_refreshes == (round_idx + 1 if to_views else 0)
+
+    threads(rank, 2)
+
+
+def test_an_owner_that_moves_its_tensors_is_described_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans_made = count_plans(monkeypatch)
+
+    def rank(context: RankContext) -> None:
+        module, fused = named_module(context, 1.0), Fused()
+        held = Refit(module, CheckpointViews(fused.views, fused), "symmetric", context.group)
+        held.run()
+        if context.rank_idx == 1:
+            fused.qk.data = torch.zeros(8, 3)
+        held.run()
+        assert torch.equal(fused.qk[4:], module.k.weight)
+        assert len(plans_made) == 2  # the same plan, in other memory
+        fused.qk.data = torch.zeros(3, 8).T
+        held.run()
+        assert torch.equal(fused.qk[4:], module.k.weight)
+
+    threads(rank, 2)
+    assert len(plans_made) == 4  # other strides
+
+
+def test_fixed_views_of_an_owner_that_moved_are_refused() -> None:
+    def rank(context: RankContext) -> str:
+        module, fused = named_module(context, 1.0), Fused()
+        held = Refit(module, CheckpointViews(fused.views(), fused), "symmetric", context.group)
+        fused.register_buffer("unrelated", torch.zeros(2))
+        held.run()
+        if context.rank_idx == 1:
+            fused.qk.data = torch.zeros(8, 3)
+        return error_of(held.run)
+
+    for text in threads(rank, 2):
+        assert text.startswith("ValueError: ")
+        assert "checkpoint views of q.weight and 1 others are not where they were" in text
+        assert text.count("rank 1") == 1 or "their owner holds other tensors" in text
+
+
+def test_storage_without_a_module_is_watched_too() -> None:
+    def rank(context: RankContext) -> str:
+        flat = torch.zeros(24)
+        views = [view("q.weight", flat[:12].view(4, 3)), view("k.weight", flat[12:].view(4, 3))]
+        held = Refit(named_module(context, 5.0), CheckpointViews(views), "symmetric", context.group)
+        held.run()
+        assert torch.equal(flat, torch.tensor([5.0] * 12 + [6.0] * 12))
+        if context.rank_idx == 1:
+            flat.untyped_storage().resize_(0)
+        return error_of(held.run)
+
+    for text in threads(rank, 2):
+        assert "are not where they were" in text
+
+
+def test_a_failed_refit_marks_the_owner_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(context: RankContext) -> None:
+        module, fused = named_module(context, 1.0), Fused()
+        views = CheckpointViews(fused.views, fused)
+        held = Refit(module, views, "symmetric", context.group)
+
+        def fail() -> None:
+            raise ArithmeticError("no cache")
+
+        fused.refresh_cache = fail  # type: ignore[method-assign]
+        assert "no cache" in error_of(held.run)
+        assert is_stale(fused)
+        assert is_stale(views)
+        assert "stale and must not be read" in error_of(
+            lambda: Refit(views, module, "symmetric", context.group)
+        )
+        del fused.refresh_cache
+        held.run()
+        assert not is_stale(views)
+
+    threads(rank, 1)
+
+
+def test_one_memory_under_two_names_is_received_once_and_must_be_one_in_the_source() -> None:
+    def rank(context: RankContext, *, is_one: bool) -> Any:
+        embedding, output = torch.full((4, 3), 2.0), torch.full((4, 3), 3.0)
+        source = [view("embed", embedding), view("head", embedding if is_one else output)]
+        table = torch.zeros(4, 3)
+        target = [view("embed", table), view("head", table)]
+        pair = CheckpointViews(source), CheckpointViews(target)
+        text = error_of(lambda: Refit(*pair, "symmetric", context.group, strict=True).run())
+        return text, table.sum().item()
+
+    assert threads(lambda context: rank(context, is_one=True), 2) == [("", 24.0)] * 2
+    for text, total in threads(lambda context: rank(context, is_one=False), 2):
+        assert "embed and head are one tensor on destination rank 0, but apart" in text
+        assert total == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# What is wrong is said on every rank, before anything moves.
+
+
+def refused(source: Any, target: Any, **options: Any) -> list[str]:
+    """What both ranks say, given what each holds of both sides."""
+
+    def rank(context: RankContext) -> str:
+        me = context.rank_idx
+        written = [each.tensor.clone() for each in target[me]]
+        text = error_of(
+            lambda: Refit(
+                CheckpointViews(source[me]),
+                CheckpointViews(target[me]),
+                "symmetric",
+                context.group,
+                **options,
+            ).run()
+        )
+        assert text.startswith("PlanError: ")
+        assert all(
+            torch.equal(each.tensor, values)
+            for each, values in zip(target[me], written, strict=True)
+        )
+        return text
+
+    return threads(rank, 2)
+
+
+def test_a_name_that_no_source_has() -> None:
+    source = [[view("w", torch.ones(2, 2))], []]
+    target = [[view("w", torch.zeros(2, 2))], [view("v", torch.zeros(2, 2))]]
+    for text in refused(source, target):
+        assert "Destination parameter 'v' on rank 1 not found in source model" in text
+
+
+def test_a_name_that_no_target_takes_is_an_error_where_strict() -> None:
+    source = [[view("w", torch.ones(2, 2))], [view("v", torch.ones(2, 2))]]
+    target = [[view("w", torch.zeros(2, 2))]] * 2
+    for text in refused(source, target, strict=True):
+        assert "source parameter 'v' on rank 1 has no destination" in text
+
+
+def test_another_shape_and_a_transposed_one() -> None:
+    target = [[view("w", torch.zeros(4, 6))], []]
+    for text in refused([[], [view("w", torch.ones(4, 5))]], target):
+        assert "w: shapes do not add up: source rank 1 holds (4, 5) (a view) of (4, 5)" in text
+        assert "target rank 0 holds (4, 6) (a view) of (4, 6)" in text
+    for text in refused([[], [view("w", torch.ones(6, 4))]], target):
+        assert "of (6, 4)" in text
+        assert "of (4, 6)" in text
+
+
+def test_elements_that_no_source_holds() -> None:
+    ones = torch.ones(4, 6)
+    source = [
+        [view("w", ones[:2], (4, 6))],
+        [view("w", ones[2:, :2], (4, 6), d0=2), view("w", ones[2:, 3:], (4, 6), d0=2, d1=3)],
+    ]
+    target = [[], [view("w", torch.zeros(4, 6))]]
+    for text in refused(source, target):
+        assert "no source rank holds elements [[2, 4], [2, 3]] of the whole tensor" in text
+        assert "which rank 1 needs" in text
+
+
+def test_a_dtype_that_does_not_become_the_other() -> None:
+    source = [[view("w", torch.ones(2, 2))], []]
+    target = [[], [view("w", torch.zeros(2, 2, dtype=torch.int32))]]
+    for text in refused(source, target):
+        assert "rank 0 holds torch.float32, which does not become the torch.int32 of rank 1" in text
+
+
+def test_destinations_that_share_bytes() -> None:
+    source = [[view("w", torch.ones(4, 2)), view("v", torch.ones(4, 2))], []]
+    table = torch.zeros(4, 3)
+    target = [[], [view("w", table[:, :2]), view("v", table[:, 1:])]]
+    for text in refused(source, target):
+        assert "destination parameters w and v overlap in memory" in text
+
+
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ((whole(2), whole(4)), "cannot be a view of shape"),
+        ((whole(2), (Interval(1, 0, 3),)), r"indices \[1, 4\) of dimension 1 are not in a tensor"),
+        (
+            (whole(2), (Interval(0, 0, 1), Interval(1, 2, 2))),
+            "lie at 2 of the view, after 1 others",
+        ),
+        (
+            (whole(2), (Interval(0, 0, 2), Interval(1, 2, 1))),
+            "index 1 of dimension 1 is held twice",
+        ),
+    ],
+)
+def test_intervals_that_are_no_view(dims: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CheckpointView("w", (2, 3), dims, torch.zeros(2, 3))
+
+
+def test_what_is_no_view() -> None:
+    with pytest.raises(TypeError, match="views must be CheckpointView, got 3"):
+        CheckpointViews([3])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="w: a view must be a plain, strided tensor"):
+        CheckpointViews([view("w", torch.zeros(2, 2).to_sparse())])
