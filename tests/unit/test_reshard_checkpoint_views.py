@@ -9,10 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding import Refit, is_stale, refit
+from moe_comm.resharding import (
+    Refit,
+    ReshardTransform,
+    build_local_reshard_plan,
+    execute_reshard_plan,
+    format_plan,
+    get_or_create_service,
+    is_stale,
+    refit,
+    verify_refit,
+)
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.move.sources import piece_of
+from moe_comm.resharding.plan.joined_pieces import strides_in
 from moe_comm.resharding.plan.plan_check import verify_plans
 from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
 from moe_comm.resharding.plan.rank_metadata import (
@@ -85,18 +97,16 @@ def test_plans_between_drawn_layouts_move_what_dense_tensors_say(seed: int) -> N
     tensors = [[views.state().tensors for views in some] for some in sides]
     for r in ranks:
         source.fill(r, wholes)
+    sends = {
+        (op.peer_rank, op.task_id): piece_of(tensors[0][r][op.param_name], op)
+        for r, plan in plans.items()
+        for op in plan.send_ops
+    }
     for r, plan in plans.items():
         for op in plan.recv_ops:
-            sent = next(
-                each
-                for each in plans[op.peer_rank].send_ops
-                if each.peer_rank == r and each.task_id == op.task_id
-            )
-            piece = tensors[0][op.peer_rank][sent.param_name]
-            piece = piece if sent.my_view is None else piece.view(sent.my_view)
-            place = tensors[1][r][op.param_name]
-            place = place if op.my_view is None else place.view(op.my_view)
-            place[op.my_slice].copy_(piece[sent.my_slice])
+            place = piece_of(tensors[1][r][op.param_name], op)
+            place.copy_(sends.pop((r, op.task_id)))
+    assert sends == {}
     for r in ranks:
         assert target.wrong(r, wholes) == []
 
@@ -366,3 +376,153 @@ def test_what_is_no_view() -> None:
         CheckpointViews([3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="w: a view must be a plain, strided tensor"):
         CheckpointViews([view("w", torch.zeros(2, 2).to_sparse())])
+
+
+# ---------------------------------------------------------------------------------------------
+# Pieces in one pattern at both ends are one copy.
+
+LAYERS, EXPERTS, INNER, HIDDEN = 2, 4, 4, 3
+
+
+def experts(
+    num_experts: int, first: int, *, inner: int = INNER, start: int = 0, interleaved: bool = False
+) -> tuple[list[torch.Tensor], list[CheckpointView]]:
+    """Storages of layers, and views of experts from `first` on, each of `inner` rows from `start` on."""
+    storages, views = [], []
+    for layer in range(LAYERS):
+        fused = torch.zeros(num_experts, 2 * inner, HIDDEN)
+        storages.append(fused)
+        for expert in range(num_experts):
+            for number, name in enumerate(("gate", "up")):
+                rows = slice(number, None, 2) if interleaved else slice(number * inner, None)
+                tensor = fused[expert, rows][:inner]
+                whole_name = f"layers.{layer}.experts.{first + expert}.{name}"
+                views.append(view(whole_name, tensor, (INNER, HIDDEN), d0=start))
+    return storages, views
+
+
+def joined_plans(sources: Any, targets: Any) -> list[Any]:
+    by_rank = [
+        (metadata_of(src, r), metadata_of(dst, r, is_written=True))
+        for r, (src, dst) in enumerate(zip(sources, targets, strict=True))
+    ]
+    plans = {r: build_plan_from_rank_metadata(by_rank, r) for r in range(len(by_rank))}
+    verify_plans(plans)
+    return list(plans.values())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_experts_of_a_layer_are_one_copy(interleaved: bool) -> None:
+    sources = [experts(2, 2 * rank, interleaved=interleaved)[1] for rank in range(2)]
+    plans = joined_plans(sources, [[], experts(4, 0)[1]])
+    assert [len(plan.send_ops) for plan in plans] == [LAYERS, LAYERS]
+    assert len(plans[1].recv_ops) == 2 * LAYERS
+    for op in (*plans[0].send_ops, *plans[1].recv_ops):
+        assert len(op.pieces) == 2 * 2
+        rows = (2, 2, INNER, HIDDEN) if interleaved else (2 * 2 * INNER * HIDDEN,)
+        assert op.joined.sizes == rows
+    assert "and 3 others in a pattern" in format_plan(plans[0])
+
+
+def test_halves_of_experts_are_one_copy_to_each_rank() -> None:
+    targets = [experts(4, 0, inner=2, start=2 * rank)[1] for rank in range(2)]
+    plans = joined_plans([experts(4, 0)[1], []], targets)
+    assert [(op.peer_rank, op.joined.sizes) for op in plans[0].send_ops] == [
+        (rank, (8, 2 * HIDDEN)) for rank in (0, 1) for _ in range(LAYERS)
+    ]
+
+
+def test_pieces_of_two_dtypes_or_storages_are_not_joined() -> None:
+    rows = torch.zeros(4, 2)
+    target = [view(name, rows[i]) for i, name in enumerate("abcd")]
+    apart = [view(name, torch.ones(2)) for name in "abcd"]
+    assert len(joined_plans([apart], [target])[0].send_ops) == 4
+    ones = torch.ones(4, 2)
+    together = [view(name, ones[i]) for i, name in enumerate("abcd")]
+    assert len(joined_plans([together], [target])[0].send_ops) == 1
+    halves = ones.view(torch.bfloat16)[:, :2]
+    mixed = [*together[:2], view("c", halves[2]), view("d", halves[3])]
+    assert [len(op.pieces) for op in joined_plans([mixed], [target])[0].send_ops] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "finer"),
+    [
+        ((4, 6), (12, 2), (2, 2, 3, 2)),
+        ((1, 6), (99, 2), (2, 3)),
+        ((6, 1), (1, 6), (1, 6, 1)),
+        ((4, 1, 3), (3, 77, 1), (4, 3)),
+        ((), (), ()),
+    ],
+)
+def test_strides_of_a_finer_view_are_torch_s(shape: Any, strides: Any, finer: Any) -> None:
+    tensor = torch.arange(200).as_strided(shape, strides)
+    found = torch.arange(200).as_strided(finer, strides_in(shape, strides, finer))
+    assert torch.equal(found, tensor.reshape(finer))
+
+
+def test_what_differs_of_joined_pieces_is_named() -> None:
+    def rank(context: RankContext) -> str:
+        _, source = experts(4, 0)
+        storages, target = experts(4, 0)
+        pair = CheckpointViews(source), CheckpointViews(target)
+        held = Refit(*pair, "symmetric", context.group)
+        held.run()
+        plan = build_local_reshard_plan(*pair, group=context.group)
+        assert verify_refit(plan, *pair, context.group).num_bytes == sum(
+            each.nbytes for each in storages
+        )
+        if context.rank_idx == 1:
+            storages[1][2, 5, 1] += 1  # up of expert 2
+        text = error_of(lambda: verify_refit(plan, *pair, context.group))
+        assert is_stale(pair[1]) == (context.rank_idx == 1)
+        return text
+
+    for text in threads(rank, 2):
+        assert "rank 1: layers.1.experts.2.up, piece 0 [0:4, 0:3], from rank 1" in text
+        assert text.count("checksum") == 1
+
+
+def test_a_plan_is_not_run_between_views_that_lie_elsewhere() -> None:
+    def rank(context: RankContext) -> None:
+        _, source = experts(4, 0)
+        _, target = experts(4, 0)
+        plan = build_local_reshard_plan(
+            CheckpointViews(source), CheckpointViews(target), group=context.group
+        )
+        service = get_or_create_service("symmetric", context.group)
+        spread = torch.zeros(LAYERS * EXPERTS, 2, INNER + 1, HIDDEN)
+        elsewhere = [
+            view(each.name, spread[i // 2, i % 2, :INNER]) for i, each in enumerate(target)
+        ]
+        apart = [view(each.name, each.tensor.clone()) for each in target]
+        for views, text in (
+            (elsewhere, "up was planned at element 12 of its storage with strides (3, 1), it lies"),
+            (apart, "was planned at element"),
+        ):
+            side = CheckpointViews(views)
+            message = error_of(
+                lambda side=side: execute_reshard_plan(
+                    plan, CheckpointViews(source), side, service, context.group
+                )
+            )
+            assert text in message
+            assert all(not each.tensor.any() for each in views)
+
+    threads(rank, 1)
+
+
+def test_a_transform_that_a_plan_does_not_know_is_refused() -> None:
+    class OfUp(ReshardTransform):
+        def should_transform(self, param_name: str) -> bool:
+            return param_name.endswith("3.up")
+
+    def rank(context: RankContext) -> None:
+        pair = CheckpointViews(experts(4, 0)[1]), CheckpointViews(experts(4, 0)[1])
+        plan = build_local_reshard_plan(*pair, group=context.group)
+        service = get_or_create_service("symmetric", context.group)
+        assert "experts.3.up is for a transform that the plan was not made with" in error_of(
+            lambda: execute_reshard_plan(plan, *pair, service, context.group, OfUp())
+        )
+
+    threads(rank, 1)

@@ -22,7 +22,7 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
-from moe_comm.resharding.move.sources import Sources, in_view, reduce_partial_sources
+from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
@@ -112,11 +112,30 @@ def verify_refit(
     skipped = {key for _, keys in gathered for key in keys}
     odd_pairs = _odd_pairs(bootstrap, sent, received, skipped)
     if odd_pairs:
+        with torch.no_grad():
+            parts = _taken_apart(plan, odd_pairs, bootstrap.rank_idx)
+            for ends, apart in (
+                (sent, _source_pieces(parts, src_module, hooks, bootstrap.rank_idx)),
+                (received, _destination_pieces(parts, dst_module, hooks, bootstrap.rank_idx)),
+            ):
+                for key in [key for key, piece in ends.items() if piece.op.joined is not None]:
+                    del ends[key]
+                ends |= apart
         _raise_differences(bootstrap, odd_pairs, sent, received, skipped, dst_module)
     proven = [piece for key, piece in received.items() if key not in skipped]
     names = (piece.op.param_name for key, piece in received.items() if key in skipped)
     return RefitProof(
         len(proven), sum(piece.num_bytes for piece in proven), tuple(dict.fromkeys(names))
+    )
+
+
+def _taken_apart(plan: ReshardPlan, pairs: list[tuple[int, int]], rank_idx: int) -> ReshardPlan:
+    """The pieces between some ranks that were joined, each by itself."""
+    sends = (op for op in plan.send_ops if (rank_idx, op.peer_rank) in pairs)
+    recvs = (op for op in plan.recv_ops if (op.peer_rank, rank_idx) in pairs)
+    return ReshardPlan(
+        [piece for op in sends if op.joined is not None for piece in op.pieces],
+        [piece for op in recvs if op.joined is not None for piece in op.pieces],
     )
 
 
@@ -149,7 +168,7 @@ def _source_pieces(
             continue
         source = sources.get(op.param_name)
         check_memory(f"{op.param_name} of the source", source)
-        piece = in_view(source, op)[op.my_slice]
+        piece = piece_of(source, op)
         for dtype in (op.wire_dtype, op.peer_dtype):
             piece = piece if dtype is None else piece.to(dtype)
         pieces[key] = _proven_by_checksum(op, piece)
@@ -177,8 +196,7 @@ def _destination_pieces(
         else:
             target = local_tensor(tensor)
             check_memory(f"{op.param_name} of the target", target)
-            piece = in_view(target, op)[op.my_slice]
-            pieces[key] = _proven_by_checksum(op, piece)
+            pieces[key] = _proven_by_checksum(op, piece_of(target, op))
     return pieces
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,10 +29,10 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
-from moe_comm.resharding.move.sources import Sources, in_view, reduce_partial_sources
+from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
 from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
-from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
+from moe_comm.resharding.plan.transfer_op import JoinedPieces, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.tensors.memory import check_memory, problem_with_memory
 
@@ -45,11 +46,11 @@ _TENSOR_SHIFT = 58
 _MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
 
 
-def _copy(received: torch.Tensor, tensor: torch.Tensor, place: Slices) -> None:
-    """Write `received` where it belongs: `tensor[place]`."""
+def _copy(received: torch.Tensor, place: torch.Tensor) -> None:
+    """Write `received` where it belongs."""
     # What was made in inference mode is written in it alone.
-    with torch.inference_mode(tensor.is_inference()):
-        tensor[place].copy_(received)
+    with torch.inference_mode(place.is_inference()):
+        place.copy_(received)
 
 
 def _get_mxfp8_accumulator(
@@ -138,7 +139,7 @@ def _problem_with(
     strict: bool,
 ) -> str | None:
     """What keeps this rank's tensors from being what the plan was made for, or None."""
-    for name in dict.fromkeys(op.param_name for op in ops):
+    for name in dict.fromkeys(piece.param_name for op in ops for piece in op.pieces):
         tensor, spec = tensors.get(name), specs.get(name)
         if tensor is None:
             if strict:
@@ -157,6 +158,30 @@ def _problem_with(
         for part in () if tensor is None else _parts_with_memory(tensor):
             if (problem := problem_with_memory(part)) is not None:
                 return f"{name} of the {side} module {problem}"
+    for op in ops:
+        if op.joined is not None and (problem := _problem_with_joined(op.joined, tensors)):
+            return f"the {side}: {problem}"
+    return None
+
+
+def _problem_with_joined(joined: JoinedPieces, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What keeps pieces from moving as one, or None."""
+    first = tensors.get(joined.ops[0].param_name)
+    for op, planned in zip(joined.ops, joined.views, strict=True):
+        tensor = tensors.get(op.param_name)
+        if tensor is None or first is None:
+            return f"the plan moves {op.param_name} among others, of which one is not there"
+        found = tensor.storage_offset(), tensor.stride()
+        if found != planned:
+            return (
+                f"{op.param_name} was planned at element {planned[0]} of its storage with strides "
+                f"{planned[1]}, it lies at {found[0]} with {found[1]}"
+            )
+        if tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return (
+                f"{op.param_name} was planned in one storage with {joined.ops[0].param_name}, it "
+                "lies in another"
+            )
     return None
 
 
@@ -222,14 +247,7 @@ class PlanExecution:
         if self._transform is not None:
             self._transform.begin()
         sources, destinations = (state.tensors for state in self._states)
-        problem = _problem_with(plan.send_ops, plan.sources, sources, "source", strict)
-        problem = problem or _problem_with(
-            [op for op in plan.recv_ops if not self._is_transformed(op.param_name)],
-            plan.destinations,
-            destinations,
-            "destination",
-            strict,
-        )
+        problem = self._problem(plan, sources, destinations, strict)
         reduced = reduce_partial_sources(plan, sources, problem)
         # Mock services have neither attribute nor constructor of the base class.
         self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
@@ -242,6 +260,34 @@ class PlanExecution:
             if isinstance(self._prepared, PreparedBatch):
                 # It is repeated for as long as it `is_of` modules in the same state.
                 self._prepared = dataclasses.replace(self._prepared, are_in_place=True)
+
+    def _problem(
+        self,
+        plan: ReshardPlan,
+        sources: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
+        strict: bool,
+    ) -> str | None:
+        """What keeps the tensors from being what the plan was made for; looked for once per state."""
+        key = (id(plan), *map(id, self._states), strict)
+        checked = _checked.get(key) or ([], [])
+        if self._transform is None and all(map(operator.is_, checked, self._ops)):
+            return None
+        received = plan.recv_ops
+        if self._transform is not None:
+            for op in (*plan.send_ops, *plan.recv_ops):
+                names = [piece.param_name for piece in op.pieces[1:]]
+                name = next(filter(self._is_transformed, names), None)
+                if name is not None:
+                    return f"{name} is for a transform that the plan was not made with"
+            received = [op for op in received if not self._is_transformed(op.param_name)]
+        problem = _problem_with(plan.send_ops, plan.sources, sources, "source", strict)
+        problem = problem or _problem_with(
+            received, plan.destinations, destinations, "destination", strict
+        )
+        if problem is None and self._transform is None:
+            _checked.put(key, self._ops, (plan, *self._states))
+        return problem
 
     def _is_transformed(self, name: str) -> bool:
         return self._transform is not None and self._transform.should_transform(name)
@@ -268,7 +314,7 @@ class PlanExecution:
                 for piece in pieces:
                     check_memory(f"what the transform sends of {op.param_name}", piece)
             else:
-                piece = in_view(sources.get(op.param_name), op)[op.my_slice]
+                piece = piece_of(sources.get(op.param_name), op)
                 if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
                     piece = piece.to(op.wire_dtype)
                     self.is_repeatable = False
@@ -313,8 +359,7 @@ class PlanExecution:
         if self._takes_strided or buffer.is_contiguous():
             return buffer
         staging = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-        whole = tuple(slice(None) for _ in buffer.shape)
-        self._writebacks.append(functools.partial(_copy, staging, buffer, whole))
+        self._writebacks.append(functools.partial(_copy, staging, buffer))
         return staging
 
     def _target_of_piece(
@@ -337,8 +382,7 @@ class PlanExecution:
         place = (whole.data_ptr(), whole.dtype, whole.shape, whole.stride())
         name = op.param_name
         is_tied = whole.numel() > 0 and name_at.setdefault(place, name) != name
-        whole = in_view(whole, op)
-        piece = whole[op.my_slice]
+        piece = piece_of(whole, op)
         wire_dtype = op.wire_dtype or piece.dtype
         takes_piece = self._takes_strided or piece.is_contiguous()
         if piece.dtype == wire_dtype and takes_piece and not is_tied:
@@ -346,7 +390,7 @@ class PlanExecution:
             return piece
         self.is_repeatable = False
         staging = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
-        self._writebacks.append(functools.partial(_copy, staging, whole, op.my_slice))
+        self._writebacks.append(functools.partial(_copy, staging, piece))
         return staging
 
     def run(
@@ -399,6 +443,9 @@ class PlanExecution:
         if self._transform is not None:
             self._transform.finish()
 
+
+_checked: WeakCache[tuple[int | bool, ...], tuple[list[TransferOp], list[TransferOp]]] = WeakCache()
+"""By the `id`s of plan and states: sends and receives that were found to fit."""
 
 _executions: WeakCache[tuple[int, ...], PlanExecution] = WeakCache()
 """By the `id`s of service, plan, source and destination: what can run again."""

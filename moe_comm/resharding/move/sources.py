@@ -16,7 +16,7 @@ from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp
 
-__all__ = ["Sources", "in_view", "reduce_partial_sources"]
+__all__ = ["Sources", "piece_of", "reduce_partial_sources"]
 
 
 def reduce_partial_sources(
@@ -88,12 +88,17 @@ def _agree_to_reduce(sources: list[tuple[PartialReduction, DTensor]], problem: s
         )
 
 
-def in_view(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
-    """`tensor` in the shape that `op.my_slice` cuts, sharing its memory."""
+def piece_of(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
+    """What a transfer moves of this rank's tensor of that name, sharing its memory.
+
+    Of pieces that were joined, all of them: views of one storage.
+    """
+    if op.joined is not None:
+        return tensor.as_strided(op.joined.sizes, op.joined.strides, op.joined.offset)
     if op.my_view is None:
-        return tensor
+        return tensor[op.my_slice]
     try:
-        return tensor.view(op.my_view)
+        return tensor.view(op.my_view)[op.my_slice]
     except RuntimeError as error:
         raise ValueError(
             f"{op.param_name}: a tensor of shape {tuple(tensor.shape)} and strides "

@@ -46,6 +46,29 @@ def _box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+def _by_task(ops: Sequence[TransferOp]) -> list[TransferOp]:
+    """Each piece by itself, in the order of task ids where pieces were joined."""
+    if all(op.joined is None for op in ops):
+        return list(ops)
+    return sorted((piece for op in ops for piece in op.pieces), key=lambda op: op.task_id or 0)
+
+
+def _check_joined(ops: Sequence[TransferOp]) -> None:
+    """Whether a pattern has as many elements as the pieces in it."""
+    for op in ops:
+        if op.joined is None:
+            continue
+        num_elements = sum(
+            intervals.num_elements(_extent(part) or 0 for part in piece.my_slice)
+            for piece in op.pieces
+        )
+        if num_elements != intervals.num_elements(op.joined.sizes):
+            raise PlanError(
+                f"{op.param_name}: {len(op.pieces)} pieces of {num_elements} elements move as one "
+                f"tensor of shape {op.joined.sizes}"
+            )
+
+
 def _checked_box(op: TransferOp, spec: TensorSpec, what: str) -> Box:
     """The elements of this rank's tensor that an op names."""
     view = spec.shape if op.my_view is None else op.my_view
@@ -114,14 +137,16 @@ def verify_plan(plan: ReshardPlan) -> None:
         raise PlanError(
             f"the plan does not say whose it is: rank {plan.rank} of {plan.num_ranks} ranks"
         )
-    _check_ops(plan, plan.send_ops, True)
-    _check_ops(plan, plan.recv_ops, False)
-    for op in plan.send_ops:
+    sends, recvs = _by_task(plan.send_ops), _by_task(plan.recv_ops)
+    _check_ops(plan, sends, True)
+    _check_ops(plan, recvs, False)
+    _check_joined((*plan.send_ops, *plan.recv_ops))
+    for op in sends:
         if op.param_name not in plan.sources:
             raise PlanError(f"{op.param_name}: is sent, but is none of the plan's sources")
         _checked_box(op, plan.sources[op.param_name], "source")
     received: dict[str, list[TransferOp]] = defaultdict(list)
-    for op in plan.recv_ops:
+    for op in recvs:
         if op.param_name not in plan.destinations:
             raise PlanError(f"{op.param_name}: is received, but is none of the plan's destinations")
         received[op.param_name].append(op)
@@ -160,9 +185,12 @@ def verify_plans(plans: Mapping[int, ReshardPlan]) -> None:
                 f"{plan.num_ranks}"
             )
         verify_plan(plan)
-    recvs = {(rank, op.task_id): op for rank, plan in plans.items() for op in plan.recv_ops}
+    _compare_joined(plans)
+    recvs = {
+        (rank, op.task_id): op for rank, plan in plans.items() for op in _by_task(plan.recv_ops)
+    }
     for rank, plan in plans.items():
-        for send in plan.send_ops:
+        for send in _by_task(plan.send_ops):
             recv = recvs.pop((send.peer_rank, send.task_id), None)
             where = f"{send.param_name}: task id {send.task_id}, rank {rank} to {send.peer_rank}"
             if recv is None:
@@ -188,7 +216,29 @@ def verify_plans(plans: Mapping[int, ReshardPlan]) -> None:
         )
 
 
+def _compare_joined(plans: Mapping[int, ReshardPlan]) -> None:
+    """Whether both ends have joined the same pieces, in the same order."""
+    sent, received = (
+        {
+            (dst_rank, op.task_id): [piece.task_id for piece in op.pieces]
+            for rank, plan in plans.items()
+            for op in (plan.send_ops if is_send else plan.recv_ops)
+            for dst_rank in ((op.peer_rank if is_send else rank),)
+        }
+        for is_send in (True, False)
+    )
+    for (rank, task_id), pieces in sent.items():
+        others = received.get((rank, task_id), pieces)
+        if pieces != others:
+            raise PlanError(
+                f"task id {task_id} to rank {rank}: the sender joins pieces {pieces[:4]}, the "
+                f"receiver {others[:4]}"
+            )
+
+
 def _num_bytes(op: TransferOp) -> int:
+    if op.joined is not None:
+        return sum(map(_num_bytes, op.pieces))
     dtype = op.wire_dtype or op.my_dtype
     if dtype is None:
         raise PlanError(f"{op.param_name}: task id {op.task_id} does not state its dtypes")
@@ -240,9 +290,10 @@ def format_plan(plan: ReshardPlan, max_ops: int = _MAX_PRINTED_OPS) -> str:
         arrow = "->" if op.is_send else "<-"
         mine, peers = (",".join(map(_text, side)) for side in (op.my_slice, op.peer_slice))
         view = "" if op.my_view is None else f" as {op.my_view}"
+        others = "" if op.joined is None else f" and {len(op.pieces) - 1} others in a pattern"
         lines.append(
             f"  {op.param_name}{mine}{view} {arrow} rank {op.peer_rank} {peers} "
-            f"{_dtype_text(op.wire_dtype)} task {op.task_id}"
+            f"{_dtype_text(op.wire_dtype)} task {op.task_id}{others}"
         )
     if len(ops) > max_ops:
         lines.append(f"  and {len(ops) - max_ops} more pieces")

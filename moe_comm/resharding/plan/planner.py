@@ -7,8 +7,11 @@ in. Nothing is decided in one place, so that both ends of a piece must find the 
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.conversions import cannot_reduce
 from moe_comm.resharding.describe.disagreement import PlanError
-from moe_comm.resharding.describe.intervals import Box
+from moe_comm.resharding.describe.intervals import Box, Piece
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.metadata_extraction import (
     extract_module_metadata,
@@ -33,9 +36,11 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
+from moe_comm.resharding.plan.joined_pieces import Block, block_of, join_blocks, strides_in
 from moe_comm.resharding.plan.plan_check import verify_plan
 from moe_comm.resharding.plan.rank_metadata import (
     HoldersByName,
+    Own,
     RankMetadata,
     decode_rank_metadata,
     encode_rank_metadata,
@@ -45,7 +50,7 @@ from moe_comm.resharding.plan.rank_metadata import (
     told_apart,
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
-from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, pack_task_id
+from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
 from moe_comm.tensors.memory_overlap import first_overlap
 
 __all__ = [
@@ -72,6 +77,11 @@ def _salt(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+# Layers repeat: plans of ten thousand pieces are quicker made of few objects that they share.
+_spec = functools.lru_cache(maxsize=4096)(TensorSpec)
+
+
+@functools.lru_cache(maxsize=4096)
 def _slices(box: Box) -> Slices:
     return tuple(slice(start, stop) for start, stop in box)
 
@@ -104,100 +114,177 @@ class _RankPlanner:
         self.holders = holders
         self.rank = rank
         self.plan = ReshardPlan([], [], buffer_dtypes={}, num_ranks=holders.num_ranks, rank=rank)
+        # By id, of pieces between views, where they lie in storage, and where this rank's view does.
+        self._blocks: dict[int, tuple[Block, tuple[int, tuple[int, ...]]]] = {}
+        self._shapes: dict[tuple[Any, ...], tuple[int, int, Any]] = {}
 
-    def add_destination(self, parameter_idx: int, name: str, meta: ParameterMetadata) -> None:
+    def add_destination(self, parameter_idx: int, name: str, own: Own) -> None:
         """Plan what is received of one of this rank's parameters.
 
         Args:
             parameter_idx: Position among those of this rank.
             name: In the whole model; of several views of one tensor, the view's own.
-            meta: The parameter.
+            own: The parameter.
         """
+        meta = own.kind
         assignment = self.holders.assignment(name)
         dtype = _taken_dtype(assignment, meta)
         if meta.is_buffer:
             assert self.plan.buffer_dtypes is not None
-            self.plan.buffer_dtypes[meta.name] = dtype
-        self.plan.destinations[meta.name] = TensorSpec(meta.shape, dtype)
+            self.plan.buffer_dtypes[own.name] = dtype
+        self.plan.destinations[own.name] = _spec(meta.shape, dtype)
         view = assignment.destination_view(self.rank)
         if view is None:
             return
         my_view = _own_view(view, meta)
-        pieces = assignment.pieces_to(self.rank, _salt(name))
-        for number, (position, item) in enumerate(pieces):
+        salt = _salt(name)
+        sources = self.holders.sources_of(name)
+        for number, (position, item) in enumerate(assignment.pieces_to(self.rank, salt)):
             src_rank, src = assignment.sources[position]
-            self.plan.recv_ops.append(
-                TransferOp(
-                    param_name=meta.name,
-                    peer_rank=src_rank,
-                    is_send=False,
-                    my_slice=_slices(item.piece.dst_box),
-                    peer_slice=_slices(item.piece.src_box),
-                    task_id=pack_task_id(self.rank, parameter_idx, number),
-                    my_view=my_view,
-                    peer_view=_own_view(assignment.layouts[item.layout_idx].view, src),
-                    my_dtype=dtype,
-                    peer_dtype=src.dtype,
-                    wire_dtype=_wire_dtype(src, dtype),
-                )
+            src_view = assignment.layouts[item.layout_idx].view
+            op = TransferOp(
+                param_name=own.name,
+                peer_rank=src_rank,
+                is_send=False,
+                my_slice=_slices(item.piece.dst_box),
+                peer_slice=_slices(item.piece.src_box),
+                task_id=pack_task_id(self.rank, parameter_idx, number),
+                my_view=my_view,
+                peer_view=_own_view(src_view, src),
+                my_dtype=dtype,
+                peer_dtype=src.dtype,
+                wire_dtype=_wire_dtype(src, dtype),
             )
+            self.plan.recv_ops.append(op)
+            dst = assignment.destinations[self.rank]
+            places = sources[position].place, own.place
+            self._note_block(op, item.piece, (src, dst), (src_view, view), places)
 
-    def add_source(self, name: str, metas: Sequence[ParameterMetadata]) -> None:
+    def add_source(self, name: str, owns: Sequence[Own]) -> None:
         """Plan what is sent of one of this rank's parameters.
 
         Args:
             name: In the whole model.
-            metas: The parameter; one for each view that this rank has of it.
+            owns: The parameter; one for each view that this rank has of it.
         """
         readers = self.holders.readers(name)
         if not readers:
             return
-        for meta in metas:
-            if reductions := _reductions(meta):
+        for own in owns:
+            if reductions := _reductions(own, self.rank):
                 self.plan.reductions += reductions
-                self.plan.sources[meta.name] = TensorSpec(meta.shape, meta.dtype)
+                self.plan.sources[own.name] = _spec(own.kind.shape, own.kind.dtype)
         for dst_name in readers:
-            self._add_sends(dst_name, metas)
+            self._add_sends(dst_name, owns)
 
-    def _add_sends(self, dst_name: str, metas: Sequence[ParameterMetadata]) -> None:
+    def _add_sends(self, dst_name: str, owns: Sequence[Own]) -> None:
         assignment = self.holders.assignment(dst_name)
-        parameter_idx = {
-            each.rank: each.parameter_idx for each in self.holders.destinations[dst_name]
-        }
+        destinations = {each.holding[0]: each for each in self.holders.destinations[dst_name]}
         sends = assignment.pieces_from(self.rank, _salt(dst_name))
         first = bisect.bisect_left(assignment.sources, self.rank, key=lambda source: source.rank)
         for position, dst_rank, dst_view, number, item in sends:
-            meta, piece = metas[position - first], item.piece
-            my_view = _own_view(assignment.layouts[item.layout_idx].view, meta)
+            own, piece = owns[position - first], item.piece
+            meta = own.kind
+            view = assignment.layouts[item.layout_idx].view
             dst = assignment.destinations[dst_rank]
             dtype = _taken_dtype(assignment, dst)
-            self.plan.sources.setdefault(meta.name, TensorSpec(meta.shape, meta.dtype))
-            self.plan.send_ops.append(
-                TransferOp(
-                    param_name=meta.name,
-                    peer_rank=dst_rank,
-                    is_send=True,
-                    my_slice=_slices(piece.src_box),
-                    peer_slice=_slices(piece.dst_box),
-                    task_id=pack_task_id(dst_rank, parameter_idx[dst_rank], number),
-                    my_view=my_view,
-                    peer_view=_own_view(dst_view, dst),
-                    my_dtype=meta.dtype,
-                    peer_dtype=dtype,
-                    wire_dtype=_wire_dtype(meta, dtype),
-                )
+            if own.name not in self.plan.sources:
+                self.plan.sources[own.name] = _spec(meta.shape, meta.dtype)
+            destination = destinations[dst_rank]
+            op = TransferOp(
+                param_name=own.name,
+                peer_rank=dst_rank,
+                is_send=True,
+                my_slice=_slices(piece.src_box),
+                peer_slice=_slices(piece.dst_box),
+                task_id=pack_task_id(dst_rank, destination.parameter_idx, number),
+                my_view=_own_view(view, meta),
+                peer_view=_own_view(dst_view, dst),
+                my_dtype=meta.dtype,
+                peer_dtype=dtype,
+                wire_dtype=_wire_dtype(meta, dtype),
             )
+            self.plan.send_ops.append(op)
+            src = assignment.sources[position].meta
+            places = own.place, destination.place
+            self._note_block(op, piece, (src, dst), (view, dst_view), places)
+
+    def _note_block(
+        self,
+        op: TransferOp,
+        piece: Piece,
+        kinds: tuple[ParameterMetadata, ParameterMetadata],
+        views: tuple[tuple[int, ...], tuple[int, ...]],
+        places: tuple[tuple[int, int] | None, tuple[int, int] | None],
+    ) -> None:
+        """Keep where a piece lies in the storages of both ends, if both say so.
+
+        Args:
+            op: The piece.
+            piece: The same, as boxes.
+            kinds: Of the source and the destination.
+            views: What their tensors are viewed as.
+            places: Of both.
+        """
+        (src, dst), (src_place, dst_place) = kinds, places
+        if src.view is None or dst.view is None or src_place is None or dst_place is None:
+            return
+        if src.is_transformed or dst.is_transformed:
+            return
+        # Layers repeat: pieces of equal kinds are worked out once.
+        shape = id(src), id(dst), piece
+        if shape not in self._shapes:
+            self._shapes[shape] = block_of(
+                piece,
+                strides_in(src.shape, src.view.strides, views[0]),
+                strides_in(dst.shape, dst.view.strides, views[1]),
+            )
+        src_start, dst_start, dims = self._shapes[shape]
+        (src_storage, src_offset), (dst_storage, dst_offset) = src_place, dst_place
+        key = src_storage, dst_storage, src.dtype, dst.dtype
+        block = Block(key, src_offset + src_start, dst_offset + dst_start, dims)
+        mine = (src_offset, src.view.strides) if op.is_send else (dst_offset, dst.view.strides)
+        self._blocks[id(op)] = block, mine
 
     def finish(self) -> ReshardPlan:
-        """The plan, in task id order."""
-        for ops in (self.plan.send_ops, self.plan.recv_ops):
-            ops.sort(key=lambda op: -1 if op.task_id is None else op.task_id)
+        """The plan, in task id order, with pieces joined that lie in one pattern."""
+        self.plan.send_ops = self._joined(self.plan.send_ops)
+        self.plan.recv_ops = self._joined(self.plan.recv_ops)
         self.plan.reductions.sort(key=lambda reduction: reduction.param_name)
         return self.plan
 
+    def _joined(self, ops: list[TransferOp]) -> list[TransferOp]:
+        ops.sort(key=_task_id)
+        by_peer: dict[int, list[TransferOp]] = {}
+        result: list[TransferOp] = []
+        for op in ops:
+            some = by_peer.setdefault(op.peer_rank, []) if id(op) in self._blocks else result
+            some.append(op)
+        for some in by_peer.values():
+            for block, members in join_blocks(self._blocks[id(op)][0] for op in some):
+                first = some[members[0]]
+                if len(members) > 1:
+                    mine = 1 if first.is_send else 2
+                    pieces = JoinedPieces(
+                        ops=tuple(some[member] for member in members),
+                        offset=block.src_start if first.is_send else block.dst_start,
+                        sizes=tuple(dim[0] for dim in block.dims),
+                        strides=tuple(dim[mine] for dim in block.dims),
+                        views=tuple(self._blocks[id(some[member])][1] for member in members),
+                    )
+                    first = dataclasses.replace(first, joined=pieces)
+                result.append(first)
+        result.sort(key=_task_id)
+        return result
 
-def _reductions(meta: ParameterMetadata) -> list[PartialReduction]:
-    """What must be summed over which mesh dimensions before a source is read."""
+
+def _task_id(op: TransferOp) -> int:
+    return -1 if op.task_id is None else op.task_id
+
+
+def _reductions(own: Own, rank: int) -> list[PartialReduction]:
+    """What must be summed over which mesh dimensions before a rank's source is read."""
+    meta = own.kind
     if meta.mesh is None:
         return []
     dims: dict[str, list[int]] = {}
@@ -207,22 +294,22 @@ def _reductions(meta: ParameterMetadata) -> list[PartialReduction]:
     for op in dims:
         reason = cannot_reduce(op, meta.dtype)
         if reason:
-            raise PlanError(f"{resolved_name(meta)}: rank {meta.owner_rank}: {reason}")
+            raise PlanError(f"{own.resolved_name}: rank {rank}: {reason}")
     if len(dims) > 1 and not dims.keys() <= _COMMUTING:
         raise PlanError(
-            f"{resolved_name(meta)}: pending reductions {sorted(dims)} of one DTensor give another "
+            f"{own.resolved_name}: pending reductions {sorted(dims)} of one DTensor give another "
             "result in another order"
         )
-    return [PartialReduction(meta.name, tuple(some), op) for op, some in sorted(dims.items())]
+    return [PartialReduction(own.name, tuple(some), op) for op, some in sorted(dims.items())]
 
 
 def _plan_rank(
     holders: HoldersByName,
     rank: int,
-    sources: Sequence[ParameterMetadata],
-    destinations: Iterable[tuple[str, ParameterMetadata]],
+    sources: Iterable[Own],
+    destinations: Iterable[tuple[str, Own]],
 ) -> ReshardPlan:
-    """One rank's plan, given its own metadata in the order in which all ranks number it.
+    """One rank's plan, given its own parameters in the order in which all ranks number it.
 
     Args:
         holders: Who holds what this rank takes part in moving.
@@ -231,13 +318,13 @@ def _plan_rank(
         destinations: What it writes, by names that tell views of one tensor apart.
     """
     planner = _RankPlanner(holders, rank)
-    for parameter_idx, (name, meta) in enumerate(destinations):
-        planner.add_destination(parameter_idx, name, meta)
-    by_name: dict[str, list[ParameterMetadata]] = {}
-    for meta in sources:
-        by_name.setdefault(resolved_name(meta), []).append(meta)
-    for name, metas in by_name.items():
-        planner.add_source(name, metas)
+    for parameter_idx, (name, own) in enumerate(destinations):
+        planner.add_destination(parameter_idx, name, own)
+    by_name: dict[str, list[Own]] = {}
+    for own in sources:
+        by_name.setdefault(own.resolved_name, []).append(own)
+    for name, owns in by_name.items():
+        planner.add_source(name, owns)
     return planner.finish()
 
 
@@ -298,12 +385,15 @@ def build_plan_from_rosters(
     holders = holders_of_metadata(dst_param_metadata_by_rank, src_param_metadata, my_global_rank)
     holders.num_ranks = max(holders.num_ranks, my_global_rank + 1)
     sources = [
-        meta
+        Own(meta.name, resolved_name(meta), meta, meta.place)
         for metas in src_param_metadata.values()
         for meta in metas
         if meta.owner_rank == my_global_rank
     ]
-    destinations = dst_param_metadata_by_rank.get(my_global_rank, {}).items()
+    destinations = [
+        (name, Own(meta.name, name, meta, meta.place))
+        for name, meta in dst_param_metadata_by_rank.get(my_global_rank, {}).items()
+    ]
     return _plan_rank(holders, my_global_rank, sources, destinations)
 
 
@@ -425,8 +515,8 @@ def build_plan_from_rank_metadata(
     by_rank = told_apart(by_rank)
     holders = holders_of_ranks(by_rank, rank, strict=strict)
     source, destination = by_rank[rank]
-    destinations = zip(destination.keys, destination.metadata(), strict=True)
-    plan = _plan_rank(holders, rank, source.metadata(), destinations)
+    destinations = zip(destination.keys, destination.own(), strict=True)
+    plan = _plan_rank(holders, rank, source.own(), destinations)
     if verify:
         verify_plan(plan)
     return plan

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moe_comm.peers.plain_data import decode_plain, encode_plain
@@ -24,6 +24,7 @@ from moe_comm.resharding.plan.pipeline_stages import EMBEDDINGS, names_told_apar
 __all__ = [
     "Destination",
     "HoldersByName",
+    "Own",
     "RankMetadata",
     "Source",
     "decode_rank_metadata",
@@ -58,6 +59,15 @@ def _kind_key(meta: ParameterMetadata) -> tuple[Any, ...]:
     fields = (getattr(meta, field) for field in _KIND_FIELDS)
     values = tuple(tuple(value) if isinstance(value, list) else value for value in fields)
     return (*values, meta.global_expert_index is None)
+
+
+class Own(NamedTuple):
+    """A parameter of the rank that plans: name in its module and in the whole model, kind, and place."""
+
+    name: str
+    resolved_name: str
+    kind: ParameterMetadata
+    place: tuple[int, int] | None
 
 
 class RankMetadata:
@@ -104,6 +114,12 @@ class RankMetadata:
         resolved = [names.get(name, name) for name in self.resolved_names]
         ties = [tuple(names.get(name, name) for name in tie) for tie in self.ties]
         return RankMetadata(self.kinds, self.kind_idx, resolved, self._own, ties, self.places)
+
+    def own(self) -> Iterator[Own]:
+        """This rank's parameters, for the rank itself."""
+        names = _split(_unpacked(self._own)[0])
+        kinds = map(self.kinds.__getitem__, self.kind_idx)
+        return map(Own, names, self.resolved_names, kinds, self.places)
 
     def metadata(self) -> list[ParameterMetadata]:
         """Every parameter's metadata, as it was encoded."""
@@ -184,18 +200,16 @@ def decode_rank_metadata(data: bytes) -> RankMetadata:
 
 
 class Source(NamedTuple):
-    """A rank to read from, its kind of parameter, and where a view of it lies in storage."""
+    """A rank to read from with its kind of parameter, and where a view of it lies in storage."""
 
-    rank: int
-    kind: int
+    holding: tuple[int, int]
     place: tuple[int, int] | None = None
 
 
 class Destination(NamedTuple):
-    """A rank to be written, its kind of parameter, and the parameter's place among those of its rank."""
+    """A rank to be written with its kind of parameter, the parameter's number there, and a view's place."""
 
-    rank: int
-    kind: int
+    holding: tuple[int, int]
     parameter_idx: int
     place: tuple[int, int] | None = None
 
@@ -239,6 +253,10 @@ class HoldersByName:
         """Destination parameters that are read from a source parameter."""
         return self._readers.get(src_name, [])
 
+    def sources_of(self, dst_name: str) -> list[Source]:
+        """What a destination parameter is read from, as the sources of its assignment."""
+        return self.sources[self.source_names[dst_name]]
+
     def assignment(self, dst_name: str) -> Assignment:
         """Who sends which piece of a destination parameter to whom.
 
@@ -246,11 +264,11 @@ class HoldersByName:
             PlanError: What ranks say of the parameter is not enough or contradicts itself, or a source's
                 dtype cannot become a destination's.
         """
-        sources = self.sources[self.source_names[dst_name]]
+        sources = self.sources_of(dst_name)
         destinations = self.destinations[dst_name]
         key = (
-            tuple([source[:2] for source in sources]),
-            tuple([destination[:2] for destination in destinations]),
+            tuple([source.holding for source in sources]),
+            tuple([destination.holding for destination in destinations]),
         )
         if key not in self._assignments:
             self._assignments[key] = Assignment(
@@ -262,7 +280,7 @@ class HoldersByName:
         return self._assignments[key]
 
     def _holders(self, side: Iterable[Source | Destination]) -> list[Holder]:
-        return [Holder(each.rank, self.kinds[each.kind]) for each in side]
+        return [Holder(rank, self.kinds[kind]) for (rank, kind), *_ in side]
 
 
 def source_name_of(dst_name: str, source_names: Mapping[str, Any] | set[str]) -> str | None:
@@ -438,13 +456,13 @@ def holders_of_ranks(
     read = {tied.get(name, name) for name in mine}
     holders.sources = {name: [] for name in read}
     for number, (source, destination) in enumerate(by_rank):
-        kinds = [holders.kind(kind) for kind in source.kinds]
+        kinds = [(number, holders.kind(kind)) for kind in source.kinds]
         for name, kind, place in zip(
             source.resolved_names, source.kind_idx, source.places, strict=True
         ):
             if name in read:
-                holders.sources[name].append(Source(number, kinds[kind], place))
-        kinds = [holders.kind(kind) for kind in destination.kinds]
+                holders.sources[name].append(Source(kinds[kind], place))
+        kinds = [(number, holders.kind(kind)) for kind in destination.kinds]
         keyed = zip(
             destination.keys,
             destination.resolved_names,
@@ -456,7 +474,7 @@ def holders_of_ranks(
             if name in mine:
                 holders.link(key, tied.get(name, name))
                 holders.destinations.setdefault(key, []).append(
-                    Destination(number, kinds[kind], idx, place)
+                    Destination(kinds[kind], idx, place)
                 )
     return holders
 
@@ -496,11 +514,11 @@ def holders_of_metadata(
                 continue
             holders.link(dst_name, src_name)
             destinations = holders.destinations.setdefault(dst_name, [])
-            destinations.append(Destination(dst_rank, holders.kind(meta), idx))
+            destinations.append(Destination((dst_rank, holders.kind(meta)), idx))
     for src_name in set(holders.source_names.values()):
         metas = sorted(src_by_name[src_name], key=lambda meta: meta.owner_rank)
         holders.sources[src_name] = [
-            Source(meta.owner_rank, holders.kind(meta), meta.place) for meta in metas
+            Source((meta.owner_rank, holders.kind(meta)), meta.place) for meta in metas
         ]
         owners = [meta.owner_rank for meta in metas]
         twice = [owner for owner in set(owners) if owners.count(owner) > 1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 __all__ = [
     "MAX_PARAMETERS",
     "MAX_PIECES",
+    "JoinedPieces",
     "Slices",
     "TransferOp",
     "pack_task_id",
@@ -57,7 +59,7 @@ def unpack_task_id(task_id: int) -> tuple[int, int, int]:
     return task_id >> (_PIECE_BITS + _PARAMETER_BITS), parameter_idx, piece_idx
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class TransferOp:
     """One piece of one parameter, as one of its two ends sees it.
 
@@ -73,6 +75,8 @@ class TransferOp:
         my_dtype: Dtype of this rank's tensor; None where the plan's maker did not know.
         peer_dtype: Dtype of the peer's tensor.
         wire_dtype: What travels; None for `my_dtype`. Equal on both ends.
+        joined: Pieces that move as one tensor; the fields above are those of the first of them. None
+            for a piece by itself.
     """
 
     param_name: str
@@ -86,3 +90,28 @@ class TransferOp:
     my_dtype: torch.dtype | None = None
     peer_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
+    joined: JoinedPieces | None = None
+
+    @property
+    def pieces(self) -> Sequence[TransferOp]:
+        """Each piece by itself."""
+        return (self,) if self.joined is None else self.joined.ops
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedPieces:
+    """Pieces of several views that lie in one pattern on both ends, see `joined_pieces`.
+
+    Args:
+        ops: In the order they lie in the pattern.
+        offset: Of the first element in this rank's storage, in elements.
+        sizes: Equal on both ends.
+        strides: On this rank, in elements.
+        views: Where this rank's view of each lies in storage: offset and strides.
+    """
+
+    ops: tuple[TransferOp, ...]
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    views: tuple[tuple[int, tuple[int, ...]], ...]
