@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from types import SimpleNamespace
 from unittest import mock
@@ -204,6 +205,34 @@ def test_a_quantized_target_is_assembled_and_quantized_once(service: LoopbackSer
     execute_reshard_plan(plan_of(*(("w", part, part) for part in parts)), src, dst, service)
     (values,) = quantized.quantized
     assert torch.equal(values, src.w)
+
+
+def test_quantized_targets_are_quantized_in_the_batch_that_completes_them() -> None:
+    targets = {name: MXFP8Tensor.make(torch.zeros(8, 6)) for name in "vw"}
+    dst = nn.Module()
+    for name, target in targets.items():
+        dst.register_buffer(name, target)
+    src = module_of(v=source().bfloat16(), w=source().bfloat16() + 1)
+    upper, lower = (slice(0, 3), slice(0, 6)), (slice(3, 8), slice(0, 6))
+    plan = plan_of(
+        ("v", upper, upper), ("v", lower, lower), ("w", upper, upper), ("w", lower, lower)
+    )
+    plan.batches = [
+        dataclasses.replace(plan, send_ops=plan.send_ops[part], recv_ops=plan.recv_ops[part])
+        for part in (slice(0, 3), slice(3, 4))
+    ]
+    seen = []
+
+    class Looking(LoopbackService):
+        def run(self) -> None:
+            seen.append([len(target.quantized) for target in targets.values()])
+            super().run()
+
+    execute_reshard_plan(plan, src, dst, Looking())
+    assert seen == [[0, 0], [1, 0]]
+    for name, target in targets.items():
+        (values,) = target.quantized
+        assert torch.equal(values, getattr(src, name))
 
 
 def test_a_failed_refit_does_not_touch_a_quantized_target() -> None:

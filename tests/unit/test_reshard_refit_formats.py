@@ -135,18 +135,21 @@ class _Engine(ShardedNet):
         ]
 
 
+@pytest.mark.parametrize("execution_batch_bytes", [None, 60_000])
 @pytest.mark.parametrize(("src", "dst"), [("tp2", "single"), ("single", "tp2"), ("tp2", "tp2")])
-def test_an_engine_of_fp8_blocks(src: str, dst: str) -> None:
+def test_an_engine_of_fp8_blocks(src: str, dst: str, execution_batch_bytes: int | None) -> None:
     def rank(context: RankContext) -> None:
         source = ShardedNet(Parallelism.parse(src, 2), context.rank_idx, WIDE)
         engine = _Engine(Parallelism.parse(dst, 2), context.rank_idx, WIDE)
-        refit.prepare_swap_model_weights(source, engine, group=context.group)
+        options: Any = {"execution_batch_bytes": execution_batch_bytes}
+        refit.prepare_swap_model_weights(source, engine, group=context.group, **options)
         transform = engine.convert()
+        options.update(transform=transform, verify="checksum")
         for seed in range(3):
             if seed == 2:
                 # Planned again, although the engine lists other parameters by now.
                 source.norm = torch.nn.Parameter(source.norm.detach().clone().float())
-            swap(context, source.fill(seed), engine, transform=transform, verify="checksum")
+            swap(context, source.fill(seed), engine, **options)
             assert engine.wrong_quantized(seed) == []
             assert torch.equal(engine.norm, engine.expected("norm", seed).bfloat16())
 

@@ -249,7 +249,10 @@ def test_one_rank_that_gives_run_an_argument() -> None:
         ({"refit_method": "nvshmem"}, ["different refits", "'symmetric' on rank 0", "'nvshmem'"]),
         ({"refit_method": "gloo"}, ["ValueError", "gloo needs a torch.distributed process group"]),
         ({"transform": object()}, ["TypeError", "should_transform"]),
-        ({"target_model": "net"}, ["TypeError", "must be a torch.nn.Module or CheckpointViews, got str"]),
+        (
+            {"target_model": "net"},
+            ["TypeError", "must be a torch.nn.Module or CheckpointViews, got str"],
+        ),
         ({"unknown": 1}, ["TypeError", "unknown"]),
     ],
 )

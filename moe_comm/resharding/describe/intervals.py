@@ -17,6 +17,7 @@ __all__ = [
     "cells_at",
     "chunk",
     "component_intervals",
+    "cut_piece",
     "find_defect",
     "intersect",
     "join_pieces",
@@ -248,6 +249,23 @@ def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
             )
         ]
     return result
+
+
+def cut_piece(piece: Piece, max_elements: int) -> Iterator[Piece]:
+    """A piece in parts of at most so many elements, by `dst_box`: its outermost dimensions are cut."""
+    sizes = [_length(bounds) for bounds in piece.dst_box]
+    if num_elements(sizes) <= max_elements:
+        yield piece
+        return
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    step = max(1, max_elements // num_elements(sizes[dim + 1 :]))
+    for start in range(0, sizes[dim], step):
+        length = min(step, sizes[dim] - start)
+        part = (
+            (*box[:dim], (box[dim][0] + start, box[dim][0] + start + length), *box[dim + 1 :])
+            for box in piece
+        )
+        yield from cut_piece(Piece(*part), max_elements)
 
 
 def _length(bounds: tuple[int, int]) -> int:

@@ -92,6 +92,7 @@ class CachedPlan:
         destinations: By name, how the target was planned; a parameter that a transform has taken
             out of the model is planned again from this.
         is_strict: It was planned so (see `swap_model_weights`).
+        execution_batch_bytes: As this rank asked for.
         transformed: Names, in both modules, that a transform handled when it was made: the dtypes of
             these need not become each other by themselves.
     """
@@ -101,6 +102,7 @@ class CachedPlan:
     states: tuple[ModuleState, ModuleState]
     destinations: dict[str, ParameterMetadata]
     is_strict: bool
+    execution_batch_bytes: int | None = None
     transformed: frozenset[str] = frozenset()
 
     def serves(
@@ -134,12 +136,15 @@ class CachedPlans:
         transform: ReshardTransform | None,
         *,
         is_strict: bool,
+        execution_batch_bytes: int | None,
     ) -> list[int]:
         """Ids of the plans that serve models in these states."""
         return [
             cached.plan_id
             for cached in self._plans
-            if cached.is_strict >= is_strict and cached.serves(states, transform)
+            if cached.is_strict >= is_strict
+            and cached.execution_batch_bytes == execution_batch_bytes
+            and cached.serves(states, transform)
         ]
 
     def find(self, plan_id: int) -> CachedPlan | None:

@@ -99,6 +99,7 @@ class Refit:
         dst_pool_index: Of these, the one that this rank's target belongs to.
         verify: "plan", "checksum" or None.
         strict: Refuse source parameters without a destination.
+        execution_batch_bytes: As in `swap_model_weights`.
 
     Raises:
         TypeError, ValueError, RuntimeError, CommunicationError: As `swap_model_weights`, on every rank.
@@ -125,6 +126,7 @@ class Refit:
         *,
         verify: Verify = "plan",
         strict: bool = False,
+        execution_batch_bytes: int | None = None,
     ) -> None:
         self._passes: list[RefitPass] = []
         for each in _passes(
@@ -141,6 +143,7 @@ class Refit:
                 dst_pool_index,
                 verify,
                 strict,
+                execution_batch_bytes,
             ),
         ):
             # The plans of all ranks have the same id, by which they tell this refit from another.
@@ -176,6 +179,7 @@ def prepare_swap_model_weights(
     dst_pool_index: int = 0,
     verify: Verify = "plan",
     strict: bool = False,
+    execution_batch_bytes: int | None = None,
 ) -> None:
     """Make the plans of later `swap_model_weights` calls. Collective.
 
@@ -194,6 +198,7 @@ def prepare_swap_model_weights(
         dst_pool_index: Of these, the one that this rank's target belongs to.
         verify: Other than None: the plan is verified.
         strict: As in `swap_model_weights`.
+        execution_batch_bytes: As in `swap_model_weights`.
 
     Raises:
         ValueError, RuntimeError, TypeError: As `swap_model_weights`.
@@ -213,6 +218,7 @@ def prepare_swap_model_weights(
             dst_pool_index,
             verify,
             strict,
+            execution_batch_bytes,
         ),
     ):
         each.prepare()
@@ -232,6 +238,7 @@ def swap_model_weights(
     *,
     verify: Verify = "plan",
     strict: bool = False,
+    execution_batch_bytes: int | None = None,
 ) -> None:
     """Copy the weights of `src_model` into `target_model`, however each is cut. Collective.
 
@@ -239,7 +246,7 @@ def swap_model_weights(
     agree on whether they have them, so that all plan anew when a parameter of one changed.
 
     Models are `torch.nn.Module`s with `pg_collection` (see `parallelism.ProcessGroups`) or of
-    DTensors, alone or in a list of one. A rank may have both, one, or none: then it takes part and
+    DTensors, alone or in a list of one, or `CheckpointViews`. A rank may have both, one, or none: then it takes part and
     moves nothing.
 
     Args:
@@ -263,6 +270,11 @@ def swap_model_weights(
             of these or a replica has with another dtype. Else, as in Megatron, whose trainers have
             heads that generators lack, such a source parameter stays where it is. A destination
             without a source is always an error.
+        execution_batch_bytes: Of what a rank needs at once beside both models and the slots of its
+            transport: pieces that change their dtype, that a transform makes or that a transport takes
+            only contiguous wait in memory of their own. The refit then runs in batches, and ranks take
+            the smallest number. More is needed for a quantized parameter that is larger by itself, and
+            for pending sums, which are reduced whole. None: all at once.
 
     Raises:
         TypeError: `refit_method` is neither a name nor a service, or a model is no module.
@@ -285,6 +297,7 @@ def swap_model_weights(
             dst_pool_index,
             verify,
             strict,
+            execution_batch_bytes,
         ),
     ):
         each.run()
@@ -303,6 +316,7 @@ def reshard_model_weights(
     *,
     verify: Verify = "plan",
     strict: bool = False,
+    execution_batch_bytes: int | None = None,
 ) -> None:
     """One pass of `swap_model_weights`, over a service that is there. Collective.
 
@@ -318,6 +332,7 @@ def reshard_model_weights(
         pool_index: Which pool this pass writes.
         verify: As in `swap_model_weights`.
         strict: As in `swap_model_weights`.
+        execution_batch_bytes: As in `swap_model_weights`.
 
     Raises:
         ValueError, RuntimeError, TypeError, CommunicationError: As `swap_model_weights`.
@@ -333,7 +348,13 @@ def reshard_model_weights(
         target_model,
         given,
         RefitOptions(
-            group, src_rank_offset, dst_rank_offset, transform, verify=verify, strict=strict
+            group,
+            src_rank_offset,
+            dst_rank_offset,
+            transform,
+            verify=verify,
+            strict=strict,
+            execution_batch_bytes=execution_batch_bytes,
         ),
         pool_index,
         problem,

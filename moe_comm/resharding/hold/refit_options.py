@@ -30,6 +30,7 @@ class RefitOptions(NamedTuple):
     dst_pool_index: int = 0
     verify: Verify = "plan"
     strict: bool = False
+    execution_batch_bytes: int | None = None
 
     def check_pools(self) -> None:
         """Raise where this rank's target belongs to no pool."""
@@ -44,5 +45,7 @@ class RefitOptions(NamedTuple):
         if not (self.verify is None or self.verify in VERIFY):
             raise ValueError(f"verify must be one of {VERIFY}, got {self.verify!r}")
         check_bool("strict", self.strict)
+        if self.execution_batch_bytes is not None:
+            as_int("execution_batch_bytes", self.execution_batch_bytes, 1)
         as_int("src_rank_offset", self.src_rank_offset, 0)
         as_int("dst_rank_offset", self.dst_rank_offset, 0)

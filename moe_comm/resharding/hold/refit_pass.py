@@ -182,7 +182,10 @@ class RefitPass:
                 group.check(service)
             sides = self._look(group)
             plan_ids = sides.plans.fitting(
-                sides.states, self.options.transform, is_strict=self.options.strict
+                sides.states,
+                self.options.transform,
+                is_strict=self.options.strict,
+                execution_batch_bytes=self.options.execution_batch_bytes,
             )
         own, of_refit = self._compared
         agreement = agree(
@@ -244,6 +247,7 @@ class RefitPass:
             verify=self.options.verify is not None,
             adjust_destination=adjust,
             is_transformed=None if transform is None else transform.should_transform,
+            execution_batch_bytes=self.options.execution_batch_bytes,
         )
         if old is not None:
             plan.transform = old.plan.transform
@@ -255,7 +259,13 @@ class RefitPass:
             names = (*states[0].tensors, *planned)
             transformed = frozenset(filter(transform.should_transform, names))
         cached = CachedPlan(
-            plan, agreement.new_plan_id, states, planned, self.options.strict, transformed
+            plan,
+            agreement.new_plan_id,
+            states,
+            planned,
+            self.options.strict,
+            self.options.execution_batch_bytes,
+            transformed,
         )
         sides.plans.put(cached)
         plan_cache.put(sides.key, sides.plans, (source, target, group.key))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -238,8 +238,11 @@ class PlanExecution:
             and self._states[1] is states[1]
         )
 
-    def submit(self, plan: ReshardPlan, service: Any, *, strict: bool) -> None:
-        """Give all pieces to the service, which prepares them where it can run them again.
+    def begin(self, plan: ReshardPlan, *, strict: bool) -> dict[str, torch.Tensor]:
+        """Look at all tensors of a plan, and reduce pending sums, before anything moves.
+
+        Returns:
+            Reduced sources, by name.
 
         Raises:
             ValueError: A tensor is not what the plan was made for.
@@ -248,7 +251,25 @@ class PlanExecution:
             self._transform.begin()
         sources, destinations = (state.tensors for state in self._states)
         problem = self._problem(plan, sources, destinations, strict)
-        reduced = reduce_partial_sources(plan, sources, problem)
+        return reduce_partial_sources(plan, sources, problem)
+
+    def submit(
+        self,
+        plan: ReshardPlan,
+        service: Any,
+        reduced: Mapping[str, torch.Tensor],
+        pending_quantized: dict[int, tuple[Any, ...]],
+    ) -> None:
+        """Give all pieces to the service, which prepares them where it can run them again.
+
+        Args:
+            plan: This, or a batch of it.
+            service: The transport.
+            reduced: What `begin` returned.
+            pending_quantized: Parameters that are assembled, also by other batches.
+        """
+        self._pending_quantized = pending_quantized
+        sources, destinations = (state.tensors for state in self._states)
         # Mock services have neither attribute nor constructor of the base class.
         self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
         self._submit_sends(plan, service, sources, reduced)
@@ -398,9 +419,22 @@ class PlanExecution:
         service: Any,
         group: dist.ProcessGroup | Bootstrap | None,
         dst_module: RefitSide | None,
+        *,
+        has_written: bool = False,
+        later: Collection[int] = (),
+        is_last: bool = True,
     ) -> None:
-        """Move the data, write what was staged, refresh caches."""
-        may_be_torn = self._is_direct
+        """Move the data, write what was staged, refresh caches.
+
+        Args:
+            service: The transport.
+            group: The plan's group.
+            dst_module: Destinations.
+            has_written: Whether batches before this one have written some.
+            later: `id`s of MXFP8 parameters that later batches receive more of.
+            is_last: Whether this is all of the plan, or its last batch.
+        """
+        may_be_torn = self._is_direct or has_written
         had_quantized = bool(self._pending_quantized)
         try:
             try:
@@ -410,16 +444,17 @@ class PlanExecution:
                     service.run()
             except ValueError:
                 # The services' word for a batch that they refused: nothing has moved.
-                may_be_torn = False
+                may_be_torn = has_written
                 raise
             _synchronize()
             if service.requires_process_group_barrier:
                 _barrier(group)
             may_be_torn |= had_quantized or bool(self._writebacks)
             with torch.no_grad():
-                self._write_back()
+                self._write_back(later, is_last=is_last)
             may_be_torn = dst_module is not None
-            _refresh_module_caches(dst_module)
+            if is_last:
+                _refresh_module_caches(dst_module)
             # Copies and refreshes are queued: a caller may capture graphs over the weights at once.
             _synchronize()
         except BaseException as error:
@@ -432,15 +467,16 @@ class PlanExecution:
             # nothing in a process that has not used CUDA.
             torch.cuda.empty_cache()
 
-    def _write_back(self) -> None:
+    def _write_back(self, later: Collection[int], *, is_last: bool) -> None:
         """Write what was staged. Each buffer is dropped as soon as it is written."""
         self._writebacks.reverse()
         while self._writebacks:
             self._writebacks.pop()()
-        for dst_param, full, _ in self._pending_quantized.values():
+        for number in self._pending_quantized.keys() - later:
             # Once per parameter: a block's scale depends on all of its elements.
+            dst_param, full, _ = self._pending_quantized.pop(number)
             dst_param.quantize_(full)
-        if self._transform is not None:
+        if self._transform is not None and is_last:
             self._transform.finish()
 
 
@@ -518,29 +554,79 @@ def execute(
         strict: As there.
     """
     dst_module = modules[1]
-    owners = (service, plan, *modules)
-    key = tuple(map(id, owners))
+    batches = plan.batches or [plan]
+    logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
+    reduced: dict[str, torch.Tensor] = {}
     with _telling_peers(service), torch.no_grad():
         hooks = None if transform is None else as_reshard_transform(transform)
-        execution = None if hooks is not None else _executions.get(key)
-        if execution is None or not execution.is_of(plan, states):
+        known = [_known_execution(batch, modules, states, service, hooks) for batch in batches]
+        if None in known:
+            reduced = PlanExecution(plan, states, hooks).begin(plan, strict=strict)
+    pending_quantized: dict[int, tuple[Any, ...]] = {}
+    later = _later_quantized(batches, states[1])
+    has_written = has_skipped = False
+    for number, (batch, execution) in enumerate(zip(batches, known, strict=True)):
+        owners = (service, batch, *modules)
+        key = tuple(map(id, owners))
+        try:
+            if execution is None:
+                with _telling_peers(service), torch.no_grad():
+                    execution = PlanExecution(batch, states, hooks)
+                    execution.submit(batch, service, reduced, pending_quantized)
+                    if execution.is_repeatable:
+                        _executions.put(key, execution, owners)
+            if execution.skipped:
+                has_skipped = True
+                logger.warning(
+                    "Skipped parameters that a module does not have: %s", execution.skipped
+                )
+            execution.run(
+                service,
+                group,
+                dst_module,
+                has_written=has_written,
+                later=later[number],
+                is_last=number + 1 == len(batches),
+            )
+        except BaseException as error:
             _executions.drop(key)
-            execution = PlanExecution(plan, states, hooks)
-            execution.submit(plan, service, strict=strict)
-            if execution.is_repeatable:
-                _executions.put(key, execution, owners)
-
-    if execution.skipped:
-        logger.warning("Skipped parameters that a module does not have: %s", execution.skipped)
-    logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
-    try:
-        execution.run(service, group, dst_module)
-    except BaseException:
-        _executions.drop(key)
-        raise
-    if dst_module is not None and plan.recv_ops and not execution.skipped:
+            if has_written and dst_module is not None and not stale.is_stale(dst_module):
+                stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {error}")
+            raise
+        has_written |= bool(batch.recv_ops)
+        # What it has staged goes before the next batch stages more.
+        del execution
+        known[number] = None
+    if dst_module is not None and plan.recv_ops and not has_skipped:
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
+
+
+def _known_execution(
+    batch: ReshardPlan,
+    modules: tuple[RefitSide | None, RefitSide | None],
+    states: States,
+    service: CopyService,
+    hooks: ReshardTransform | None,
+) -> PlanExecution | None:
+    """What has run before between the same tensors, and can run again."""
+    key = tuple(map(id, (service, batch, *modules)))
+    execution = None if hooks is not None else _executions.get(key)
+    if execution is None or execution.is_of(batch, states):
+        return execution
+    _executions.drop(key)
+    return None
+
+
+def _later_quantized(batches: list[ReshardPlan], state: ModuleState) -> list[set[int]]:
+    """For each batch, `id`s of the MXFP8 parameters that batches behind it receive."""
+    later: list[set[int]] = [set()]
+    tensors = state.tensors if len(batches) > 1 else {}
+    for batch in reversed(batches[1:]):
+        names = {op.param_name for op in batch.recv_ops}
+        received = (tensors[name] for name in names if name in tensors)
+        later.append(later[-1].union(id(each) for each in received if is_mxfp8_tensor(each)))
+    return later[::-1]
 
 
 @contextlib.contextmanager

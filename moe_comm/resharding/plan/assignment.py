@@ -59,6 +59,8 @@ class Assignment:
             comes several times.
         destinations: Ranks to be written, each once, in ascending order.
         strict: All members of a destination's groups must hold the parameter, with one dtype.
+        max_bytes: Of a piece, which is cut where it has more; None for any number. Pieces that a
+            transform makes or writes stay whole.
 
     Attributes:
         sources: As given; pieces name a source by its position here.
@@ -77,6 +79,7 @@ class Assignment:
         destinations: Sequence[Holder],
         *,
         strict: bool = False,
+        max_bytes: int | None = None,
     ) -> None:
         _check_dtypes(name, sources, destinations)
         if strict:
@@ -85,6 +88,10 @@ class Assignment:
         self._name = name
         self.sources = list(sources)
         self.destinations = dict(destinations)
+        metas = [holder.meta for holder in (*sources, *destinations)]
+        self._max_elements: int | None = None
+        if max_bytes is not None and metas and not any(meta.is_transformed for meta in metas):
+            self._max_elements = max(1, max_bytes // max(meta.element_size for meta in metas))
         self._absent_source = next(_absent_members(sources), None)
         self._held: dict[int, dict[int, int]] = {}
         """By rank, the position among the sources of each layout that it holds."""
@@ -133,6 +140,12 @@ class Assignment:
 
     def _add_class(self, layout: Layout, pieces: list[PieceOfLayout], ranks: list[int]) -> None:
         pieces.sort(key=lambda item: item.piece.dst_box)
+        if self._max_elements is not None:
+            pieces = [
+                PieceOfLayout(item.layout_idx, part)
+                for item in pieces
+                for part in intervals.cut_piece(item.piece, self._max_elements)
+            ]
         self._class_of.update(dict.fromkeys(ranks, len(self._classes)))
         self._classes.append(_Class(layout, pieces, ranks))
 

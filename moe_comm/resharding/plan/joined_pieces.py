@@ -27,12 +27,14 @@ class Block(NamedTuple):
         src_start: First element in the source's storage.
         dst_start: The same of the destination.
         dims: Without sizes of 1, and without two dimensions where one will do.
+        num_bytes: Of what travels.
     """
 
     key: Hashable
     src_start: int
     dst_start: int
     dims: Dims
+    num_bytes: int
 
 
 class Joined(NamedTuple):
@@ -89,37 +91,43 @@ def _fewest(dims: Iterable[tuple[int, int, int]]) -> Dims:
     return tuple(fewest)
 
 
-def join_blocks(blocks: Iterable[Block]) -> list[Joined]:
+def join_blocks(blocks: Iterable[Block], max_bytes: int | None = None) -> list[Joined]:
     """Blocks of equal dimensions, at equal distances at both ends, as one with a dimension more.
 
     Then what has become of them in the same way: rows of gate and up, then experts, then layers.
+
+    Args:
+        blocks: Between two ranks, in an order that both know.
+        max_bytes: Of what they become; None for any number.
     """
     joined = [Joined(block, [position]) for position, block in enumerate(blocks)]
     while True:
         groups: dict[Hashable, list[Joined]] = {}
         for each in joined:
             groups.setdefault((each.block.key, each.block.dims), []).append(each)
-        fewer = [run for group in groups.values() for run in _runs(group)]
+        fewer = [run for group in groups.values() for run in _runs(group, max_bytes)]
         if len(fewer) == len(joined):
             return joined
         joined = fewer
 
 
-def _runs(group: list[Joined]) -> list[Joined]:
-    if len(group) == 1 or len(group[0].block.dims) == _MAX_DIMS:
+def _runs(group: list[Joined], max_bytes: int | None) -> list[Joined]:
+    num_bytes = group[0].block.num_bytes
+    most = len(group) if max_bytes is None else max_bytes // max(1, num_bytes)
+    if min(len(group), most) < 2 or len(group[0].block.dims) == _MAX_DIMS:
         return group
     group.sort(key=lambda each: each.block[1:3][::-1])
     runs: list[Joined] = []
     first = 0
     while first < len(group):
-        key, src_start, dst_start, dims = group[first].block
+        key, src_start, dst_start, dims, _ = group[first].block
         stop = first + 1
         if stop < len(group):
-            _, src_next, dst_next, _ = group[stop].block
+            _, src_next, dst_next, *_ = group[stop].block
             steps = src_next - src_start, dst_next - dst_start
             # A stride is never negative.
-            while steps[0] >= 0 and stop < len(group):
-                _, src_next, dst_next, _ = group[stop].block
+            while steps[0] >= 0 and stop < min(len(group), first + most):
+                _, src_next, dst_next, *_ = group[stop].block
                 count = stop - first
                 if (src_next, dst_next) != (
                     src_start + count * steps[0],
@@ -131,7 +139,9 @@ def _runs(group: list[Joined]) -> list[Joined]:
         if len(members) > 1:
             whole = _fewest(((len(members), *steps), *dims))
             order = [position for each in members for position in each.members]
-            runs.append(Joined(Block(key, src_start, dst_start, whole), order))
+            runs.append(
+                Joined(Block(key, src_start, dst_start, whole, num_bytes * len(members)), order)
+            )
         else:
             runs += members
         first = max(stop, first + 1)

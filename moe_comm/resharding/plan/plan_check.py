@@ -13,7 +13,7 @@ from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, unpack_task_id
 
-__all__ = ["bytes_per_pair", "format_plan", "verify_plan", "verify_plans"]
+__all__ = ["bytes_per_pair", "format_plan", "num_elements_of", "verify_plan", "verify_plans"]
 
 # Rows of a printed table before the rest is summed up.
 _MAX_PRINTED_OPS = 64
@@ -236,12 +236,14 @@ def _compare_joined(plans: Mapping[int, ReshardPlan]) -> None:
             )
 
 
-def _num_bytes(op: TransferOp) -> int:
+def num_elements_of(op: TransferOp) -> int:
+    """Elements that a transfer moves.
+
+    Raises:
+        PlanError: Neither end states its bounds.
+    """
     if op.joined is not None:
-        return sum(map(_num_bytes, op.pieces))
-    dtype = op.wire_dtype or op.my_dtype
-    if dtype is None:
-        raise PlanError(f"{op.param_name}: task id {op.task_id} does not state its dtypes")
+        return intervals.num_elements(op.joined.sizes)
     extents = []
     for mine, peers in zip(op.my_slice, op.peer_slice, strict=True):
         extent = _extent(mine)
@@ -249,7 +251,14 @@ def _num_bytes(op: TransferOp) -> int:
         if extent is None:
             raise PlanError(f"{op.param_name}: task id {op.task_id} does not state its bounds")
         extents.append(extent)
-    return intervals.num_elements(extents) * dtype.itemsize
+    return intervals.num_elements(extents)
+
+
+def _num_bytes(op: TransferOp) -> int:
+    dtype = op.wire_dtype or op.my_dtype
+    if dtype is None:
+        raise PlanError(f"{op.param_name}: task id {op.task_id} does not state its dtypes")
+    return num_elements_of(op) * dtype.itemsize
 
 
 def bytes_per_pair(plan: ReshardPlan) -> dict[tuple[int, int], int]:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import as_int
 from moe_comm.peers.agree import FirstError, name_ranks
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
+from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.conversions import cannot_reduce
 from moe_comm.resharding.describe.disagreement import PlanError
@@ -36,6 +38,7 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
+from moe_comm.resharding.plan.batches import batch_cuts, cut_into_batches
 from moe_comm.resharding.plan.joined_pieces import Block, block_of, join_blocks, strides_in
 from moe_comm.resharding.plan.plan_check import verify_plan
 from moe_comm.resharding.plan.rank_metadata import (
@@ -242,7 +245,9 @@ class _RankPlanner:
         src_start, dst_start, dims = self._shapes[shape]
         (src_storage, src_offset), (dst_storage, dst_offset) = src_place, dst_place
         key = src_storage, dst_storage, src.dtype, dst.dtype
-        block = Block(key, src_offset + src_start, dst_offset + dst_start, dims)
+        num_elements = intervals.num_elements(dim[0] for dim in dims)
+        num_bytes = num_elements * min(src.element_size, dst.element_size)
+        block = Block(key, src_offset + src_start, dst_offset + dst_start, dims, num_bytes)
         mine = (src_offset, src.view.strides) if op.is_send else (dst_offset, dst.view.strides)
         self._blocks[id(op)] = block, mine
 
@@ -261,7 +266,8 @@ class _RankPlanner:
             some = by_peer.setdefault(op.peer_rank, []) if id(op) in self._blocks else result
             some.append(op)
         for some in by_peer.values():
-            for block, members in join_blocks(self._blocks[id(op)][0] for op in some):
+            blocks = (self._blocks[id(op)][0] for op in some)
+            for block, members in join_blocks(blocks, self.holders.max_bytes):
                 first = some[members[0]]
                 if len(members) > 1:
                     mine = 1 if first.is_send else 2
@@ -499,6 +505,7 @@ def build_plan_from_rank_metadata(
     *,
     strict: bool = False,
     verify: bool = True,
+    max_bytes: int | None = None,
 ) -> ReshardPlan:
     """One rank's plan, from what all ranks hold. No communication.
 
@@ -508,12 +515,13 @@ def build_plan_from_rank_metadata(
         strict: Refuse a parameter that a member of its destination's groups lacks or has with another
             dtype, and source parameters without a destination.
         verify: Check it by `plan_check.verify_plan`.
+        max_bytes: Of a piece, equal on all ranks; None for any number.
 
     Raises:
         PlanError: No plan can be made; names the parameter.
     """
     by_rank = told_apart(by_rank)
-    holders = holders_of_ranks(by_rank, rank, strict=strict)
+    holders = holders_of_ranks(by_rank, rank, strict=strict, max_bytes=max_bytes)
     source, destination = by_rank[rank]
     destinations = zip(destination.keys, destination.own(), strict=True)
     plan = _plan_rank(holders, rank, source.own(), destinations)
@@ -568,6 +576,7 @@ def build_local_reshard_plan(
     verify: bool = True,
     adjust_destination: Adjust | None = None,
     is_transformed: Callable[[str], bool] | None = None,
+    execution_batch_bytes: int | None = None,
 ) -> ReshardPlan:
     """This rank's plan.
 
@@ -589,6 +598,8 @@ def build_local_reshard_plan(
             planned, where a transform writes parameters that the module does not list.
         is_transformed: Whether a transform makes or writes what travels of a parameter of this rank's
             modules: dtypes of these need not become each other. None: of none.
+        execution_batch_bytes: Of what a rank needs at once beside both models, see
+            `swap_model_weights`. Ranks take the smallest.
 
     Raises:
         PlanError: On every rank; the message says on which rank what is wrong.
@@ -598,6 +609,8 @@ def build_local_reshard_plan(
     encoded: tuple[bytes, bytes] | None = None
     problem = FirstError()
     with problem:
+        if execution_batch_bytes is not None:
+            as_int("execution_batch_bytes", execution_batch_bytes, 1)
         encoded = (
             _encoded_side(
                 src_module,
@@ -621,16 +634,26 @@ def build_local_reshard_plan(
                 is_transformed,
             ),
         )
-    gathered = bootstrap.all_gather((encoded, _text(problem.error)))
-    _raise_problems([text for _, text in gathered], problem)
+    gathered = bootstrap.all_gather((encoded, _text(problem.error), execution_batch_bytes))
+    _raise_problems([text for _, text, _ in gathered], problem)
+    limits = [limit for _, _, limit in gathered if limit is not None]
+    # A rank receives one such share, and sends one to each rank at most.
+    share = max(1, min(limits) // (num_ranks + 1)) if limits else None
     plan: ReshardPlan | None = None
+    cuts: list[int] = []
     with problem:
         by_rank = [
-            (decode_rank_metadata(src), decode_rank_metadata(dst)) for (src, dst), _ in gathered
+            (decode_rank_metadata(src), decode_rank_metadata(dst)) for (src, dst), *_ in gathered
         ]
-        plan = build_plan_from_rank_metadata(by_rank, rank, strict=strict, verify=verify)
-    _raise_problems(bootstrap.all_gather(_text(problem.error)), problem)
+        plan = build_plan_from_rank_metadata(
+            by_rank, rank, strict=strict, verify=verify, max_bytes=share
+        )
+        cuts = [] if share is None else batch_cuts(plan, share)
+    told = bootstrap.all_gather((_text(problem.error), cuts))
+    _raise_problems([text for text, _ in told], problem)
     assert plan is not None
+    if share is not None:
+        plan.batches = cut_into_batches(plan, [cuts for _, cuts in told])
     return plan
 
 

@@ -220,10 +220,14 @@ class HoldersByName:
     Args:
         num_ranks: Ranks of the group.
         strict: All members of a destination's groups must hold the parameter, with one dtype.
+        max_bytes: Of a piece, see `Assignment`.
     """
 
-    def __init__(self, num_ranks: int, *, strict: bool = False) -> None:
+    def __init__(
+        self, num_ranks: int, *, strict: bool = False, max_bytes: int | None = None
+    ) -> None:
         self.num_ranks = num_ranks
+        self.max_bytes = max_bytes
         self._strict = strict
         self.kinds: list[ParameterMetadata] = []
         self._kind_of: dict[tuple[Any, ...], int] = {}
@@ -276,6 +280,7 @@ class HoldersByName:
                 self._holders(sources),
                 self._holders(destinations),
                 strict=self._strict,
+                max_bytes=self.max_bytes,
             )
         return self._assignments[key]
 
@@ -399,7 +404,11 @@ def told_apart(
 
 
 def holders_of_ranks(
-    by_rank: Sequence[tuple[RankMetadata, RankMetadata]], rank: int, *, strict: bool = False
+    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
+    rank: int,
+    *,
+    strict: bool = False,
+    max_bytes: int | None = None,
 ) -> HoldersByName:
     """Read what ranks hold, as far as a rank takes part.
 
@@ -408,12 +417,13 @@ def holders_of_ranks(
         rank: The rank that plans.
         strict: Refuse source parameters that no destination has, and destinations that not all
             members of their groups have, or have with different dtypes.
+        max_bytes: Of a piece, see `Assignment`.
 
     Raises:
         PlanError: Some destination parameter has no source, or one destination tensor is read from
             several; on every rank alike. With `strict`, also a source without a destination.
     """
-    holders = HoldersByName(len(by_rank), strict=strict)
+    holders = HoldersByName(len(by_rank), strict=strict, max_bytes=max_bytes)
     all_sources: set[str] = set()
     all_destinations: set[str] = set()
     for source, destination in by_rank:

@@ -55,6 +55,8 @@ class ReshardPlan:
         reductions: In the order every source rank runs them.
         num_ranks: Ranks of the group; 0 where the plan's maker did not know.
         rank: This rank in the group; -1 where the plan's maker did not know.
+        batches: The sends and receives in parts that are executed one after the other, as many on every
+            rank; empty where all are executed at once.
     """
 
     send_ops: list[TransferOp]
@@ -66,6 +68,7 @@ class ReshardPlan:
     reductions: list[PartialReduction] = dataclasses.field(default_factory=list)
     num_ranks: int = 0
     rank: int = -1
+    batches: list[ReshardPlan] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         return f"ReshardPlan(sends={len(self.send_ops)}, recvs={len(self.recv_ops)})"

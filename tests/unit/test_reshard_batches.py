@@ -1,0 +1,278 @@
+"""Refits in batches: what waits beside both models stays below a number of bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_comm.resharding import (
+    Refit,
+    build_local_reshard_plan,
+    is_stale,
+    prepare_swap_model_weights,
+    refit,
+    swap_model_weights,
+    verify_plans,
+)
+from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
+from moe_comm.resharding.describe.intervals import Interval, Piece, whole
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.testing import RankContext
+from tests.helpers.threaded_refits import count_plans, error_of, nets, threads
+
+
+@pytest.fixture(autouse=True)
+def _no_caches() -> Iterator[None]:
+    refit.clear_all_caches()
+    yield
+    refit.clear_all_caches()
+
+
+class Staged(TorchDispatchMode):
+    """Counts the bytes of storages that this thread makes, for as long as a tensor refers to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, list[int]] = {}
+        """By storage: its bytes, and tensors that refer to it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage()._cdata
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        for each in tree_leaves(made):
+            if not isinstance(each, torch.Tensor):
+                continue
+            storage = each.untyped_storage()
+            if storage._cdata in self._made or storage._cdata not in given:
+                self._made.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += 1
+                weakref.finalize(each, self._gone, storage._cdata)
+        self.peak = max(self.peak, sum(num_bytes for num_bytes, _ in self._made.values()))
+        return made
+
+    def _gone(self, storage: int) -> None:
+        self._made[storage][1] -= 1
+        if not self._made[storage][1]:
+            del self._made[storage]
+
+
+ROWS, COLUMNS = 24, 32
+
+
+def halves(rank: int, dtype: torch.dtype, *, by_columns: bool) -> list[CheckpointView]:
+    """Half of each of eight tensors, in one storage, and of one that is larger."""
+    views = []
+    sizes = (ROWS, COLUMNS // 2) if by_columns else (ROWS // 2, COLUMNS)
+    stacked = iter(torch.zeros(8, *sizes, dtype=dtype))
+    for name, num_rows in [*((f"w{i}", ROWS) for i in range(8)), ("table", 8 * ROWS)]:
+        size = COLUMNS if by_columns else num_rows
+        part = (Interval(rank * size // 2, 0, size // 2),)
+        dims = (whole(num_rows), part) if by_columns else (part, whole(COLUMNS))
+        shape = [intervals.total_length(held) for held in dims]
+        tensor = torch.zeros(shape, dtype=dtype) if name == "table" else next(stacked)
+        views.append(CheckpointView(name, (num_rows, COLUMNS), dims, tensor))
+    return views
+
+
+def fill(views: list[CheckpointView], value: int) -> None:
+    for number, view in enumerate(views):
+        view.tensor.fill_(value + number)
+
+
+def is_filled(views: list[CheckpointView], value: int) -> bool:
+    return all(bool((view.tensor == value + number).all()) for number, view in enumerate(views))
+
+
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_what_is_staged_stays_below_the_bound(
+    src_dtype: torch.dtype, dst_dtype: torch.dtype
+) -> None:
+    limit = 6000
+
+    def rank(context: RankContext, execution_batch_bytes: int | None) -> list[int]:
+        source = halves(context.rank_idx, src_dtype, by_columns=False)
+        target = halves(context.rank_idx, dst_dtype, by_columns=True)
+        held = Refit(
+            CheckpointViews(source),
+            CheckpointViews(target),
+            "symmetric",
+            context.group,
+            # Ranks take the smallest.
+            execution_batch_bytes=execution_batch_bytes if context.rank_idx else None,
+        )
+        peaks = []
+        for round_idx in range(3):
+            fill(source, round_idx)
+            gc.collect()
+            with Staged() as staged:
+                held.run()
+            assert is_filled(target, round_idx)
+            peaks.append(staged.peak)
+        return peaks
+
+    for peaks in threads(rank, 2, None):
+        assert min(peaks) > 1.5 * limit
+    for peaks in threads(rank, 2, limit):
+        assert 0 < max(peaks) <= limit
+
+
+@pytest.mark.parametrize("service", ["symmetric", "strided"])
+def test_pieces_in_place_are_repeated_in_batches(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if service == "strided":
+        monkeypatch.setattr(SymmetricCopyService, "takes_strided_tensors", False)
+
+    def rank(context: RankContext) -> list[int]:
+        source = halves(context.rank_idx, torch.float32, by_columns=False)
+        target = halves(context.rank_idx, torch.float32, by_columns=True)
+        held = Refit(
+            CheckpointViews(source),
+            CheckpointViews(target),
+            "symmetric",
+            context.group,
+            verify="checksum",
+            execution_batch_bytes=6000,
+        )
+        peaks = []
+        for round_idx in range(3):
+            fill(source, round_idx)
+            gc.collect()
+            with Staged() as staged:
+                held.run()
+            assert is_filled(target, round_idx)
+            peaks.append(staged.peak)
+        return peaks
+
+    for peaks in threads(rank, 2):
+        # The other service stages what is not contiguous.
+        assert (max(peaks) == 0) == (service == "symmetric")
+        assert max(peaks) <= 6000
+
+
+def test_models_in_batches_and_the_plan_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans_made = count_plans(monkeypatch)
+
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        options: Any = {"group": context.group, "execution_batch_bytes": 500}
+        prepare_swap_model_weights(src, dst, **options)
+        for seed in range(3):
+            src.fill(seed)
+            swap_model_weights(src, dst, "symmetric", **options)
+            assert dst.wrong(seed) == []
+        src.fill(3)
+        swap_model_weights(src, dst, "symmetric", group=context.group)
+        assert dst.wrong(3) == []
+
+    threads(rank, 2)
+    assert len(plans_made) == 2 * 2  # one for each bound
+
+
+def test_both_ends_find_the_same_batches() -> None:
+    def rank(context: RankContext) -> ReshardPlan:
+        src, dst = nets(context, "tp2", "single")
+        return build_local_reshard_plan(
+            src, dst, group=context.group, execution_batch_bytes=500 if context.rank_idx else 900
+        )
+
+    plans = dict(enumerate(threads(rank, 2)))
+    verify_plans(plans)
+    assert len(plans[0].batches) == len(plans[1].batches) > 3
+    share = 500 // 3
+    for batch in zip(*(plan.batches for plan in plans.values()), strict=True):
+        sent = {(op.peer_rank, op.task_id) for part in batch for op in part.send_ops}
+        received = {(part.rank, op.task_id) for part in batch for op in part.recv_ops}
+        assert sent == received
+        for part in batch:
+            elements = [
+                intervals.num_elements(each.stop - each.start for each in op.my_slice)
+                for op in part.recv_ops
+            ]
+            assert sum(elements) * 2 <= share
+
+
+def test_a_failure_between_batches_leaves_a_stale_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(context: RankContext) -> None:
+        source = halves(context.rank_idx, torch.float32, by_columns=False)
+        target = halves(context.rank_idx, torch.bfloat16, by_columns=True)
+        pair = CheckpointViews(source), CheckpointViews(target)
+        held = Refit(*pair, "symmetric", context.group, execution_batch_bytes=6000)
+        fill(source, 1)
+        held.run()
+        submit, calls = SymmetricCopyService.submit_send, []
+
+        def fail(self: Any, *args: Any, **options: Any) -> None:
+            calls.append(args)
+            if context.rank_idx == 1 and len(calls) == 5:
+                raise MemoryError("no room")
+            submit(self, *args, **options)
+
+        fill(source, 5)
+        service = held._passes[0].ranks() and refit.get_or_create_service(
+            "symmetric", context.group
+        )
+        service.submit_send = fail.__get__(service)
+        assert "no room" in error_of(held.run)
+        assert is_stale(pair[1])
+        del service.submit_send
+        held.run()
+        assert is_filled(target, 5)
+        assert not is_stale(pair[1])
+
+    threads(rank, 2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_bounds_that_are_none(value: Any) -> None:
+    def rank(context: RankContext) -> str:
+        src, dst = nets(context, "tp2", "single")
+        bound = value if context.rank_idx else 1000
+        return error_of(
+            lambda: swap_model_weights(
+                src, dst, "symmetric", group=context.group, execution_batch_bytes=bound
+            )
+        )
+
+    for text in threads(rank, 2):
+        assert "execution_batch_bytes must be" in text
+
+
+def test_cut_pieces_are_the_piece() -> None:
+    piece = Piece(((2, 3), (0, 5), (1, 4)), ((0, 1), (5, 10), (0, 3)))
+    for most in range(1, 17):
+        parts = list(intervals.cut_piece(piece, most))
+        boxes = [
+            tuple(
+                (start - first, stop - first)
+                for (start, stop), (first, _) in zip(*pair, strict=True)
+            )
+            for part in parts
+            for pair in [(part.dst_box, piece.dst_box)]
+        ]
+        assert intervals.find_defect((1, 5, 3), boxes) is None
+        assert all(
+            intervals.num_elements(stop - start for start, stop in box) <= most for box in boxes
+        )
+        assert [part.dst_box for part in parts] == sorted(part.dst_box for part in parts)
+        for part in parts:
+            for (src, _), (dst, _), (src_first, _), (dst_first, _) in zip(
+                part.src_box, part.dst_box, piece.src_box, piece.dst_box, strict=True
+            ):
+                assert src - src_first == dst - dst_first
