@@ -169,7 +169,7 @@ test-transformers: build  ## Models of transformers over this package: training,
 	  "psutil$(SINCE_3_11)" "pyyaml$(SINCE_3_11)" "regex$(SINCE_3_11)" \
 	  "safetensors$(SINCE_3_11)" "tokenizers$(SINCE_3_11)"
 	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
-	  tests/multiprocess/test_transformers.py $(TEST_ARGS)
+	  tests/multiprocess/test_transformers.py tests/multiprocess/test_transformers_views.py $(TEST_ARGS)
 
 # The newest release as a wheel for another Python, whose Python files are all that is used of it.
 MEGATRON_TESTS = $(BIN)/python -m pytest -m "not slow" -rs tests/multiprocess/test_megatron_layer.py \

@@ -20,6 +20,7 @@ from moe_comm.resharding.describe.checkpoint_views import CheckpointView, Checkp
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, RankGroup
+from moe_comm.resharding.describe.transformers_views import transformers_views
 from moe_comm.resharding.execution import execute_reshard_plan
 from moe_comm.resharding.hold.heap_parameters import place_in_heap
 from moe_comm.resharding.hold.verification import RefitProof, verify_refit
@@ -91,6 +92,7 @@ __all__ = [
     "reshard_model_weights",
     "stale_reason",
     "swap_model_weights",
+    "transformers_views",
     "verify_plan",
     "verify_plans",
     "verify_refit",

@@ -61,6 +61,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+_DENSE = {name: size for name, size in SIZES.items() if name != "num_experts_per_tok"}
+
+# More, which are only looked at.
+VIEWED_CONFIGS: dict[str, Callable[[], Any]] = {
+    # Transposed weights, gate and up one after the other.
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SIZES, head_dim=16, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SIZES | {"num_hidden_layers": 3},
+        head_dim=16,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    # No experts; tied embeddings, and not.
+    "qwen3": lambda: transformers.Qwen3Config(
+        **_DENSE, head_dim=16, intermediate_size=64, tie_word_embeddings=True
+    ),
+    "llama": lambda: transformers.LlamaConfig(**_DENSE, head_dim=16, intermediate_size=64),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -82,7 +107,7 @@ def save_model(name: str, folder: Path) -> str:
     """A checkpoint of a random model."""
     quiet()
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model = AutoModelForCausalLM.from_config((CONFIGS | VIEWED_CONFIGS)[name]())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() < 2 or not parameter.any():  # those that begin as 0 or 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from moe_comm.resharding.describe import intervals
@@ -24,6 +24,7 @@ __all__ = [
     "mesh_intervals",
     "mesh_layout",
     "plain_placement",
+    "read_mesh",
 ]
 
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
@@ -45,6 +46,28 @@ def plain_placement(placement: Placement) -> MeshPlacement | None:
     if type(placement) is Partial and placement.reduce_op in REDUCTIONS:
         return MeshPlacement("partial", op=str(placement.reduce_op))
     return None
+
+
+def read_mesh(tensor: DTensor, name: str, ranks: Sequence[int]) -> MeshLayout:
+    """Return where a DTensor lies.
+
+    Args:
+        tensor: Whose part this rank holds.
+        name: Of the tensor.
+        ranks: Of its mesh, row-major, as the layout shall number them.
+
+    Raises:
+        PlanError: A placement is not known.
+    """
+    placements = []
+    for placement in tensor.placements:
+        plain = plain_placement(placement)
+        if plain is None:
+            raise PlanError(f"{name} has placement {placement}, which cannot be moved")
+        placements.append(plain)
+    return MeshLayout(
+        tuple(tensor.device_mesh.mesh.shape), tuple(ranks), tuple(placements), tuple(tensor.shape)
+    )
 
 
 def mesh_intervals(

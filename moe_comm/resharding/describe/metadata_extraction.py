@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.resharding.describe.mesh_layouts import plain_placement
-from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
+from moe_comm.resharding.describe.mesh_layouts import read_mesh
+from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
     named_refit_tensors,
@@ -421,7 +420,7 @@ def _extract(
     )
     _read_stage(meta, param, pg_collection, ranks)
     if isinstance(param, DTensor):
-        meta.mesh = _mesh_layout(param, name, ranks)
+        meta.mesh = read_mesh(param, name, ranks.of_mesh(param.device_mesh.mesh.flatten().tolist()))
     elif pg_collection is None and not is_beside_dtensors:
         raise ValueError(
             f"Module must have pg_collection: {name} is no DTensor, and nothing else says which "
@@ -518,20 +517,3 @@ def _read_stage(
     if stages is not None and len(stages) > 1:
         meta.pipeline_stage = _get_rank_in_group(meta.owner_rank, stages)
     meta.is_shared_by_stages = bool(getattr(param, "shared_embedding", False))
-
-
-def _mesh_layout(param: DTensor, name: str, ranks: _PlanRanks) -> MeshLayout:
-    mesh = param.device_mesh
-    return MeshLayout(
-        mesh_shape=tuple(mesh.mesh.shape),
-        mesh_ranks=ranks.of_mesh(mesh.mesh.flatten().tolist()),
-        placements=tuple(_placement(placement, name) for placement in param.placements),
-        global_shape=tuple(param.shape),
-    )
-
-
-def _placement(placement: Placement, name: str) -> MeshPlacement:
-    plain = plain_placement(placement)
-    if plain is None:
-        raise ValueError(f"{name} has placement {placement}, which cannot be moved")
-    return plain

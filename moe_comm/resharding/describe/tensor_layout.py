@@ -11,7 +11,7 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 
-__all__ = ["Holder", "Layout", "Shape", "common_shape", "refine"]
+__all__ = ["Holder", "Layout", "Shape", "common_shape", "refine", "split"]
 
 Shape = tuple[int, ...]
 
@@ -55,7 +55,7 @@ def common_shape(shapes: Iterable[Shape]) -> Shape | None:
     return tuple(after // before for before, after in itertools.pairwise(sorted(finest)))
 
 
-def _split(held: Intervals, factors: Shape) -> list[tuple[int, Intervals]] | None:
+def split(held: Intervals, factors: Shape) -> list[tuple[int, Intervals]] | None:
     """One dimension as several: per factor, the local size and what is held; None if uneven."""
     if len(factors) == 1:
         return [(intervals.total_length(held), held)]
@@ -67,7 +67,7 @@ def _split(held: Intervals, factors: Shape) -> list[tuple[int, Intervals]] | Non
     if len(held) == 1:
         start, _, length = held[0]
         if start // inner == (start + length - 1) // inner:
-            rest_held = _split((Interval(start % inner, 0, length),), factors[1:])
+            rest_held = split((Interval(start % inner, 0, length),), factors[1:])
             if rest_held is not None:
                 return [(1, (Interval(start // inner, 0, 1),)), *rest_held]
     return None
@@ -86,10 +86,10 @@ def refine(layout: Layout, shape: Shape) -> Layout | None:
             factors.append(remaining.pop(0))
         if not factors:
             continue
-        split = _split(held, tuple(factors))
-        if split is None:
+        held_of_factors = split(held, tuple(factors))
+        if held_of_factors is None:
             return None
-        for local_size, part in split:
+        for local_size, part in held_of_factors:
             view.append(local_size)
             dims.append(part)
     return Layout(tuple(view), shape, tuple(dims))

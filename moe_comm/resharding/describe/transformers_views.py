@@ -1,0 +1,84 @@
+"""A model of transformers as its checkpoint on disk: names, and views of what a rank holds."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
+from moe_comm.resharding.describe.converted_views import converted_views
+from moe_comm.resharding.describe.disagreement import PlanError
+from moe_comm.resharding.describe.module_tensors import memory_of
+
+__all__ = ["transformers_views"]
+
+_CONVERSIONS = "transformers.core_model_loading"
+_NOT_PLAIN = {"hf_quantizer": "is quantized", "_hf_peft_config_loaded": "has adapters"}
+
+
+def transformers_views(model: torch.nn.Module) -> CheckpointViews:
+    """Return what this rank holds of a model of transformers, by the names that `save_pretrained` writes.
+
+    The model's own conversion says what they are: it runs once over where elements are, and reads no
+    weight. Not collective.
+
+    Args:
+        model: A `PreTrainedModel` under any of its parallel plans (expert and tensor parallel, FSDP2, or
+            none), on any device; on "meta" to see what it would hold. Not quantized, without adapters.
+
+    Returns:
+        A side of a refit, source or target: views of the storages of the model's parameters and persistent
+        buffers. A tensor that is tied to another comes under the name of the other alone, as on disk.
+
+    Raises:
+        ImportError: There is no transformers, or one that does not publish its conversions.
+        PlanError: A tensor of the checkpoint is computed from the model's; one is tied by the model's own
+            words and is another in memory; the model is quantized, or has adapters.
+    """
+    return CheckpointViews(functools.partial(_describe, model), model)
+
+
+def _describe(model: torch.nn.Module) -> list[CheckpointView]:
+    for attribute, what in _NOT_PLAIN.items():
+        if getattr(model, attribute, None):
+            raise PlanError(
+                f"{type(model).__name__} {what} ({attribute}): only the tensors of a plain model are found "
+                "again in its checkpoint"
+            )
+    # Who moves other models needs no transformers.
+    loading = importlib.import_module(_CONVERSIONS)
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:
+        raise ImportError(
+            f"{_CONVERSIONS} has no revert_weight_conversion, by which names on disk are found: it "
+            "needs transformers 5.23 or later"
+        )
+    return converted_views(_saved_tensors(model), functools.partial(revert, model))
+
+
+def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that are saved, by the model's own names: without those that are tied to others."""
+    tensors: dict[str, Any] = model.state_dict()
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        tensors.pop(name, None)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, source in tied.items():
+        if name not in tensors or source not in tensors:
+            continue
+        pair = [named.get(each, tensors[each]) for each in (name, source)]
+        if len(set(map(memory_of, pair))) > 1:
+            raise PlanError(
+                f"{name}: is tied to {source} by the model's own words, but does not share its memory: a "
+                "refit of one would leave the other as it was. Call model.tie_weights()"
+            )
+        del tensors[name]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise PlanError(
+                f"{name}: the model's state has a {type(tensor).__name__}, not a tensor"
+            )
+    return tensors

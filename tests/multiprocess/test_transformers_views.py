@@ -1,0 +1,214 @@
+"""Models of transformers as sources and targets of a refit, by the names that are on disk.
+
+`make test-transformers` installs transformers and runs this. The oracle is what `save_pretrained` wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from moe_comm.resharding import PlanError, Refit, transformers_views
+from moe_comm.resharding.describe.module_tensors import local_tensor
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers import transformers_models as models
+from tests.helpers.checkpoint_oracle import faults_of, indices, uncovered
+from tests.helpers.transformers_models import Layout
+
+run_fresh = functools.partial(run_ranks, fresh=True)
+
+# Experts over FSDP and not, over tensor parallel ranks, cut themselves, and tensor parallel alone.
+LAYOUTS = {
+    2: [Layout(2), Layout(1), Layout(2, 2), Layout(1, 2)],
+    4: [Layout(2), Layout(4, 2), Layout(1, 4)],
+}
+# Their code has no plan for experts.
+WITHOUT_EP = {"llama4", "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The checkpoint of every model, made when it is asked for."""
+
+    class Folders(dict[str, str]):
+        def __missing__(self, name: str) -> str:
+            self[name] = models.save_model(name, Path(tmp_path_factory.mktemp(name)))
+            return self[name]
+
+    return Folders()
+
+
+def on_disk(folder: str) -> dict[str, torch.Tensor]:
+    disk: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        disk |= load_file(path)
+    return disk
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`transformers_views()`",
+    ran="{name}, whole: what is on disk, name by name",
+)
+@pytest.mark.parametrize("name", models.CONFIGS | models.VIEWED_CONFIGS)
+def test_views_of_a_whole_model_are_what_is_on_disk(folders: dict[str, str], name: str) -> None:
+    disk = on_disk(folders[name])
+    # With the conversions that it was loaded by, and with those of its family.
+    loaded = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    fresh = AutoModelForCausalLM.from_config(loaded.config)
+    fresh.load_state_dict(loaded.state_dict())
+    for model in (loaded, fresh):
+        views = transformers_views(model).views
+        assert faults_of(views, disk) == []
+        assert uncovered([(view.name, view.shape, view.dims) for view in views], disk) == []
+        assert {view.name for view in views} == set(disk)
+
+
+def hold_views_against(
+    context: RankContext, folder: str, layouts: list[Layout]
+) -> list[tuple[list[str], list[Any]]]:
+    """Per layout: what is off, and what this rank holds."""
+    disk = on_disk(folder)
+    found = []
+    for layout in layouts:
+        model = models.load(folder, "all_to_all", context, layout)
+        views = transformers_views(model).views
+        faults = faults_of(views, disk)
+        # As a target: what is written arrives in the model, and nothing in it is left as it was.
+        local = {name: local_tensor(tensor) for name, tensor in model.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in local.items()}
+        for tensor in local.values():
+            tensor.fill_(7)
+        for view in views:
+            view.tensor.copy_(disk[view.name].reshape(view.shape)[indices(view.dims)])
+        faults += [
+            f"{name} was not written" for name in local if not local[name].equal(before[name])
+        ]
+        held = [(view.name, view.shape, view.dims) for view in views]
+        found.append(([f"{layout}: {fault}" for fault in faults], held))
+    return found
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`transformers_views()`",
+    ran="{name}, {num_ranks} ranks: each rank's part of what is on disk, read and written, in every layout",
+)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3"]
+)
+def test_views_of_every_rank_are_its_part_of_what_is_on_disk(
+    folders: dict[str, str], name: str, num_ranks: int
+) -> None:
+    layouts = [
+        layout for layout in LAYOUTS[num_ranks] if layout.ep_size == 1 or name not in WITHOUT_EP
+    ]
+    found = run_fresh(hold_views_against, num_ranks, folders[name], layouts)
+    disk = on_disk(folders[name])
+    for number, layout in enumerate(layouts):
+        by_rank = [rank[number] for rank in found]
+        assert [fault for faults, _ in by_rank for fault in faults] == []
+        held = [each for _, views in by_rank for each in views]
+        assert uncovered(held, disk) == [], layout
+        if layout.ep_size > 1:
+            names = [{name for name, _, _ in views if "experts.1." in name} for _, views in by_rank]
+            assert name == "gpt_oss" or len(set.union(*names)) > min(map(len, names))
+
+
+def refit_between_plans(context: RankContext, folder: str) -> list[str]:
+    """Experts over FSDP into tensor parallel ranks of a model of other weights, twice."""
+    disk = on_disk(folder)
+    source = models.load(folder, "all_to_all", context, Layout(2))
+    target = models.load(folder, "all_to_all", context, Layout(1, 2))
+    refit = Refit(
+        transformers_views(source),
+        transformers_views(target),
+        "gloo",
+        verify="checksum",
+        strict=True,
+    )
+    faults = []
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in target.parameters():
+                local_tensor(parameter).fill_(7)
+            if factor != 1:
+                for parameter in source.parameters():
+                    local_tensor(parameter).mul_(factor)
+        refit.run()
+        whole = {name: tensor * factor for name, tensor in disk.items()}
+        faults += faults_of(transformers_views(target).views, whole)
+    return faults
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`transformers_views()`",
+    ran="a refit from experts over FSDP into tensor parallel ranks, with checksums",
+)
+def test_a_refit_moves_one_plan_into_another(folders: dict[str, str]) -> None:
+    faults = run_fresh(refit_between_plans, 2, folders["qwen3_moe"])
+    assert [fault for rank in faults for fault in rank] == []
+
+
+def test_a_model_on_meta_says_what_it_would_hold(folders: dict[str, str]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(models.CONFIGS["qwen3_moe"]())
+    views = transformers_views(model).views
+    shapes = {name: tensor.shape for name, tensor in on_disk(folders["qwen3_moe"]).items()}
+    assert {view.name: view.tensor.shape for view in views} == shapes
+    assert all(view.tensor.is_meta for view in views)
+
+
+def test_what_is_no_plain_model_is_refused() -> None:
+    models.quiet()
+    model = AutoModelForCausalLM.from_config(models.VIEWED_CONFIGS["qwen3"]())
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(
+        PlanError, match=r"^lm_head\.weight: is tied to model\.embed_tokens\.weight"
+    ):
+        transformers_views(model)
+    model.tie_weights()
+    assert "lm_head.weight" not in {view.name for view in transformers_views(model).views}
+    model.hf_quantizer = object()
+    with pytest.raises(PlanError, match=r"Qwen3ForCausalLM is quantized \(hf_quantizer\)"):
+        transformers_views(model)
+
+
+def test_views_follow_a_conversion_that_a_user_registers() -> None:
+    """One that cuts heads into halves and turns them, and puts q, k and v into one tensor."""
+    from transformers.core_model_loading import (
+        Chunk,
+        Interleave,
+        PermuteForRope,
+        Transpose,
+        WeightConverter,
+    )
+
+    models.quiet()
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(models.VIEWED_CONFIGS["llama"]())
+    model._weight_conversions = [
+        WeightConverter(
+            "self_attn.qkv",
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            [Chunk(0), PermuteForRope(permute_layer_names=["q_proj", "k_proj"])],
+        ),
+        WeightConverter("mlp.up", "mlp.up_proj", [Transpose(0, 1)]),
+        WeightConverter("mlp.down", "mlp.down_proj", [Interleave(1)]),
+    ]
+    disk = revert_weight_conversion(model, model.state_dict())
+    views = transformers_views(model).views
+    assert any(".qkv" in view.name for view in views)
+    assert faults_of(views, disk) == []
