@@ -8,6 +8,7 @@ folder says what it has and which others it knows:
 - `formats`: numbers that change on the way.
 - `move`: a plan is run, over one of `copy_services`, of which one stands on `nvshmem_copy_service`.
 - `hold`: what users hold and call, and what lasts from one refit to the next.
+- `clients`: full tensors by name, for frameworks that take these.
 
 `execution`, `planner`, `refit`, `transforms` and `utils` have names of these for programs written for
 Megatron, which calls them so; `ir` is Etha's. Knows `moe_comm.peers` and formats of numbers, and nothing

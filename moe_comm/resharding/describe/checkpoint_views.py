@@ -38,6 +38,7 @@ class CheckpointView:
         dims: Per dimension of `shape`, the indices that `tensor` holds.
         tensor: View of the rank's storage, with any strides; dimension `i` has as many indices as
             `dims[i]`.
+        disk_shape: As the checkpoint has it, where `shape` is cut into finer dimensions.
 
     Raises:
         ValueError: `dims` do not fit `shape` or `tensor`.
@@ -47,6 +48,7 @@ class CheckpointView:
     shape: tuple[int, ...]
     dims: tuple[Intervals, ...]
     tensor: torch.Tensor
+    disk_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         lengths = tuple(intervals.total_length(held) for held in self.dims)

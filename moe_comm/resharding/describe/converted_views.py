@@ -72,10 +72,14 @@ def _converted_views(
     for name, tensor in convert(dict(given)).items():
         if not isinstance(tensor, _IndexTensor):
             raise PlanError(f"{name}: comes out of the conversion with elements that no rank holds")
+        disk_shape = None
         if any(len(each) > 1 for each in tensor.factors):  # of which those of 1 say nothing
+            disk_shape = tuple(tensor.shape)
             tensor = _view(tensor, [size for size in tensor.flat() if size > 1])
         shape = tensor.flat()
-        views += [CheckpointView(name, shape, part.dims, part.view) for part in tensor.parts]
+        views += [
+            CheckpointView(name, shape, part.dims, part.view, disk_shape) for part in tensor.parts
+        ]
     return views
 
 

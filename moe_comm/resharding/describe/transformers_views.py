@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.converted_views import converted_views
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.module_tensors import memory_of
 
-__all__ = ["transformers_views"]
+__all__ = ["disk_tensors", "transformers_views"]
 
 _CONVERSIONS = "transformers.core_model_loading"
 _NOT_PLAIN = {"hf_quantizer": "is quantized", "_hf_peft_config_loaded": "has adapters"}
@@ -41,7 +43,74 @@ def transformers_views(model: torch.nn.Module) -> CheckpointViews:
     return CheckpointViews(functools.partial(_describe, model), model)
 
 
+def disk_tensors(
+    model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors by their names on disk, out of a stream of full ones by the model's own names.
+
+    One that is part of another is yielded as a view of it, where the shape on disk is one; one that is put
+    together is yielded when its last part has come.
+
+    Args:
+        model: A `PreTrainedModel`, as for `transformers_views`.
+        named: Of its parameters and buffers, each once; those that it lacks stay as they are and are left
+            out.
+
+    Raises:
+        ValueError: A tensor that the model has not, or of another shape; one that is put together lacks
+            parts at the end.
+    """
+    saved = _saved_tensors(model)
+    whole = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in saved.items()
+    }
+    known = model.state_dict().keys()
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in whole.items()}
+    views: dict[str, list[CheckpointView]] = {}
+    for view in converted_views(whole, functools.partial(_conversion(model), model)):
+        views.setdefault(owners[view.tensor.untyped_storage()._cdata], []).append(view)
+    unfinished: dict[str, tuple[torch.Tensor, int]] = {}
+    for name, tensor in named:
+        if name not in whole:
+            if name in known:
+                continue  # tied, or not saved
+            raise ValueError(f"{name}: {type(model).__name__} has no such tensor")
+        if tensor.shape != whole[name].shape:
+            raise ValueError(
+                f"{name}: expected the full tensor of shape {tuple(whole[name].shape)}, got "
+                f"{tuple(tensor.shape)}"
+            )
+        elements = tensor.detach().contiguous()
+        for view in views.pop(name, ()):
+            place = view.tensor
+            part = elements.as_strided(
+                place.shape, place.stride(), elements.storage_offset() + place.storage_offset()
+            )
+            size = intervals.num_elements(view.shape)
+            if part.numel() == size:
+                yield view.name, part.reshape(view.disk_shape or view.shape)
+                continue
+            if view.name not in unfinished:
+                shape = view.disk_shape or view.shape
+                unfinished[view.name] = (tensor.new_empty(shape), size)
+            target, missing = unfinished.pop(view.name)
+            held = [torch.cat([torch.arange(at, at + n) for at, _, n in dim]) for dim in view.dims]
+            target.view(view.shape)[torch.meshgrid(*held, indexing="ij")] = part
+            if missing == part.numel():
+                yield view.name, target
+            else:
+                unfinished[view.name] = (target, missing - part.numel())
+    for name, (target, missing) in unfinished.items():
+        raise ValueError(f"{name}: {missing} of {target.numel()} elements have not come")
+
+
 def _describe(model: torch.nn.Module) -> list[CheckpointView]:
+    return converted_views(_saved_tensors(model), functools.partial(_conversion(model), model))
+
+
+def _conversion(model: torch.nn.Module) -> Any:
+    """Return what turns a model's tensors into those on disk."""
     for attribute, what in _NOT_PLAIN.items():
         if getattr(model, attribute, None):
             raise PlanError(
@@ -56,7 +125,7 @@ def _describe(model: torch.nn.Module) -> list[CheckpointView]:
             f"{_CONVERSIONS} has no revert_weight_conversion, by which names on disk are found: it "
             "needs transformers 5.23 or later"
         )
-    return converted_views(_saved_tensors(model), functools.partial(revert, model))
+    return revert
 
 
 def _saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
