@@ -57,8 +57,7 @@ class FirstError:
         error: What is wrong already, or None.
 
     Example:
-        first = FirstError()
-        with first:
+        with FirstError() as first:
             check(mine)
         texts = all_gather(encode_problem(first.error))
         first.raise_own()
@@ -95,6 +94,11 @@ class FirstError:
         """The error, which is not kept any more."""
         error, self.error = self.error, None
         return error
+
+    def take_line(self) -> str | None:
+        """What the error says to other ranks, or None; it is not kept any more."""
+        error = self.take()
+        return None if error is None else first_line(error)
 
     def raise_own(self) -> None:
         """Raise the error, if there is one; it is not kept any more."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
-from moe_comm.arguments import as_int
+from moe_comm.arguments import as_int, shown
 from moe_comm.errors import PeerFailedError
 from moe_comm.peers import missed_calls
-from moe_comm.peers.agree import first_line
+from moe_comm.peers.agree import FirstError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.peers.rendezvous import InvitingRank, JoiningRank, JoiningRanks, open_store
@@ -28,7 +28,6 @@ from moe_comm.peers.survivors import (
     SocketRanks,
     Survivors,
     check_failed_ranks,
-    check_flag,
     failed_text,
     largest_node_size,
     make_grown,
@@ -175,17 +174,17 @@ class ElasticRanks:
         """
         native = self.require_native()
         missed_calls.take()  # peers have left them
-        reported, problem = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
-        problem = problem or check_flag("require_majority", require_majority)
+        reported: list[int] = []
         agreed = ""
-        try:
+        with FirstError() as first:
+            reported = check_failed_ranks(failed_ranks, self.rank_idx, self.num_ranks)
+            if not isinstance(require_majority, bool):
+                raise TypeError(f"require_majority must be a bool, got {shown(require_majority)}")
             if num_local_ranks is not None:
                 num_local_ranks = as_int("num_local_ranks", num_local_ranks, 1)
             agreed = f"num_local_ranks={num_local_ranks!r}, require_majority={require_majority!r}"
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = problem or first_line(error)
         found = native.shrink_agree(
-            reported, "shrink", agreed, problem, require_majority is not False
+            *(reported, "shrink", agreed, first.take_line() or "", require_majority is not False)
         )
 
         def make(decision: Decision) -> Any:  # Self, which a nested function cannot return
@@ -240,16 +239,14 @@ class ElasticRanks:
         self.check_process("grow")
         native = self.require_native()
         host: InvitingRank | None = None
-        problem = ""
-        try:
+        with FirstError() as first:
             if operator.index(num_new_ranks) < 1:
                 raise ValueError(f"num_new_ranks must be >= 1, got {num_new_ranks}")
             if not timeout_s > 0.0:
                 raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
             if self.rank_idx == 0:
                 host = InvitingRank(open_store(rendezvous, True, timeout_s), num_new_ranks)
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = f"grow: {first_line(error)}"
+        problem = "" if first.error is None else f"grow: {first.take_line()}"
         agreed = f"num_new_ranks={num_new_ranks!r}, num_local_ranks={num_local_ranks!r}"
         failed_ranks, _, _ = native.shrink_agree([], "grow", agreed, problem, True)
         if failed_ranks:

@@ -8,7 +8,7 @@ import torch
 
 from moe_comm import env
 from moe_comm.peers import cuda_devices, nvshmem
-from moe_comm.peers.agree import agree, first_line
+from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class RankGpu:
         if self._owner is not self:
             self._heap = self._owner.heap
             return
-        problem = None
-        try:
+        with FirstError() as first:
             # torch and this module use one context of the device; torch's is made first.
             torch.empty(0, device=self.device)
             arguments = (
@@ -101,10 +100,8 @@ class RankGpu:
             else:
                 module = nvshmem.load_nvshmem_module()
                 self._heap = module.InternodeHeap.create(*arguments, nvshmem_id)
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = first_line(error)
         try:
-            agree(bootstrap.all_gather, problem)
+            agree(bootstrap.all_gather, first.take_line())
         except ValueError:
             native.destroy()
             raise

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from moe_comm.arguments import shown
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import first_line
 from moe_comm.peers.gather_objects import gather_objects
@@ -25,7 +24,6 @@ __all__ = [
     "SocketRanks",
     "Survivors",
     "check_failed_ranks",
-    "check_flag",
     "failed_text",
     "largest_node_size",
     "make_grown",
@@ -96,25 +94,18 @@ class SocketRanks:
         return gather_objects(self._native.all_gather, item, piece_bytes=MESSAGE_BYTES)
 
 
-def check_failed_ranks(
-    failed_ranks: Iterable[int], rank_idx: int, num_ranks: int
-) -> tuple[list[int], str]:
-    """The ranks that the caller reports, ascending, and what is wrong with them ("" if nothing)."""
+def check_failed_ranks(failed_ranks: Iterable[int], rank_idx: int, num_ranks: int) -> list[int]:
+    """The ranks that the caller reports, ascending. ValueError where they cannot be."""
     try:
         reported = sorted({operator.index(rank) for rank in failed_ranks})
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        return [], f"failed_ranks must hold integers: {first_line(error)}"
+    except Exception as error:
+        raise ValueError(f"failed_ranks must hold integers: {first_line(error)}") from error
     for rank in reported:
         if not 0 <= rank < num_ranks:
-            return [], f"failed_ranks: {rank} is not a rank of a communicator of {num_ranks}"
+            raise ValueError(f"failed_ranks: {rank} is not a rank of a communicator of {num_ranks}")
         if rank == rank_idx:
-            return [], f"failed_ranks: {rank} is the rank that calls"
-    return reported, ""
-
-
-def check_flag(name: str, value: object) -> str:
-    """What is wrong with an argument that has to be a bool ("" if nothing)."""
-    return "" if isinstance(value, bool) else f"{name} must be a bool, got {shown(value)}"
+            raise ValueError(f"failed_ranks: {rank} is the rank that calls")
+    return reported
 
 
 def largest_node_size(home_nodes: Sequence[int]) -> int:

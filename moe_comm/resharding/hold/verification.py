@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import RefitError
-from moe_comm.peers.agree import agree, first_line
+from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.resharding.copy_services.batched_copy import checksum
 from moe_comm.resharding.describe.module_tensors import (
@@ -96,18 +96,14 @@ def verify_refit(
     hooks = None if chosen is None else as_reshard_transform(chosen)
     sent: dict[_Key, _Piece] = {}
     received: dict[_Key, _Piece] = {}
-    problem = None
     reason = None if dst_module is None else stale.stale_reason(dst_module)
-    try:
-        with torch.no_grad():
-            sent = _source_pieces(plan, src_module, hooks, bootstrap.rank_idx)
-            received = _destination_pieces(plan, dst_module, hooks, bootstrap.rank_idx)
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        problem = first_line(error)
+    with FirstError() as first, torch.no_grad():
+        sent = _source_pieces(plan, src_module, hooks, bootstrap.rank_idx)
+        received = _destination_pieces(plan, dst_module, hooks, bootstrap.rank_idx)
     unproven = [
         key for ends in (sent, received) for key, piece in ends.items() if piece.checksum is None
     ]
-    gathered = agree(bootstrap.all_gather, problem, (reason, unproven))
+    gathered = agree(bootstrap.all_gather, first.take_line(), (reason, unproven))
     _raise_stale([its for its, _ in gathered])
     skipped = {key for _, keys in gathered for key in keys}
     odd_pairs = _odd_pairs(bootstrap, sent, received, skipped)

@@ -13,7 +13,7 @@ from moe_comm.ep.backends.rails.engine import Peers, RailEngine
 from moe_comm.ep.backends.rails.gloo import GlooEngine, gloo_problem
 from moe_comm.ep.backends.rails.mpi import MpiEngine, MpiPlace, mpi_place
 from moe_comm.errors import CommunicationError
-from moe_comm.peers.agree import agree, first_line, raise_different, raise_together
+from moe_comm.peers.agree import FirstError, agree, raise_different, raise_together
 from moe_comm.peers.bootstrap import Bootstrap, process_group_of
 from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.node_layout import NodeLayout
@@ -82,18 +82,16 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     if name == "sockets":
         return None
     engine: RailEngine | None = None
-    try:
+    with FirstError() as first:
         if name == "gloo":
             assert group is not None  # else there was a problem
             engine = GlooEngine(peers, group)
         else:
             engine = MpiEngine(peers, [peer_place for _, _, peer_place in said])
-    except CommunicationError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        problem = first_line(error)
+    if isinstance(first.error, CommunicationError):
+        first.raise_own()
     try:
-        agree(all_gather, problem)
+        agree(all_gather, first.take_line())
     except BaseException:
         if engine is not None:
             engine.close()
