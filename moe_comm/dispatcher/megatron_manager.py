@@ -21,8 +21,8 @@ from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import rejects_unbound
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.options import check_alignment
-from moe_comm.peers import missed_calls
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import Telling, keep, keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["MegatronManager", "alignment_of"]
@@ -94,7 +94,7 @@ class MegatronManager:
         ```
     """
 
-    @missed_calls.keeps_unbound
+    @keeps_unbound
     def __init__(
         self,
         group: dist.ProcessGroup | Bootstrap | None,
@@ -148,7 +148,7 @@ class MegatronManager:
         self._zc_bwd_token_buf: torch.Tensor | None = None
 
     @classmethod
-    @missed_calls.keeps_unbound
+    @keeps_unbound
     def from_config(
         cls,
         group: dist.ProcessGroup | Bootstrap | None,
@@ -227,19 +227,16 @@ class MegatronManager:
         del allocate_on_comm_stream
         routing_map, probs = self.routing_map, self.token_probs
         if routing_map is None or probs is None:
-            error = RuntimeError("dispatch needs the routing of setup_metadata, got none")
-            missed_calls.keep("dispatch", error)
-            raise error
+            with Telling(keep, "dispatch"):
+                raise RuntimeError("dispatch needs the routing of setup_metadata, got none")
         if self._in_flight is not None:
             raise RuntimeError(
                 "a dispatch of this manager is in flight: "
                 "get_permuted_hidden_states_by_experts comes before the next"
             )
-        try:
+        with Telling(self._buffer.reject, "dispatch"):
             check_no_transform()
             num_rows = self.budget(hidden_states.shape[0])
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            self._buffer.reject("dispatch", error)
         pending = start_dispatch(
             self._buffer,
             hidden_states,
@@ -302,10 +299,8 @@ class MegatronManager:
         if self.handle is None:
             raise RuntimeError("combine needs the handle of a dispatch, got none")
         handle, self.handle = self.handle, None
-        try:
+        with Telling(self._buffer.reject, "combine"):
             check_no_transform()
-        except ValueError as error:
-            self._buffer.reject("combine", error)
         word = combine_word(hidden_states, None, handle.places.link)
         return start_combine(hidden_states, handle, async_op=async_op, gradients=word)
 

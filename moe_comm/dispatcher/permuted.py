@@ -20,6 +20,7 @@ from moe_comm.ep.gradients import NEEDS_ANY
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.routing_map import dense_of_topk, list_choices
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
 
@@ -208,7 +209,7 @@ def start_dispatch(
         TypeError: A dtype is wrong, on every rank.
     """
     listed = None
-    try:
+    with Telling(buffer.reject, "dispatch"):
         capacity = None
         if num_rows is not None:
             capacity = Capacity(num_rows=num_rows, on_overflow="drop")
@@ -219,8 +220,6 @@ def start_dispatch(
         if _is_seen(routing_map, probs):
             listed, weights = list_choices(buffer.config, x, routing_map, probs)
             choices = listed
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("dispatch", error)
     # By hand: the constructors of named tuples take twice as long.
     options = tuple.__new__(
         DispatchOptions,
@@ -260,10 +259,8 @@ def start_combine(
     """
     buffer, places, *_ = handle
     if type(rows) is not torch.Tensor:
-        try:
+        with Telling(buffer.reject, "combine"):
             rows = _plain(rows)
-        except TypeError as error:
-            buffer.reject("combine", error)
     options = tuple.__new__(CombineOptions, ("auto", async_op, gradients))
     combined = buffer.run_combine(
         rows, places, None, None, None, options, as_sums=True, takes_strides=True

@@ -10,6 +10,7 @@ from moe_comm.arguments import as_dense
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["PendingCombine", "PendingDispatch", "begin_combine", "begin_dispatch", "by_expert"]
@@ -57,7 +58,7 @@ def begin_dispatch(
     quantization: Quantization | None = None,
 ) -> PendingDispatch:
     """Begin a dispatch of rows in any strides, without gradient. Collective; see `EpBuffer.dispatch`."""
-    try:
+    with Telling(buffer.reject, "dispatch"):
         if not isinstance(topk_idx, torch.Tensor):
             raise TypeError(f"topk_idx must be a tensor, got {type(topk_idx).__name__}")
         if topk_idx.is_floating_point() or topk_idx.is_complex():
@@ -65,8 +66,6 @@ def begin_dispatch(
         rows = x if isinstance(x, tuple) else _plain("x", x)
         choices = topk_idx.to(torch.int64).contiguous()
         weights = None if topk_weights is None else _plain("topk_weights", topk_weights).float()
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("dispatch", error)
     result = buffer.dispatch(
         rows,
         choices,
@@ -88,11 +87,9 @@ def begin_combine(
     out: torch.Tensor | None = None,
 ) -> PendingCombine:
     """Begin a combine of rows in any strides, without gradient. Collective; see `EpBuffer.combine`."""
-    try:
+    with Telling(buffer.reject, "combine"):
         rows = _plain("expert_out", expert_out)
         weights = None if topk_weights is None else _plain("topk_weights", topk_weights).float()
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("combine", error)
     result = buffer.combine(rows, handle, topk_weights=weights, out=out, async_op=True)
     assert isinstance(result, CombineResult)
     return PendingCombine(result, (rows, weights, out))

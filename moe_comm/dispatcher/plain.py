@@ -18,7 +18,7 @@ from moe_comm.ep.handles import DispatchHandle
 from moe_comm.ep.options import check_alignment
 from moe_comm.ep.routing_map import topk_of_routing_map
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = ["DispatchedTokens", "TokenDispatcher"]
@@ -119,7 +119,7 @@ class TokenDispatcher:
                 check=check,
             )
         else:
-            with keep_for_peers(GATHER):
+            with Telling(keep, GATHER):
                 check_kind("buffer", buffer, EpBuffer)
             found = buffer.config.num_experts
 
@@ -169,9 +169,8 @@ class TokenDispatcher:
             ValueError: Shapes do not fit, or both or neither of `topk_idx` and `routing_map` are given.
             TypeError: A dtype is wrong.
         """
-        fault = self._problem_with(hidden, probs, topk_idx, routing_map)
-        if fault is not None:
-            self.buffer.reject("dispatch", fault)
+        with Telling(self.buffer.reject, "dispatch"):
+            self._check(hidden, probs, topk_idx, routing_map)
         num_features = hidden.shape[-1]
         if topk_idx is not None:
             choices = topk_idx.reshape(-1, topk_idx.shape[-1]).to(torch.int64)
@@ -219,58 +218,48 @@ class TokenDispatcher:
         Returns:
             `[..., hidden]`, dtype of `expert_out`; added in top-k order in float32.
         """
-        fault = _problem_with_routed(routed)
-        if fault is not None:
-            self.buffer.reject("combine", fault)
+        with Telling(self.buffer.reject, "combine"):
+            if not isinstance(routed, DispatchedTokens):
+                raise TypeError(f"routed must be DispatchedTokens, got {type(routed).__name__}")
         y = combine(expert_out, routed.handle, buffer=self.buffer, topk_weights=routed.topk_weights)
         if len(routed.shape) == 1:
             return y  # not as a view: what FSDP wraps must not return one
         return y.reshape(*routed.shape, y.shape[-1])
 
-    def _problem_with(
+    def _check(
         self,
         hidden: torch.Tensor,
         probs: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         routing_map: torch.Tensor | None,
-    ) -> Exception | None:
-        """What is wrong with the input beyond what the buffer checks, or None."""
+    ) -> None:
+        """Raise what is wrong with the input beyond what the buffer checks."""
         if (topk_idx is None) == (routing_map is None):
             given = "neither" if topk_idx is None else "both"
-            return ValueError(f"give topk_idx or routing_map, got {given}")
+            raise ValueError(f"give topk_idx or routing_map, got {given}")
         name = "routing_map" if topk_idx is None else "topk_idx"
-        try:
-            as_dense("hidden", hidden)
-            choices = as_dense(name, routing_map if topk_idx is None else topk_idx)
-            weights = None if probs is None else as_dense("probs", probs)
-        except TypeError as error:
-            return error
+        as_dense("hidden", hidden)
+        choices = as_dense(name, routing_map if topk_idx is None else topk_idx)
+        weights = None if probs is None else as_dense("probs", probs)
         is_bool = choices.dtype is torch.bool
         is_inexact = choices.is_floating_point() or choices.is_complex()
         if is_inexact or is_bool is (topk_idx is not None):
             wanted = "bool" if topk_idx is None else "integers"
-            return TypeError(f"{name} must be {wanted}, got {choices.dtype}")
+            raise TypeError(f"{name} must be {wanted}, got {choices.dtype}")
         if hidden.dim() < 1 or hidden.shape[:-1] != choices.shape[:-1] or choices.dim() < 1:
-            return ValueError(
+            raise ValueError(
                 f"hidden {tuple(hidden.shape)} and {name} {tuple(choices.shape)} must agree in all "
                 f"dimensions but the last"
             )
         if topk_idx is None and choices.shape[-1] != self.num_experts:
-            return ValueError(
+            raise ValueError(
                 f"routing_map must have {self.num_experts} columns, got {choices.shape[-1]}"
             )
         if weights is None:
-            return None
+            return
         if not weights.is_floating_point():
-            return TypeError(f"probs must be a floating-point tensor, got {shown(weights)}")
+            raise TypeError(f"probs must be a floating-point tensor, got {shown(weights)}")
         if weights.shape != choices.shape:
-            return ValueError(
+            raise ValueError(
                 f"probs must have the shape of {name} {tuple(choices.shape)}, got {tuple(weights.shape)}"
             )
-        return None
-
-
-def _problem_with_routed(routed: object) -> TypeError | None:
-    if isinstance(routed, DispatchedTokens):
-        return None
-    return TypeError(f"routed must be DispatchedTokens, got {type(routed).__name__}")

@@ -37,7 +37,7 @@ from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.ep.options import check_alignment
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import keeps_unbound
+from moe_comm.peers.missed_calls import Telling, keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -237,13 +237,9 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             hidden_states, topk_output = self._pre_dispatch.run(self, hidden_states, topk_output)
             batch.is_low_latency = self._resolve_low_latency()
             buffer = self._buffers[batch.is_low_latency]
-            try:
+            with Telling(buffer.reject, "dispatch"):
                 ids, weights = topk_output.topk_ids, topk_output.topk_weights
-                fault = self._problem_with(hidden_states, ids, weights)
-            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-                fault = error
-            if fault is not None:
-                buffer.reject("dispatch", fault)
+                self._check(hidden_states, ids, weights)
             num_ranks = buffer.communicator.num_ranks
             batch.topk_ids, batch.topk_weights = ids, weights
             # Rounded up, as in DeepEP's callers: a hint for the grouped GEMM.
@@ -316,12 +312,10 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         assert batch.handle is not None
         try:
             (combine_input,) = self._pre_combine.run(self, combine_input)
-            try:
+            with Telling(self._buffers[batch.is_low_latency].reject, "combine"):
                 hidden_states, _, topk_weights = combine_input
                 if batch.is_low_latency:
                     hidden_states = hidden_states.flatten(0, -2)
-            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-                self._buffers[batch.is_low_latency].reject("combine", error)
             batch.combine = begin_combine(
                 self._buffers[batch.is_low_latency],
                 hidden_states,
@@ -416,28 +410,25 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             raise RuntimeError(f"{method} is called {_Stage.INITIAL.value}")
         return batch
 
-    def _problem_with(
-        self, hidden_states: Any, ids: torch.Tensor, weights: torch.Tensor
-    ) -> Exception | None:
-        """What is wrong with the input beyond what the buffer checks, or None."""
+    def _check(self, hidden_states: Any, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Raise what is wrong with the input beyond what the buffer checks."""
         rows = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
         if ids.dim() != 2 or ids.shape[1] != self.router_topk:
-            return ValueError(
+            raise ValueError(
                 f"topk_ids must have {self.router_topk} columns, got shape {tuple(ids.shape)}"
             )
         if weights.shape != ids.shape:
-            return ValueError(
+            raise ValueError(
                 f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must have one "
                 f"shape"
             )
         if self.hidden_size is not None and rows.shape[-1] != self.hidden_size:
-            return ValueError(
+            raise ValueError(
                 f"hidden_states has hidden {rows.shape[-1]}, hidden_size is {self.hidden_size}"
             )
         is_quantized = isinstance(hidden_states, tuple)
         if self.params_dtype not in (None, rows.dtype) and not is_quantized:
-            return TypeError(f"hidden_states is {rows.dtype}, params_dtype is {self.params_dtype}")
-        return None
+            raise TypeError(f"hidden_states is {rows.dtype}, params_dtype is {self.params_dtype}")
 
 
 def _most_tokens(given: int | None) -> int:

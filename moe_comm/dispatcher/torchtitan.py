@@ -22,7 +22,7 @@ from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
-from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 
 __all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher"]
 
@@ -111,7 +111,7 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
-        with keep_for_peers(GATHER):  # who are about to make the buffer
+        with Telling(keep, GATHER):  # who are about to make the buffer
             if factor is not None and not 0 < float(factor) <= 1:
                 raise ValueError(f"non_blocking_capacity_factor must be in (0, 1], got {factor}")
             if config.pad_multiple is not None:
@@ -170,28 +170,9 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
             included; metadata for `combine`.
         """
         buffer = self._wired()
-        named = ("x_TD", x_TD), ("topk_scores_TK", topk_scores_TK), ("topk_ids", topk_expert_ids_TK)
-        for name, tensor in named:
-            problem = _problem_with_tensor(name, tensor)
-            if problem is not None:
-                buffer.reject("dispatch", problem)
-        num_tokens, hidden = x_TD.shape
-        fault = None
-        if self.hidden_dim is not None and hidden != self.hidden_dim:
-            fault = f"x_TD has hidden {hidden}, hidden_dim is {self.hidden_dim}"
-        most_tokens = self.num_max_tokens_per_rank
-        if most_tokens is not None and num_tokens > most_tokens:
-            fault = f"x_TD has {num_tokens} tokens, num_max_tokens_per_rank is {most_tokens}"
-        if topk_scores_TK.shape != topk_expert_ids_TK.shape:
-            fault = (
-                f"topk_scores_TK {tuple(topk_scores_TK.shape)} and topk_expert_ids_TK "
-                f"{tuple(topk_expert_ids_TK.shape)} must have one shape"
-            )
-        if topk_expert_ids_TK.is_floating_point():
-            fault = f"topk_expert_ids_TK must hold integers, got {topk_expert_ids_TK.dtype}"
-        if fault is not None:
-            buffer.reject("dispatch", ValueError(fault))
-        capacity = self._capacity(num_tokens, topk_expert_ids_TK.shape[1])
+        with Telling(buffer.reject, "dispatch"):
+            self._check(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        capacity = self._capacity(x_TD.shape[0], topk_expert_ids_TK.shape[1])
         result = dispatch(
             x_TD,
             topk_expert_ids_TK.to(torch.int64),
@@ -225,15 +206,14 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         Returns:
             `[num_tokens, hidden]`.
         """
-        if not isinstance(metadata, DispatchMetadata):
-            self._wired().reject(
-                "combine",
-                TypeError(f"metadata must be DispatchMetadata, got {type(metadata).__name__}"),
-            )
+        buffer = self._wired()
+        with Telling(buffer.reject, "combine"):
+            if not isinstance(metadata, DispatchMetadata):
+                raise TypeError(f"metadata must be DispatchMetadata, got {type(metadata).__name__}")
         return combine(
             routed_output_RD,
             metadata.handle,
-            buffer=self._wired(),
+            buffer=buffer,
             topk_weights=metadata.topk_scores,
         )
 
@@ -241,6 +221,38 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         if self._buffer is None:
             raise RuntimeError("call wire_meshes before dispatch and combine")
         return self._buffer
+
+    def _check(
+        self,
+        x_TD: torch.Tensor,  # noqa: N803
+        topk_scores_TK: torch.Tensor,  # noqa: N803
+        topk_expert_ids_TK: torch.Tensor,  # noqa: N803
+    ) -> None:
+        """Raise what is wrong with the input beyond what the buffer checks."""
+        named = ("x_TD", x_TD), ("topk_scores_TK", topk_scores_TK), ("topk_ids", topk_expert_ids_TK)
+        for name, tensor in named:
+            as_dense(name, tensor)
+            if tensor.dim() != 2:
+                raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+            if tensor.is_complex():
+                raise TypeError(f"{name} must be of a real dtype, got {tensor.dtype}")
+        if topk_expert_ids_TK.is_floating_point():
+            raise ValueError(
+                f"topk_expert_ids_TK must hold integers, got {topk_expert_ids_TK.dtype}"
+            )
+        if topk_scores_TK.shape != topk_expert_ids_TK.shape:
+            raise ValueError(
+                f"topk_scores_TK {tuple(topk_scores_TK.shape)} and topk_expert_ids_TK "
+                f"{tuple(topk_expert_ids_TK.shape)} must have one shape"
+            )
+        num_tokens, hidden = x_TD.shape
+        most_tokens = self.num_max_tokens_per_rank
+        if most_tokens is not None and num_tokens > most_tokens:
+            raise ValueError(
+                f"x_TD has {num_tokens} tokens, num_max_tokens_per_rank is {most_tokens}"
+            )
+        if self.hidden_dim is not None and hidden != self.hidden_dim:
+            raise ValueError(f"x_TD has hidden {hidden}, hidden_dim is {self.hidden_dim}")
 
     def _capacity(self, num_tokens: int, num_topk: int) -> Capacity | None:
         """The rows of the result where they are fixed. The same formula as torchtitan's, plus padding."""
@@ -254,18 +266,6 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         num_rows += buffer.num_local_experts * (self.pad_multiple - 1)
         num_rows += -num_rows % self.pad_multiple
         return Capacity(num_rows=num_rows, on_overflow="drop")
-
-
-def _problem_with_tensor(name: str, tensor: Any) -> Exception | None:
-    try:
-        as_dense(name, tensor)
-    except TypeError as error:
-        return error
-    if tensor.dim() != 2:
-        return ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
-    if tensor.is_complex():
-        return TypeError(f"{name} must be of a real dtype, got {tensor.dtype}")
-    return None
 
 
 if _dispatchers is not None:

@@ -30,6 +30,7 @@ from moe_comm.dispatcher.vllm_formats import (
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
@@ -261,7 +262,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             any number of times.
         """
         buffer = self.buffer
-        try:
+        with Telling(buffer.reject, "dispatch", untold=NotImplementedError):
             if num_experts != buffer.config.num_experts:
                 raise ValueError(
                     f"num_experts is {num_experts}, the buffer has {buffer.config.num_experts}"
@@ -277,10 +278,6 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             )
             if apply_router_weight_on_input:
                 a1 = a1 * topk_weights.to(a1.dtype)
-        except NotImplementedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            buffer.reject("dispatch", error)
         pending = begin_dispatch(
             buffer,
             a1,
@@ -353,7 +350,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 f"micro-batch {self._ubatch_id()} is finalized before it is prepared"
             )
         weights = None
-        try:
+        with Telling(self.buffer.reject, "combine"):
             if self.is_batched:
                 rows = fused_expert_output.flatten(0, -2)
                 if not apply_router_weight_on_input:
@@ -383,8 +380,6 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 and not shares_bytes(output, rows)
                 and not (isinstance(weights, torch.Tensor) and shares_bytes(output, weights))
             )
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            self.buffer.reject("combine", error)
         pending = begin_combine(
             self.buffer,
             rows,

@@ -21,7 +21,7 @@ from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Layout
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 
 __all__ = ["VllmAll2AllManager"]
 
@@ -125,7 +125,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
                 differ; on every rank.
             TypeError: A key of some rank is unknown; on every rank.
         """
-        with keep_for_peers(GATHER):
+        with Telling(keep, GATHER):
             check_kind("kwargs", kwargs, dict)
         wanted = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
         num_experts = wanted.pop("num_experts", None)

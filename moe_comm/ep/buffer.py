@@ -25,6 +25,7 @@ from moe_comm.peers import missed_calls
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.exclusive_use import in_use, use_alone
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.memory import as_resolved
 from moe_comm.tensors.quantization import Quantization, refusal
 
@@ -285,7 +286,7 @@ class EpBuffer(Destroyable):
         takes_strides: bool,
     ) -> Operation[DispatchOutput]:
         """A dispatch that is checked rule by rule; an error on every rank where one is broken."""
-        try:
+        with Telling(self._backend.reject, "dispatch"):
             options = check_options(options)
             if handle is not None:
                 validation.check_handle(handle, self.buffer_id, self.generation)
@@ -316,8 +317,6 @@ class EpBuffer(Destroyable):
                     *(handle, rows, topk_idx, topk_weights, options),
                     is_quantized=scales is not None or options.quantization is not None,
                 )
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            self._backend.reject("dispatch", error)
         if handle is not None:
             return self._backend.dispatch_cached(rows, scales, handle.plan, topk_weights, options)
         assert topk_idx is not None
@@ -514,7 +513,7 @@ class EpBuffer(Destroyable):
                 )
             if combined is not None:
                 return combined
-            try:
+            with Telling(self._backend.reject, "combine"):
                 options = check_options(options)
                 validation.check_handle(handle, self.buffer_id, self.generation)
                 if takes_strides:
@@ -527,8 +526,6 @@ class EpBuffer(Destroyable):
                     out=out,
                 )
                 validation.check_combine(handle, expert_out, topk_weights, row_weights, out)
-            except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-                self._backend.reject("combine", error)
             operation = self._backend.combine(
                 expert_out, handle.plan, topk_weights, row_weights, out, options
             )
@@ -637,14 +634,12 @@ class EpBuffer(Destroyable):
         """Say once that what an eager operation returns has no gradient, where one is expected."""
         self._has_warned = True
         name = next(name for name, tensor in tensors.items() if _is_in_graph(tensor))
-        try:
+        with Telling(self.reject, operation):  # where a filter makes an error of it
             warnings.warn(
                 f"EpBuffer.{operation} records no gradient, and {name} requires one: call "
                 f"moe_comm.{operation}(..., buffer=buffer), or this under torch.no_grad()",
                 stacklevel=4,  # past this, the operation, and what tells peers of wrong arguments
             )
-        except Exception as error:  # noqa: BLE001 - where a filter makes an error of it, for peers too
-            self.reject(operation, error)
 
 
 def _is_in_graph(*tensors: object) -> bool:

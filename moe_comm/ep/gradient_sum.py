@@ -15,6 +15,7 @@ from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
@@ -70,13 +71,11 @@ class GradientSum(Destroyable):
     ) -> None:
         check_communicator(communicator)
         num_ranks = communicator.num_ranks
-        try:
+        with Telling(communicator.reject):
             num_elements = as_int("num_elements", num_elements, 0)
             ranks = _checked_ranks(part_ranks, num_ranks)
             if dtype not in SUMMED_DTYPES:
                 raise ValueError(f"dtype must be one of {SUMMED_DTYPES}, got {shown(dtype)}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            communicator.reject(error)
         # Which rank holds which part is compared with the configuration of the buffer.
         _agree(communicator, num_elements, dtype)
         self.num_elements = num_elements
@@ -158,11 +157,9 @@ class GradientSum(Destroyable):
             PeerFailedError: A peer died or gave up.
             PeerTimeoutError: A peer stopped progressing.
         """
-        try:
+        with Telling(self._buffer.reject, "combine"):
             parts, out = [list(part) for part in parts], list(out)
             self._check(parts, out)
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            self._buffer.reject("combine", error)
         rows = self._buffer.empty_expert_output(
             self._to_owners, hidden=self._hidden, dtype=self.dtype
         )

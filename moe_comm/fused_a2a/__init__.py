@@ -53,6 +53,7 @@ from moe_comm.fused_a2a.nccl_ep import (
     new_nccl_ep_buffer,
 )
 from moe_comm.peers import missed_calls
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.quantization import FP8_BLOCK128
 
 __all__ = [
@@ -213,12 +214,11 @@ def fused_dispatch(
         tokens of every local expert, int64 on the host; the handle, opaque.
     """
     held = get_buffer(group, 0)
-    try:
-        check_count("num_experts", num_experts, minimum=1)
-    except (TypeError, ValueError) as error:
-        held.reject("dispatch", error)
+    if type(num_experts) is not int or num_experts < 1:
+        with Telling(held.reject, "dispatch"):
+            check_count("num_experts", num_experts, minimum=1)
     buffer = held.ep_buffer(num_experts, x)
-    try:
+    with Telling(buffer.reject, "dispatch"):
         check_flags(async_finish, allocate_on_comm_stream)
         get_buffer(group, get_hidden_bytes(as_dense("x", x)))
         if token_indices.is_floating_point() or token_indices.is_complex():
@@ -227,8 +227,6 @@ def fused_dispatch(
         check_no_transform()
         x, token_probs = _requiring_alike(x, token_probs)
         weights = None if token_probs is None else token_probs.float()
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("dispatch", error)
     result = autograd.dispatch(x, topk_idx, weights, buffer=buffer, layout=Layout.RANK_MAJOR)
     assert result.topk_idx is not None
     return (
@@ -254,14 +252,12 @@ def fused_combine(
     except TypeError as error:
         buffer_of_group(_buffers, group).reject("combine", error)
     buffer, places = handle
-    try:
+    with Telling(buffer.reject, "combine"):
         check_flags(async_finish, allocate_on_comm_stream)
         held = get_buffer(group, get_hidden_bytes(as_dense("x", x)))
         if held.ep_buffer(buffer.config.num_experts, x) is not buffer:
             raise ValueError("handle belongs to the buffer of another group")
         check_no_transform()
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("combine", error)
     return autograd.combine(x, places, buffer=buffer), None
 
 
@@ -481,12 +477,10 @@ def _hybrid_dispatch(
     """`hybrid_ep_dispatch` with the arguments of main."""
     held = _hybrid_buffer(group)
     if type(num_local_experts) is not int or num_local_experts < 1:
-        try:
+        with Telling(held.reject, "dispatch"):
             check_count("num_local_experts", num_local_experts, minimum=1)
-        except (TypeError, ValueError) as error:
-            held.reject("dispatch", error)
     buffer = held.ep_buffer(num_local_experts * held.group_size, x)
-    try:
+    with Telling(buffer.reject, "dispatch"):
         check_tuning(
             fused,
             num_sms_dispatch_api,
@@ -504,8 +498,6 @@ def _hybrid_dispatch(
             )
         check_no_transform()
         x, probs = _requiring_alike(x, probs)
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject("dispatch", error)
     arrived = permuted.start_dispatch(
         buffer,
         x,
@@ -546,7 +538,7 @@ def hybrid_ep_combine(
             raise  # of which group it should be is unknown
         next(iter(_hybrid_ep_buffers.values())).reject("combine", error)
     places = handle.places
-    try:
+    with Telling(handle.buffer.reject, "combine"):
         if fused is not False:
             check_tuning(fused)
         if pad_multiple and pad_multiple != places.expert_alignment:
@@ -559,8 +551,6 @@ def hybrid_ep_combine(
                 f"{places.num_recv_tokens} rows"
             )
         check_no_transform()
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        handle.buffer.reject("combine", error)
     word = combine_word(x, None, places.link)
     return permuted.start_combine(x, handle, gradients=word).wait_differentiable(x)
 

@@ -15,7 +15,7 @@ from moe_comm.ep.autograd import QuantizedRows
 from moe_comm.nn.experts import GroupedExperts
 from moe_comm.nn.router import Routing, TopKRouter
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import GATHER, keep_for_peers, keeps_unbound
+from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 
 __all__ = ["MoELayer"]
 
@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        with keep_for_peers(GATHER):
+        with Telling(keep, GATHER):
             check_kind("dispatcher", dispatcher, TokenDispatcher, is_optional=True)
         if dispatcher is None:
             dispatcher = TokenDispatcher(

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 
-from moe_comm.arguments import as_int, shortened, shown, text_of
+from moe_comm.arguments import as_int, check_kind, shortened, shown, text_of
 from moe_comm.peers import missed_calls, node_layout, nvshmem
 from moe_comm.peers.agree import (
+    FirstError,
     agree,
     decode_problem,
     encode_problem,
-    first_line,
     make_together,
     raise_different,
     raise_together,
@@ -34,7 +34,7 @@ from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.elastic import ElasticRanks
 from moe_comm.peers.forks import forks
 from moe_comm.peers.heap_stats import HeapStats
-from moe_comm.peers.missed_calls import tells_peers
+from moe_comm.peers.missed_calls import Telling, tells_peers
 from moe_comm.peers.native_group import connect_group
 from moe_comm.peers.rank_gpu import RankGpu
 
@@ -70,10 +70,8 @@ def check_communicator(communicator: object) -> None:
     Raises:
         TypeError: It is none.
     """
-    if not isinstance(communicator, Communicator):
-        error = TypeError(f"communicator must be a Communicator, got {type(communicator).__name__}")
-        missed_calls.keep(missed_calls.GATHER, error)
-        raise error
+    with Telling(missed_calls.keep, missed_calls.GATHER):
+        check_kind("communicator", communicator, Communicator)
 
 
 def _reject_gather(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,7 +191,7 @@ class Communicator(ElasticRanks, Destroyable):
         """Gives the buffer that this rank has used last."""
 
         stated: _Statement | None = None
-        try:
+        with FirstError() as first:
             options = self._take_arguments(
                 device,
                 stall_timeout_s=stall_timeout_s,
@@ -204,10 +202,10 @@ class Communicator(ElasticRanks, Destroyable):
                 num_sms=num_sms,
                 check_messages=check_messages,
             )
-            problem, stated = self._state(backend, num_local_ranks, options)
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            problem = first_line(error)
-        gathered = make_together(self.bootstrap.all_gather, problem, "a communicator", stated)
+            stated = self._state(backend, num_local_ranks, options)
+        gathered = make_together(
+            self.bootstrap.all_gather, first.take_line(), "a communicator", stated
+        )
         raise_different("ranks ask for different communicators", [wish for wish, _ in gathered])
         places = [place for _, place in gathered]
         self.backend, self.num_local_ranks = choose_backend(
@@ -239,8 +237,8 @@ class Communicator(ElasticRanks, Destroyable):
 
     def _state(
         self, backend: str, num_local_ranks: int | None, options: CommunicatorOptions
-    ) -> tuple[str | None, _Statement]:
-        """What is wrong with this rank's wishes, or None; and what it tells its peers of itself."""
+    ) -> _Statement:
+        """What this rank tells its peers of itself. ValueError where its wishes are wrong."""
         if num_local_ranks is not None:
             num_local_ranks = as_int("num_local_ranks", num_local_ranks)
         problem = problem_with_names(
@@ -251,13 +249,15 @@ class Communicator(ElasticRanks, Destroyable):
             self.gpu = RankGpu(self.device, options.num_sms, parent_gpu)
             self.device = self.gpu.device
         problem = problem or self._problem_with_parent(backend, options.max_heap_bytes)
+        if problem is not None:
+            raise ValueError(problem)
         wishes = {
             "backend": backend,
             "rail": self.rail_name,
             "device": self.device.type,
             "check_messages": str(self.check_messages),
         }
-        return problem, (wishes, self._place(num_local_ranks))
+        return wishes, self._place(num_local_ranks)
 
     def _connect(self, options: CommunicatorOptions, places: list[node_layout.RankPlace]) -> None:
         """Make the heap that all ranks can address, and what they hear of each other by. Collective."""
@@ -381,14 +381,13 @@ class Communicator(ElasticRanks, Destroyable):
         """
         if missed_calls.kept.calls:
             self.tell_missed("all_gather")
-        if not isinstance(payload, bytes):
-            self.reject(TypeError(f"payload must be bytes, got {type(payload).__name__}"))
-        if len(payload) > _MOST_GATHERED_BYTES:
-            self.reject(
-                ValueError(
+        with Telling(self.reject):
+            if not isinstance(payload, bytes):
+                raise TypeError(f"payload must be bytes, got {type(payload).__name__}")
+            if len(payload) > _MOST_GATHERED_BYTES:
+                raise ValueError(
                     f"payload must have at most {_MOST_GATHERED_BYTES} bytes, got {len(payload)}"
                 )
-            )
         return self.exchange("all_gather", payload)
 
     def exchange(self, call: str, payload: bytes) -> list[bytes]:
@@ -431,10 +430,8 @@ class Communicator(ElasticRanks, Destroyable):
         """
         if missed_calls.kept.calls:
             self.tell_missed("making")
-        try:
+        with Telling(self.reject):
             stated = check()
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-            self.reject(error)
         gathered = self.exchange("making", b"+" + stated.encode(errors="backslashreplace"))
         # An excluded rank says nothing.
         raise_unequal(

@@ -1,23 +1,22 @@
-"""Collective calls of this rank that came to nothing before its peers could hear of them.
+"""Collective calls of this rank that come to nothing, while its peers are in them and wait.
 
-Peers are in such a call and wait. Most mistakes are told at once, in the place of the call. What is left
-is a call that Python itself rejects without an object to tell through, such as `dispatch(buffer="b")`:
+Most mistakes are told at once, in the place of the call: see `Telling`. What is left is a call that Python itself rejects without an object to tell through, such as `dispatch(buffer="b")`:
 it is kept here, by thread because ranks may be threads, until the next collective call tells it (`Communicator.tell_missed`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 __all__ = [
     "GATHER",
     "MissedCall",
+    "Telling",
     "keep",
-    "keep_for_peers",
     "keeps_unbound",
     "kept",
     "take",
@@ -75,14 +74,52 @@ def take() -> tuple[MissedCall, ...]:
     return calls
 
 
-@contextlib.contextmanager
-def keep_for_peers(operation: str) -> Iterator[None]:
-    """Mistakes that are found inside are kept, and raised."""
-    try:
-        yield
-    except Exception as error:  # whatever it is, peers must hear of it
-        keep(operation, error)
-        raise
+class Telling:
+    """A block in front of a collective call: whatever is raised in it, peers hear of it in place of the call.
+
+    What is inside raises plain errors, and sends nothing. What ends a process (`KeyboardInterrupt`) is
+    not told.
+
+    Args:
+        tell: Called with `place`, if there is one, and the error. Raises what every rank raises, as
+            `EpBuffer.reject` does; where it returns, as `keep` does, the error is raised on this rank alone.
+        place: What peers are in, as `tell` takes it.
+        untold: Errors that every rank raises of itself, and peers do not hear of.
+
+    Example:
+        with Telling(buffer.reject, "dispatch"):
+            check(mine)
+        buffer.dispatch(mine, topk_idx)
+    """
+
+    __slots__ = ("_place", "_tell", "_untold")
+
+    def __init__(
+        self,
+        tell: Callable[..., None],
+        place: str | None = None,
+        *,
+        untold: type[Exception] | tuple[()] = (),
+    ) -> None:
+        self._tell = tell
+        self._place = place
+        self._untold = untold
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or not isinstance(error, Exception) or isinstance(error, self._untold):
+            return
+        if self._place is None:
+            self._tell(error)
+        else:
+            self._tell(self._place, error)
 
 
 def tells_peers(

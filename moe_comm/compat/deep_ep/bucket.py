@@ -20,7 +20,6 @@ from moe_comm.compat.deep_ep.elastic_calls import Group, meet
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils.math import align
-from moe_comm.peers import missed_calls
 from moe_comm.peers.agree import (
     FirstError,
     decode_problem,
@@ -29,7 +28,7 @@ from moe_comm.peers.agree import (
     raise_together,
 )
 from moe_comm.peers.communicator import Communicator
-from moe_comm.peers.missed_calls import keeps_unbound, tells_peers
+from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound, tells_peers
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap
 
@@ -53,7 +52,7 @@ class _Places(NamedTuple):
 def _reject_call(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise on every rank of the group that is named that arguments cannot be bound."""
     buffer: BucketBuffer = args[0]
-    with missed_calls.keep_for_peers(missed_calls.GATHER):
+    with Telling(keep, GATHER):
         owner = buffer._owners[buffer.get_context_idx(kwargs.get("group"))]
     owner.shared().communicator.reject(error)
 
@@ -368,7 +367,7 @@ class BucketBuffer(BufferBase):
 
     def _named(self, group: Group) -> int:
         """`get_context_idx`; peers hear by the next call that this rank has named no group of theirs."""
-        with missed_calls.keep_for_peers(missed_calls.GATHER):
+        with Telling(keep, GATHER):
             return self.get_context_idx(group)
 
     def _begun(self, event: EventOverlap, num_sms: int) -> EventOverlap:
@@ -385,11 +384,11 @@ class BucketBuffer(BufferBase):
     def _agreed(self, op: str, idx: int, place: Callable[[], _Places], **stated: object) -> _Places:
         """What `place` gives; where it raises on some rank, or sizes differ, all raise. Collective."""
         communicator = self._owners[idx].shared().communicator
-        session, first = self._session, FirstError()
+        session = self._session
         places = _Places([], [], [])
         num_before = 0 if session is None else session.num_allocated_bytes
         self._end_latest()
-        with first:
+        with FirstError() as first:
             if session is not None:
                 session.check_context(idx)
             places = place()

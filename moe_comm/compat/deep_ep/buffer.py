@@ -26,7 +26,6 @@ from moe_comm.compat.deep_ep.config import Config
 from moe_comm.compat.deep_ep.group import (
     GroupOwner,
     MpiRanks,
-    checked,
     refuse_not_offered,
     rejects_unbound_of,
 )
@@ -45,7 +44,7 @@ from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import default_expert_rank
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import keeps_unbound
+from moe_comm.peers.missed_calls import Telling, keeps_unbound
 
 __all__ = ["Buffer"]
 
@@ -312,8 +311,7 @@ class Buffer(MaskedRanks):
             CapacityError: More rows than `num_worst_tokens` arrive on some rank.
         """
         buffer = self._buffer_of(handle, num_tokens_per_expert)
-
-        def prepare() -> tuple[int, RankMajorHandle | None]:
+        with Telling(buffer.reject, "dispatch"):
             begin(previous_event, async_finish, allocate_on_comm_stream)
             known = None
             if handle is not None:
@@ -325,9 +323,7 @@ class Buffer(MaskedRanks):
                     "num_tokens_per_rdma_rank must be None, ranks are on one machine; got a value"
                 )
             chosen = self.get_dispatch_config(self.group_size) if config is None else config
-            return num_channels(chosen), known
-
-        channels, known = checked(buffer, "dispatch", prepare)
+            channels = num_channels(chosen)
         if known is not None:
             rows = rank_major.dispatch_cached(known, x)
             return rows, None, None, None, None, passed(async_finish)
@@ -390,14 +386,11 @@ class Buffer(MaskedRanks):
             TypeError: A dtype or type is wrong on some rank.
         """
         buffer = self._buffer_of(handle, None)
-
-        def prepare() -> RankMajorHandle:
+        with Telling(buffer.reject, "combine"):
             begin(previous_event, async_finish, allocate_on_comm_stream)
             if config is not None:
                 num_channels(config)
-            return self._known_handle(handle, buffer)
-
-        known = checked(buffer, "combine", prepare)
+            known = self._known_handle(handle, buffer)
         combined = rank_major.combine(
             self._owner, known, x, topk_weights, bias, async_op=async_finish
         )

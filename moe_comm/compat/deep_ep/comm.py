@@ -13,6 +13,7 @@ from moe_comm.compat.deep_ep.bucket import BucketBuffer
 from moe_comm.compat.deep_ep.elastic import get_logical_domain_size, get_physical_domain_size
 from moe_comm.compat.deep_ep.elastic_calls import Group, meet
 from moe_comm.compat.deep_ep.ep_buffer import EPBuffer
+from moe_comm.peers.missed_calls import Telling
 
 __all__ = [
     "NCCLCommHandle",
@@ -46,12 +47,12 @@ def barrier(
     """
     owners = buffer._owners if isinstance(buffer, BucketBuffer) else [buffer._owner]
     idx = 0 if context_idx is None else context_idx
-    if type(idx) is not int or not 0 <= idx < len(owners):
-        error = ValueError(
-            f"context_idx must be None or in [0, {len(owners)}), the groups of the buffer; got "
-            f"{context_idx}"
-        )
-        owners[0].shared().communicator.reject(error)
+    with Telling(owners[0].shared().communicator.reject):
+        if type(idx) is not int or not 0 <= idx < len(owners):
+            raise ValueError(
+                f"context_idx must be None or in [0, {len(owners)}), the groups of the buffer; got "
+                f"{context_idx}"
+            )
     meet(
         owners[idx],
         wait_comm_stream=wait_comm_stream,

@@ -21,13 +21,14 @@ from moe_comm.compat.deep_ep.combining import (
     start_with_biases,
 )
 from moe_comm.compat.deep_ep.elastic_rows import EPHandle, Received, Sending
-from moe_comm.compat.deep_ep.group import GroupOwner, checked
+from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.streams import in_callers_stream, running
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors import arithmetic
 
 __all__ = [
@@ -134,8 +135,7 @@ class ElasticCalls:
         handle, stats = given.handle, given.stats
         known = handle.buffer if isinstance(handle, EPHandle) else None
         buffer = self._buffer_for(given.num_experts) if known is None else known
-
-        def prepare() -> Sending:
+        with Telling(buffer.reject, "dispatch"):
             if handle is None:
                 check_ints(1, num_experts=given.num_experts)
             check_bools(
@@ -170,9 +170,6 @@ class ElasticCalls:
                 ),
             )
             sending.check(buffer, handle)
-            return sending
-
-        sending = checked(buffer, "dispatch", prepare)
         started = elastic_rows.start(self._owner, buffer, sending, handle, async_op=run.is_deferred)
 
         def finish() -> Received:
@@ -199,8 +196,7 @@ class ElasticCalls:
         """What `ElasticBuffer.combine` returns; deferred, an event. Collective."""
         is_known = isinstance(handle, EPHandle)
         buffer = handle.buffer if is_known else self._buffer_for(None)
-
-        def prepare() -> tuple[torch.Tensor, list[torch.Tensor], bool]:
+        with Telling(buffer.reject, "combine"):
             run.begin()
             if not is_known:
                 raise TypeError(f"handle must be an EPHandle, got {type(handle).__name__}")
@@ -210,9 +206,7 @@ class ElasticCalls:
             if topk_weights is not None and not isinstance(topk_weights, torch.Tensor):
                 raise TypeError(f"topk_weights must be a tensor, got {type(topk_weights).__name__}")
             biases = check_biases(bias, sums_shape, rows.dtype)
-            return rows.detach(), biases, self._reduces_before(handle)
-
-        rows, biases, reduces = checked(buffer, "combine", prepare)
+            rows, reduces = rows.detach(), self._reduces_before(handle)
         weights = None if topk_weights is None else topk_weights.detach()
         event = EventHandle()
         if reduces:
@@ -284,10 +278,8 @@ def _deferred(event: EventHandle, kept: tuple[Any, ...], finish: Callable[[], An
 def meet(owner: GroupOwner, **flags: Any) -> None:
     """A barrier; `flags` are bools and have no effect. Collective."""
     communicator = owner.shared().communicator
-    try:
+    with Telling(communicator.reject):
         check_bools(**flags)
-    except TypeError as error:
-        communicator.reject(error)
     communicator.exchange("barrier", b"")
 
 

@@ -16,7 +16,7 @@ from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.peers import missed_calls
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["GroupOwner", "MpiRanks", "checked", "refuse_not_offered", "rejects_unbound_of"]
+__all__ = ["GroupOwner", "MpiRanks", "refuse_not_offered", "rejects_unbound_of"]
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -183,20 +183,6 @@ class MpiRanks:
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`, in rank order. Collective."""
         return list(self._comm.allgather(item))
-
-
-def checked(buffer: EpBuffer, operation: str, check: Callable[[], ResultT]) -> ResultT:
-    """What `check` returns; where it finds input wrong, that is raised on every rank.
-
-    Args:
-        buffer: That all ranks are about to use.
-        operation: "dispatch" or "combine": what they call.
-        check: Raises ValueError or TypeError.
-    """
-    try:
-        return check()
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        buffer.reject(operation, error)
 
 
 def refuse_not_offered(buffer: EpBuffer, operation: str, **values: Any) -> None:

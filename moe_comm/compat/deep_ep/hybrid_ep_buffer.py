@@ -15,7 +15,7 @@ from moe_comm.compat.deep_ep.arguments import (
     ints_as_bools,
 )
 from moe_comm.compat.deep_ep.combining import announcement, sum_columns
-from moe_comm.compat.deep_ep.group import GroupOwner, checked, rejects_unbound_of
+from moe_comm.compat.deep_ep.group import GroupOwner, rejects_unbound_of
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import (
     Configurer,
@@ -30,7 +30,7 @@ from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import CombineResult
 from moe_comm.ep.routing_map import dense_of_topk
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import keeps_unbound
+from moe_comm.peers.missed_calls import Telling, keeps_unbound
 from moe_comm.tensors import arithmetic
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
@@ -229,8 +229,7 @@ class HybridEPBuffer:
             TypeError: A dtype or type is wrong on some rank.
         """
         buffer = self._buffer_of(handle)
-
-        def prepare() -> tuple[rows.Wire, Routing]:
+        with Telling(buffer.reject, "dispatch"):
             if num_dispatched_tokens_tensor is not None:
                 check_tensor("num_dispatched_tokens_tensor", num_dispatched_tokens_tensor, (1,))
             if num_dispatched_tokens is not None:
@@ -240,9 +239,7 @@ class HybridEPBuffer:
             routing = Routing.of(
                 hidden, buffer.config.num_experts, routing_map, probs, topk_idx, topk_weights, known
             )
-            return rows.Wire.of(hidden, scaling_factor, routing.probs), routing
-
-        wire, routing = checked(buffer, "dispatch", prepare)
+            wire = rows.Wire.of(hidden, scaling_factor, routing.probs)
         if isinstance(handle, HybridHandle):
             result = buffer.dispatch(wire.payload, None, handle=handle.native)
             made: HandleParts = handle
@@ -283,16 +280,12 @@ class HybridEPBuffer:
             TypeError: A dtype or type is wrong on some rank.
         """
         buffer = self._buffer_of(handle)
-
-        def prepare() -> HybridHandle:
+        with Telling(buffer.reject, "combine"):
             known = _required(handle, is_permuted=False)
             num_rows = known.native.num_recv_tokens
             check_tensor("hidden", hidden, (num_rows, None), *arithmetic.ADDABLE_DTYPES)
             if probs is not None:
                 check_tensor("probs", probs, (num_rows, known.num_experts), torch.float32)
-            return known
-
-        known = checked(buffer, "combine", prepare)
         if probs is None:
             return buffer.combine(hidden.detach(), known.native), None
         combined = buffer.combine(
@@ -363,8 +356,7 @@ class HybridEPBuffer:
         if is_number and handle is None:  # what is no number is refused below, on every rank
             self.update_template_config(num_local_experts=num_of_experts_per_rank)
         buffer = self._buffer_of(handle)
-
-        def prepare() -> tuple[rows.Wire, Routing, Capacity | None]:
+        with Telling(buffer.reject, "dispatch"):
             check_bools(non_blocking=non_blocking, fuse_permute_dispatch=fuse_permute_dispatch)
             for name, value in (("use_fp8", use_fp8), ("use_host_meta", use_host_meta)):
                 if value is not None:
@@ -380,9 +372,7 @@ class HybridEPBuffer:
             routing = Routing.of(
                 hidden, buffer.config.num_experts, routing_map, probs, topk_idx, topk_weights, known
             )
-            return rows.Wire.of(hidden, scaling_factor, None), routing, capacity
-
-        wire, routing, capacity = checked(buffer, "dispatch", prepare)
+            wire = rows.Wire.of(hidden, scaling_factor, None)
         if isinstance(handle, HybridHandle):
             result = buffer.dispatch(wire.payload, None, routing.topk_weights, handle=handle.native)
             token, _, scales = wire.unpack(result)
@@ -442,8 +432,7 @@ class HybridEPBuffer:
             TypeError: A dtype or type is wrong on some rank.
         """
         buffer = self._buffer_of(handle)
-
-        def prepare() -> HybridHandle:
+        with Telling(buffer.reject, "combine"):
             check_bools(fuse_unpermute_combine=fuse_unpermute_combine)
             if num_dispatched_tokens is not None:
                 check_ints(0, num_dispatched_tokens=num_dispatched_tokens)
@@ -453,9 +442,6 @@ class HybridEPBuffer:
             check_tensor("hidden", hidden, (num_rows, None), *arithmetic.ADDABLE_DTYPES)
             if probs is not None:
                 check_tensor("probs", probs, (num_rows,), torch.float32)
-            return known
-
-        known = checked(buffer, "combine", prepare)
         if probs is None:
             return buffer.combine(hidden.detach(), known.native), None
         combined = buffer.combine(hidden.detach(), known.native, row_weights=probs.detach())

@@ -10,7 +10,7 @@ import torch
 from moe_comm.compat.deep_ep import routing
 from moe_comm.compat.deep_ep.arguments import check_bools, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
-from moe_comm.compat.deep_ep.group import GroupOwner, checked
+from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import LowLatencyHandle
 from moe_comm.compat.deep_ep.streams import on_call_device, plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
@@ -19,6 +19,7 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchResult
 from moe_comm.ep.validation import check_apart
+from moe_comm.peers.missed_calls import Telling
 
 __all__ = ["Completion", "Statistics", "combine", "dispatch", "next_combine_buffer"]
 
@@ -114,8 +115,7 @@ def dispatch(
     Callable[[], None] | None,
 ]:
     """Send rows to the fixed places of their experts. Collective. See `Buffer`."""
-
-    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+    with Telling(buffer.reject, "dispatch"):
         completion.check()
         check_bools(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         fp8_quantization(round_scale=round_scale, use_ue8m0=use_ue8m0)
@@ -126,9 +126,7 @@ def dispatch(
             raise ValueError(f"x must have at most {_LARGEST_EXACT_INDEX} rows, got {len(rows)}")
         # Every row takes its index along in the place of a weight.
         index = torch.arange(rows.shape[0], dtype=torch.float32)[:, None]
-        return rows.detach(), index.repeat(1, choices.shape[1])
-
-    rows, indices = checked(buffer, "dispatch", prepare)
+        rows, indices = rows.detach(), index.repeat(1, choices.shape[1])
     quantization = None
     if use_fp8:
         quantization = fp8_quantization(
@@ -197,8 +195,7 @@ def combine(
     """Weigh rows and sum them back to their tokens. Collective. See `Buffer`."""
     buffer = handle.buffer
     num_places = owner.num_ranks * handle[2]
-
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with Telling(buffer.reject, "combine"):
         completion.check()
         check_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)
         if use_logfmt and zero_copy:
@@ -225,9 +222,7 @@ def combine(
                 check_apart("out", sums, combine_wait_recv_cost_stats=wait_stats)
         else:
             sums = rows.new_empty(shape_of_out)
-        return rows.flatten(0, 1), weights.detach(), sums
-
-    rows, weights, sums = checked(buffer, "combine", prepare)
+        rows, weights = rows.flatten(0, 1), weights.detach()
     if not completion.is_deferred and wait_stats is None:
         buffer.combine(rows, handle.native, topk_weights=weights, out=sums)
         event, hook = completion.finish(EventHandle())

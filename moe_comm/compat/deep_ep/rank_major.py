@@ -17,7 +17,7 @@ from moe_comm.compat.deep_ep.combining import (
     sum_columns,
 )
 from moe_comm.compat.deep_ep.config import topk_idx_t
-from moe_comm.compat.deep_ep.group import GroupOwner, checked
+from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.handles import RankMajorHandle
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import plan_on_call_device
@@ -26,6 +26,7 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchResult
 from moe_comm.ep.routing_map import topk_of_routing_map
+from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors import arithmetic
 
 __all__ = [
@@ -87,16 +88,14 @@ def dispatch(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> Received:
     Every row takes along its index and the number of its source's tokens, in two columns beside the
     scales; handles have them.
     """
-
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Capacity | None]:
+    with Telling(buffer.reject, "dispatch"):
         check_sending(owner, buffer, sending)
         source = _source_columns(len(check_rows(sending.x, is_triple_allowed=True)))
         capacity = None
         if sending.num_worst_tokens:
             capacity = Capacity(num_rows=sending.num_worst_tokens, on_overflow="raise")
-        return (*packed(sending.x, source), _choices(buffer, sending), capacity)
-
-    data, wire_scales, choices, capacity = checked(buffer, "dispatch", prepare)
+        data, wire_scales = packed(sending.x, source)
+        choices = _choices(buffer, sending)
     result = buffer.dispatch(
         (data, wire_scales),
         choices,
@@ -169,7 +168,8 @@ def check_sending(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> None
 def dispatch_cached(handle: RankMajorHandle, x: Rows) -> Rows:
     """Send to the places of an earlier dispatch. Collective."""
     buffer = handle.buffer
-    checked(buffer, "dispatch", lambda: check_rows(x, is_triple_allowed=True))
+    with Telling(buffer.reject, "dispatch"):
+        check_rows(x, is_triple_allowed=True)
     rows = packed(x) if isinstance(x, tuple) else x.detach()
     result = buffer.dispatch(rows, None, handle=handle.native)
     received = result.x if result.x_sf is None else unpacked(x, result.x, result.x_sf)
@@ -206,8 +206,7 @@ def combine(
         async_op: Return before the end.
     """
     buffer, native = handle.buffer, handle.native
-
-    def prepare() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    with Telling(buffer.reject, "combine"):
         rows = check_tensor("x", x, (handle.num_rows, None), *arithmetic.ADDABLE_DTYPES)
         if topk_weights is not None and not handle.has_topk:
             raise ValueError("topk_weights are given, the handle's dispatch had no topk_idx")
@@ -215,9 +214,8 @@ def combine(
             shape_of_weights = (handle.num_rows, handle.num_topk)
             check_tensor("topk_weights", topk_weights, shape_of_weights, torch.float32)
         shape = (native.num_tokens, rows.shape[1])
-        return rows.detach()[: native.num_recv_tokens], check_biases(bias, shape, rows.dtype)
-
-    rows, biases = checked(buffer, "combine", prepare)
+        biases = check_biases(bias, shape, rows.dtype)
+        rows = rows.detach()[: native.num_recv_tokens]
     if topk_weights is None:
         return combine_rows(owner, buffer, native, rows, None, biases, async_op=async_op)
     combined = combine_rows(

@@ -17,7 +17,7 @@ from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.options import DispatchOptions, check_options, encode_dispatch
-from moe_comm.peers import missed_calls
+from moe_comm.peers.missed_calls import Telling, keep
 from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
 
@@ -234,9 +234,8 @@ def combine(
 
 
 def _refuse_buffer(operation: str, buffer: object) -> NoReturn:
-    error = TypeError(f"buffer must be an EpBuffer, got {type(buffer).__name__}")
-    missed_calls.keep(operation, error)
-    raise error
+    with Telling(keep, operation):
+        raise TypeError(f"buffer must be an EpBuffer, got {type(buffer).__name__}")
 
 
 def _is_operand(value: Any, *, is_optional: bool = False) -> bool:

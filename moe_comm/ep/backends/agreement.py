@@ -11,6 +11,7 @@ from moe_comm.ep.backends.base import Backend
 from moe_comm.ep.config import EpConfig
 from moe_comm.peers.agree import agree, raise_different
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.missed_calls import Telling
 
 __all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config"]
 
@@ -99,7 +100,7 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
         TypeError: A rank's configuration is none, on every rank.
     """
     name = communicator.backend
-    try:
+    with Telling(communicator.reject):
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
         backend_class = load_backend(name)
@@ -114,7 +115,5 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
                 "rank_reduction is of ranks that share a node: a node must have all "
                 f"{num_ranks} ranks, got {num_local_ranks}"
             )
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers must hear of it
-        communicator.reject(error)
     communicator.exchange("EpBuffer", b"")
     return backend_class
