@@ -22,9 +22,7 @@ std::shared_ptr<ops::Endpoint> create_endpoint(py::handle settings,
   config.rail = std::move(rail);
   config.checks_messages = checks_messages;
   const py::gil_scoped_release no_gil;
-  auto endpoint = ops::Endpoint::create(native->group, std::move(config), signal_check());
-  endpoint->put_beside(native->kept);
-  return drop_without_gil(std::move(endpoint));
+  return drop_without_gil(ops::Endpoint::create(native->group, std::move(config), signal_check()));
 }
 
 void weighted_gradient(ops::Endpoint& endpoint,

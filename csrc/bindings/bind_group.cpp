@@ -185,12 +185,10 @@ void bind_group(py::module_& module) {
           "reserve",
           [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
           py::call_guard<py::gil_scoped_release>())
-      .def("trim",
-           [](NativeGroup& self) {
-             self.kept->forget();
-             const py::gil_scoped_release no_gil;
-             return self.heap->trim();
-           })
+      .def(
+          "trim",
+          [](NativeGroup& self) { return self.heap->trim(); },
+          py::call_guard<py::gil_scoped_release>())
       .def("heap_stats",
            [](const NativeGroup& self) { return heap_stats_dict(self.heap->stats()); })
       .def("recover",
@@ -203,13 +201,14 @@ void bind_group(py::module_& module) {
              return py::make_tuple(result.failed_ranks, result.completed_epochs);
            })
       .def("prepare_to_leave", [](NativeGroup& self) { self.group->prepare_to_leave(); })
-      .def("destroy", [](NativeGroup& self) {
-        self.kept->forget();
-        const py::gil_scoped_release no_gil;
-        self.group->destroy();
-        if (self.owns_mesh)
-          self.mesh->leave();
-      });
+      .def(
+          "destroy",
+          [](NativeGroup& self) {
+            self.group->destroy();
+            if (self.owns_mesh)
+              self.mesh->leave();
+          },
+          py::call_guard<py::gil_scoped_release>());
   bind_shrink(group);
 }
 

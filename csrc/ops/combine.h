@@ -29,7 +29,6 @@ struct CombineParams : CombineOptions {
   int32_t row_weight_bytes = 0;             ///< 4, 8, or 0 when none are pulled
   std::byte* out = nullptr;                 ///< [num_tokens, row_bytes], or null
   std::shared_ptr<const PlanHeader> plan;   ///< of the endpoint's own kind
-  std::shared_ptr<Window> window;           ///< for what sums_window() lays out; null for a new one
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };
 

@@ -43,12 +43,9 @@ class CombineSteps {
           [this](const std::byte* source, int64_t bytes) { return copy_to_window(source, bytes); },
           &message.offer,
           &message.weights_offer);
-      if (params_.window)
-        window_ = params_.window;
-      else
-        window_ = sums_window_.bytes == 0
-                      ? endpoint_.memory().allocate(0)
-                      : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
+      window_ = sums_window_.bytes == 0
+                    ? endpoint_.memory().allocate(0)
+                    : exchange_.allocate(static_cast<uint64_t>(sums_window_.bytes));
     } catch (const CapacityError& error) {
       exchange_.reject(message.arguments, error);
     }

@@ -107,10 +107,6 @@ class EndpointBase : public BufferBase {
   /// that are asynchronous too, so that they and runs of graphs keep the order of the calls.
   virtual bool has_graphs() const { return false; }
 
-  /// Lives as long as this, for whoever calls it; operations do not look at it. Null for nothing.
-  const std::shared_ptr<void>& beside() const { return beside_; }
-  void put_beside(std::shared_ptr<void> object) { beside_ = std::move(object); }
-
   /// A window of about the size of recent needs, without growing the heap; may be empty.
   std::shared_ptr<Window> guess_window();
   void remember_need(uint64_t bytes);
@@ -167,7 +163,6 @@ class EndpointBase : public BufferBase {
 
   void end_operations(const group::InterruptCheck& interrupt_check);
 
-  std::shared_ptr<void> beside_;
   EndpointConfig config_;
   layout::Placement placement_;
   std::vector<std::shared_ptr<Window>> control_windows_;

@@ -530,8 +530,6 @@ class Communicator(ElasticRanks, Destroyable):
     def trim(self) -> int:
         """Give the pages of all free heap memory of this rank back to the system. Local.
 
-        Memory that is kept for LOW_LATENCY results to come is free from then on.
-
         Memory of a GPU stays: peers have it mapped.
 
         Returns:

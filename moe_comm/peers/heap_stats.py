@@ -14,7 +14,7 @@ class HeapStats:
     Args:
         segment_bytes: Sum over segments.
         resident_bytes: Of those, backed by memory (`trim()` gives the rest back).
-        live_bytes: In windows that a tensor or an operation holds, or that are kept for LOW_LATENCY results.
+        live_bytes: In windows that a tensor or an operation holds.
         quarantined_bytes: Kept aside after an abort, until `recover()`.
         peak_live_bytes: Most `live_bytes` so far.
         num_segments: Segments.

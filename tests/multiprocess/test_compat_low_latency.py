@@ -268,7 +268,6 @@ def check_rows_are_let_go(context: RankContext) -> None:
         del made
 
         def live_bytes() -> int:
-            communicator.trim()  # and what is kept for later results
             return communicator.heap_stats().live_bytes
 
         # The thread that ran the operation lets go a moment after it was waited for.

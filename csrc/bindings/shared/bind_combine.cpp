@@ -47,22 +47,6 @@ std::optional<ops::CombineParams> read_combine(const ops::EndpointBase& endpoint
   return params;
 }
 
-void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params) {
-  KeptResults* const kept = kept_results_of(endpoint);
-  // What may become part of a graph is not kept: it would keep the graph.
-  if (kept == nullptr || params->plan->layout() != layout::RowLayout::kLowLatency ||
-      !params->has_rows || params->out != nullptr || params->gradients != 0)
-    return;
-  const auto bytes = static_cast<uint64_t>(ops::sums_window(*params).bytes);
-  if (bytes == 0)
-    return;
-  try {
-    params->window = kept->sums.take(endpoint.memory(), bytes);
-  } catch (const CapacityError&) {
-    // The operation finds the same, and tells the peers.
-  }
-}
-
 void bind_submitted_combine(py::module_& module) {
   py::class_<SubmittedCombine>(module, "SubmittedCombine", py::module_local())
       .def("is_complete", &SubmittedCombine::is_complete)

@@ -6,7 +6,6 @@
 #include "bindings/shared/call_options.h"
 #include "bindings/shared/call_tensors.h"
 #include "bindings/shared/count_writes.h"
-#include "bindings/shared/kept_results.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "ops/combine.h"
@@ -56,10 +55,6 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
   py::object sums() {
     const ops::CombineOutcome& outcome = wait();
     const TensorForm form({params_.plan->num_tokens, params_.hidden}, dlpack_type(params_.dtype));
-    // Sums that were copied out of the window lie elsewhere.
-    if (params_.window != nullptr && outcome.owner == params_.window)
-      return kept_results_of(*endpoint())
-          ->sums.tensor(params_.window, outcome.sums, form, device());
     return make_tensor(outcome.owner, outcome.sums, form, device());
   }
 
@@ -84,15 +79,11 @@ struct CombineArguments {
 std::optional<ops::CombineParams> read_combine(const ops::EndpointBase& endpoint,
                                                const CombineArguments& arguments);
 
-/// Sums of low-latency rows have the size of those before.
-void take_sums_window(ops::EndpointBase& endpoint, ops::CombineParams* params);
-
 /// @param tensors  tensors() are those of the call, as a tuple.
 template <typename EndpointT, typename MakeTuple>
 std::unique_ptr<SubmittedCombine> submit_combine(std::shared_ptr<EndpointT> endpoint,
-                                                 ops::CombineParams params,
+                                                 const ops::CombineParams& params,
                                                  const MakeTuple& tensors) {
-  take_sums_window(*endpoint, &params);
   std::shared_ptr<void> inputs = keep_inputs(*endpoint, params.is_async, tensors);
   auto* const raw = endpoint.get();
   return std::make_unique<SubmittedCombine>(

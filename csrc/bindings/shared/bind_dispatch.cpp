@@ -70,20 +70,12 @@ DispatchTensors view_dispatch(const DispatchArguments& arguments) {
 /// The window of a low-latency dispatch does not wait for counts.
 void take_window(ops::EndpointBase& endpoint, ops::DispatchParams* params) {
   const layout::RowLayout layout = params->plan ? params->plan->layout() : params->layout;
-  KeptResults* const kept = kept_results_of(endpoint);
-  if (layout != layout::RowLayout::kLowLatency) {
-    if (kept != nullptr)
-      kept->give_back();  // rows of other layouts may need the memory
+  if (layout != layout::RowLayout::kLowLatency)
     return;
-  }
   const auto bytes = static_cast<uint64_t>(ops::low_latency_window(endpoint, *params).bytes);
   params->is_captured = endpoint.is_capturing();
   try {
-    // What may become part of a graph is not kept: it would keep the graph.
-    if (kept != nullptr && params->gradients == 0)
-      params->window = kept->rows.take(endpoint.memory(), bytes);
-    else
-      params->window = endpoint.take_window(bytes, *params->is_captured);
+    params->window = endpoint.take_window(bytes, *params->is_captured);
     if (params->window == nullptr)
       params->window = endpoint.memory().allocate(bytes);
   } catch (const CapacityError&) {

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "bindings/shared/call_tensors.h"
-#include "bindings/shared/kept_results.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "core/error.h"
@@ -99,26 +98,24 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
   py::object num_tokens_per_expert() {
     const ops::DispatchOutcome& outcome = wait();
     const auto& counts = counted_plan().received.num_tokens_per_expert;
+    const auto size = static_cast<int64_t>(counts.size());
     if (outcome.num_tokens_per_expert)
       return make_tensor(outcome.num_tokens_per_expert,
                          outcome.num_tokens_per_expert.get(),
-                         {static_cast<int64_t>(counts.size())},
+                         {size},
                          kInt64,
                          device());
-    return numbers_tensor(kTokensPerExpert, counts, kInt64);
+    return vector_tensor(counts, {size}, kInt64);
   }
 
   py::object expert_offsets() {
     const ops::DispatchOutcome& outcome = wait();
     const auto& starts = outcome.plan->received.expert_offsets;
+    const auto size = static_cast<int64_t>(starts.size());
     if (outcome.expert_offsets)
-      return make_tensor(outcome.expert_offsets,
-                         outcome.expert_offsets.get(),
-                         {static_cast<int64_t>(starts.size())},
-                         kInt32,
-                         device());
-    return numbers_tensor(
-        kExpertOffsets, std::vector<int32_t>(starts.begin(), starts.end()), kInt32);
+      return make_tensor(
+          outcome.expert_offsets, outcome.expert_offsets.get(), {size}, kInt32, device());
+    return vector_tensor(std::vector<int32_t>(starts.begin(), starts.end()), {size}, kInt32);
   }
 
   py::object num_dropped_per_expert() {
@@ -196,21 +193,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
 
   /// Of a part of the low-latency window.
   py::object window_tensor(int64_t offset, const TensorForm& form) const {
-    std::byte* const data = window_->data() + offset;
-    if (KeptResults* const kept = kept_results_of(*endpoint()))
-      return kept->rows.tensor(window_, data, form, device());
-    return make_tensor(window_, data, form, device());
-  }
-
-  /// What goes with a low-latency window.
-  enum Numbers { kTokensPerExpert, kExpertOffsets };
-
-  template <typename Value>
-  py::object numbers_tensor(Numbers kind, std::vector<Value> values, int32_t type) const {
-    if (KeptResults* const kept = kept_results_of(*endpoint()); kept != nullptr && window_)
-      return kept->rows.numbers(window_.get(), kind, values, type);
-    const auto size = static_cast<int64_t>(values.size());
-    return vector_tensor(std::move(values), {size}, type);
+    return make_tensor(window_, window_->data() + offset, form, device());
   }
 
   int64_t row_bytes_;

@@ -120,16 +120,14 @@ void bind_endpoint(py::module_& module,
            })
       .def("enable_trace", [](EndpointT& self) { self.tracer().enable(); })
       .def("take_trace", [](EndpointT& self) { return take_trace(self); })
-      .def("destroy", [](EndpointT& self) {
-        {
-          const py::gil_scoped_release no_gil;
-          self.destroy(signal_check());
-        }
-        if (KeptResults* const kept = kept_results_of(self))
-          kept->forget();
-        if (const std::exception_ptr error = self.take_untold_error())
-          std::rethrow_exception(error);
-      });
+      .def(
+          "destroy",
+          [](EndpointT& self) {
+            self.destroy(signal_check());
+            if (const std::exception_ptr error = self.take_untold_error())
+              std::rethrow_exception(error);
+          },
+          py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace moe::bindings

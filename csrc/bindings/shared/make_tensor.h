@@ -33,8 +33,6 @@ struct TensorForm {
   TensorForm(std::initializer_list<int64_t> sizes,
              std::initializer_list<int64_t> steps,
              int32_t type);
-
-  friend bool operator==(const TensorForm&, const TensorForm&) = default;
 };
 
 /// A torch tensor over memory that @p owner keeps alive, without a copy.

@@ -2,7 +2,6 @@
 
 #include <memory>
 
-#include "bindings/shared/kept_results.h"
 #include "group/group.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
@@ -15,7 +14,6 @@ struct NativeGroup {
   std::shared_ptr<heap::ShmHeap> heap;
   std::shared_ptr<group::Group> group;
   bool owns_mesh = false;
-  std::shared_ptr<KeptResults> kept = make_kept_results();
 };
 
 }  // namespace moe::bindings
