@@ -4,7 +4,8 @@
 were; `metadata`, `metadata_extraction` and `parallelism` what a rank says about them; `intervals`,
 `tensor_layout`, `mesh_layouts` and `layouts` which elements of the whole tensor that is, or, by
 `disagreement`, that ranks contradict each other. `checkpoint_views` says all this in a checkpoint's names,
-`converted_views` by a conversion into them, `transformers_views` by that of a model of transformers.
+`converted_views` by a conversion into them, `transformers_views` by that of a model of transformers, and
+`loader_views` finds it out for an engine by a run of its own loader.
 
 Knows: nothing else.
 """

@@ -1,0 +1,579 @@
+"""Tensors of an engine as its own loader fills them: a run of `load_weights` without values, written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.checkpoint_views import CheckpointView
+from moe_comm.resharding.describe.intervals import Box, Interval
+from moe_comm.resharding.describe.tensor_layout import Layout, Shape, common_shape, refine
+
+__all__ = ["LoadWeights", "LoaderViews", "TensorSpec", "loader_views"]
+
+aten = torch.ops.aten
+
+LoadWeights = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+
+_VIEWS = frozenset(
+    {
+        aten._reshape_alias.default,
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.detach.default,
+        aten.diagonal.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unbind.int,
+        aten.unfold.default,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
+_COPIES = frozenset({aten._to_copy.default, aten.clone.default})
+_CONSTANTS = frozenset({aten.fill_.Scalar, aten.zero_.default})
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a checkpoint, without its values."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class _Geometry(NamedTuple):
+    """Elements of a storage: per dimension how many, how far apart, and which is the first."""
+
+    shape: Shape
+    stride: Shape
+    offset: int
+
+
+class _Origin(NamedTuple):
+    """The tensor of the checkpoint whose indices a storage without memory stands for."""
+
+    name: str
+    spec: TensorSpec
+    cast: torch.dtype
+
+
+class _Target(NamedTuple):
+    """A tensor that a loader fills."""
+
+    name: str
+    tensor: torch.Tensor
+    first: int
+    stop: int
+
+
+class _Copy(NamedTuple):
+    """One copy of a loader; without an origin, of a constant."""
+
+    target: _Target
+    geometry: _Geometry
+    read: _Geometry
+    origin: _Origin | None
+    constant: float
+
+
+class _Axis(NamedTuple):
+    """Indices of one dimension of a base, and how a view walks them."""
+
+    size: int
+    start: int
+    length: int
+    view_dim: int | None
+    num_inner: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderViews:
+    """Places of an engine, by the names of a checkpoint.
+
+    Args:
+        views: Every copy of the loader, in its order.
+        padding: Views of what the loader fills with a constant, and the constant.
+        ignored: Names that fill nothing here, because other ranks hold them.
+    """
+
+    views: tuple[CheckpointView, ...]
+    padding: tuple[tuple[torch.Tensor, float], ...]
+    ignored: frozenset[str]
+
+
+def _geometry(tensor: torch.Tensor) -> _Geometry:
+    return _Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@functools.lru_cache(maxsize=65536)
+def _axes(base: _Geometry, view: _Geometry) -> tuple[_Axis, ...] | None:
+    """Return a view as a product of intervals of its base, whose dimensions are cut where it needs it.
+
+    Args:
+        base: Its elements do not overlap.
+        view: Of the same storage.
+
+    Returns:
+        Axes from the farthest apart to the nearest; `num_inner` elements of dimension `view_dim` of
+        the view are passed by one step along the axis. None where it is no such product.
+    """
+    order = sorted(
+        (dim for dim, size in enumerate(base.shape) if size > 1),
+        key=lambda dim: base.stride[dim],
+        reverse=True,
+    )
+    steps = {step for size, step in zip(view.shape, view.stride, strict=True) if size > 1}
+    cells: list[tuple[int, int]] = []
+    for dim in order:
+        size, step = base.shape[dim], base.stride[dim]
+        inner = sorted(cut for cut in steps if step < cut < step * size)
+        edges = [step, *inner, step * size]
+        if any(after % before for before, after in itertools.pairwise(edges)):
+            return None
+        cells += [(edges[at + 1] // edges[at], edges[at]) for at in reversed(range(len(edges) - 1))]
+    rest = view.offset - base.offset
+    starts = []
+    for _, step in cells:
+        starts.append(rest // step)
+        rest %= step
+    if rest or any(not 0 <= at < size for at, (size, _) in zip(starts, cells, strict=True)):
+        return None
+    walked: dict[int, tuple[int, int, int]] = {}
+    for view_dim, (count, step) in enumerate(zip(view.shape, view.stride, strict=True)):
+        num_inner = 1
+        while count > 1:
+            # A dimension that is longer than the axis goes on along the one before it.
+            at = next((at for at, cell in enumerate(cells) if cell[1] == step), None)
+            if at is None or at in walked:
+                return None
+            size = cells[at][0]
+            length = min(count, size)
+            if starts[at] + length > size or count % length:
+                return None
+            walked[at] = (length, view_dim, num_inner)
+            count, step, num_inner = count // length, step * size, num_inner * length
+            if count > 1 and length != size:
+                return None
+    return tuple(
+        _Axis(size, start, *walked.get(at, (1, None, 1)))
+        for at, ((size, _), start) in enumerate(zip(cells, starts, strict=True))
+    )
+
+
+def _contiguous(shape: Shape) -> _Geometry:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return _Geometry(shape, tuple(reversed(strides)), 0)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of a loader: lets views pass, writes copies down, refuses the rest.
+
+    Tensors of the checkpoint are on the meta device. A storage there stands for the elements of one
+    of them, in order, however a tensor looks at it.
+    """
+
+    def __init__(self, targets: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: list[_Copy] = []
+        self.current = ""
+        self.refusal: Exception | None = None
+        self._origins: dict[int, _Origin] = {}
+        self._scalars: dict[float, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []
+        self._targets: dict[int, list[_Target]] = {}
+        for name, tensor in targets:
+            if tensor.numel():
+                span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                first = int(tensor.storage_offset())
+                target = _Target(name, tensor.detach(), first, first + span + 1)
+                self._targets.setdefault(_place(tensor), []).append(target)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare every operation the wrapper that keeps compiled code out; none is compiled here."""
+        return False
+
+    def tensors(self, checkpoint: Mapping[str, TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+        """Make names and tensors without memory, as a loader takes them."""
+        made = []
+        for name, spec in checkpoint.items():
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            self._keep(tensor, _Origin(name, spec, spec.dtype))
+            made.append((name, tensor))
+        return made
+
+    def handed_out(
+        self, named: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand out one after the other, and remember which a loader has."""
+        for self.current, tensor in named:
+            yield self.current, tensor
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is aten.copy_.default:
+            origin = self._origin(args[1])
+            if origin is not None:
+                return self._copy(args[0], args[1], origin)
+        elif func in _VIEWS:
+            return func(*args, **(kwargs or {}))
+        read = next((each for each in _tensors((args, kwargs)) if self._origin(each)), None)
+        if read is None:
+            return self._without_checkpoint(func, args, kwargs or {})
+        origin = self._origin(read)
+        assert origin is not None
+        if func is aten._unsafe_view.default:
+            return self._view(func, read, args[1], origin)
+        if func in _COPIES:
+            return self._cast(read, (kwargs or {}).get("dtype") or read.dtype, origin)
+        if func is aten._local_scalar_dense.default and read.dtype.is_floating_point:
+            return self._scalar(read)
+        raise self._refuse(origin.name, f"{func} of it")
+
+    def _origin(self, tensor: Any) -> _Origin | None:
+        if tensor.device.type != "meta":
+            return None
+        return self._origins.get(_place(tensor))
+
+    def _keep(self, tensor: torch.Tensor, origin: _Origin) -> None:
+        self._kept.append(tensor)
+        self._origins[_place(tensor)] = origin
+
+    def _refuse(self, name: str, what: str) -> Exception:
+        """Return what to raise; kept, because a loader may go on without it."""
+        error = NotImplementedError(
+            f"{name}: the loader asks for {what}; a refit writes views of a tensor of a checkpoint, "
+            "and one cast on the way"
+        )
+        self.refusal = self.refusal or error
+        return error
+
+    def _view(self, func: Any, read: torch.Tensor, shape: Any, origin: _Origin) -> torch.Tensor:
+        try:
+            return read.view(shape)
+        except RuntimeError:
+            raise self._refuse(
+                origin.name, f"{func} to {tuple(shape)} of shape {tuple(read.shape)}"
+            ) from None
+
+    def _cast(self, read: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
+        """Return another storage of the same elements: a copy that keeps where each comes from."""
+        if origin.cast not in (origin.spec.dtype, dtype):
+            raise self._refuse(origin.name, f"a cast to {origin.cast} and one to {dtype}")
+        memory = torch.empty(origin.spec.shape, dtype=dtype, device="meta")
+        copied = memory.as_strided(read.shape, read.stride(), read.storage_offset())
+        self._keep(copied, origin._replace(cast=dtype))
+        return copied
+
+    def _scalar(self, read: torch.Tensor) -> float:
+        """Return a number that is known again when a tensor is filled with it."""
+        number = 1e300 * (1 + len(self._scalars) * 2**-40)
+        self._scalars[number] = read
+        return number
+
+    def _target(self, written: torch.Tensor) -> _Target | None:
+        offset = written.storage_offset()
+        for target in self._targets.get(_place(written), ()):
+            if target.first <= offset < target.stop:
+                return target
+        return None
+
+    def _copy(self, written: torch.Tensor, read: torch.Tensor, origin: _Origin) -> torch.Tensor:
+        if not written.numel():
+            return written
+        target = self._target(written)
+        if target is None:
+            raise self._refuse(
+                origin.name, f"a copy into a tensor of shape {tuple(written.shape)}, no parameter"
+            )
+        dtypes = (origin.spec.dtype, written.dtype)
+        if origin.cast not in dtypes or written.dtype != target.tensor.dtype:
+            raise self._refuse(
+                origin.name,
+                f"a cast to {origin.cast} before a copy as {written.dtype} into {target.name} of "
+                f"{target.tensor.dtype}",
+            )
+        geometry = _geometry(written)
+        read_geometry = _geometry(read)
+        if read_geometry.shape != geometry.shape:
+            read_geometry = _geometry(read.expand(geometry.shape))
+        self.copies.append(_Copy(target, geometry, read_geometry, origin, 0.0))
+        return written
+
+    def _without_checkpoint(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Let pass what neither reads the checkpoint nor writes a target; write constants down."""
+        if not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        written = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        target = None if written is None else self._target(written)
+        if target is None and not any(map(self._target, _tensors((args[1:], kwargs)))):
+            return func(*args, **kwargs)
+        if func not in _CONSTANTS or written is None or target is None:
+            name = target.name if target is not None else self.current
+            raise self._refuse(self.current, f"{func} into {name}, with values that are not its")
+        constant = float(args[1]) if len(args) > 1 else 0.0
+        read = self._scalars.pop(constant, None)
+        if read is not None:
+            origin = self._origin(read)
+            assert origin is not None
+            return self._copy(written, read, origin)
+        if written.numel():
+            geometry = _geometry(written)
+            self.copies.append(_Copy(target, geometry, geometry, None, constant))
+        return written
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors among arguments, in lists too."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _tensors(each)
+    elif isinstance(values, Mapping):
+        yield from _tensors(tuple(values.values()))
+
+
+def _split_repeats(copy: _Copy) -> Iterator[tuple[_Geometry, _Geometry]]:
+    """What is read and written, once for every index of a dimension along which one element is repeated."""
+    shape, stride, offset = copy.read
+    repeated = [dim for dim, size in enumerate(shape) if size > 1 and not stride[dim]]
+    if not repeated:
+        yield copy.read, copy.geometry
+        return
+    once = tuple(1 if dim in repeated else size for dim, size in enumerate(shape))
+    counts = tuple(shape[dim] for dim in repeated)
+    for number in range(intervals.num_elements(counts)):
+        first = copy.geometry.offset
+        for dim in reversed(repeated):
+            number, index = divmod(number, shape[dim])
+            first += index * copy.geometry.stride[dim]
+        yield _Geometry(once, stride, offset), _Geometry(once, copy.geometry.stride, first)
+
+
+def _views(copy: _Copy, origin: _Origin) -> Iterator[CheckpointView]:
+    disk = _contiguous(origin.spec.shape)
+    for read, written in _split_repeats(copy):
+        axes = _axes(disk, read)
+        if axes is None:
+            raise NotImplementedError(
+                f"{origin.name}: the loader copies shape {read.shape}, strides {read.stride}, offset "
+                f"{read.offset} of shape {origin.spec.shape} into {copy.target.name}; that is no "
+                "product of intervals"
+            )
+        lengths = tuple(axis.length for axis in axes)
+        strides = tuple(
+            0 if axis.view_dim is None else written.stride[axis.view_dim] * axis.num_inner
+            for axis in axes
+        )
+        yield CheckpointView(
+            origin.name,
+            tuple(axis.size for axis in axes),
+            tuple((Interval(axis.start, 0, axis.length),) for axis in axes),
+            copy.target.tensor.as_strided(lengths, strides, written.offset),
+        )
+
+
+def _box(copy: _Copy) -> tuple[Shape, Box]:
+    """Return the finer shape of a target that a copy needs, and what the copy writes of it."""
+    axes = _axes(_geometry(copy.target.tensor), copy.geometry)
+    if axes is None:
+        name = copy.origin.name if copy.origin else "a constant"
+        raise NotImplementedError(
+            f"{name}: the loader writes shape {copy.geometry.shape}, strides {copy.geometry.stride}, "
+            f"offset {copy.geometry.offset} of {copy.target.name} of shape "
+            f"{tuple(copy.target.tensor.shape)}; that is no product of intervals"
+        )
+    return (
+        tuple(axis.size for axis in axes),
+        tuple((axis.start, axis.start + axis.length) for axis in axes),
+    )
+
+
+def _boxes(copies: list[_Copy]) -> tuple[Shape, list[Box]]:
+    """What copies write of one target, all in one finer shape of it."""
+    found = [_box(copy) for copy in copies]
+    shapes = {shape for shape, _ in found}
+    if len(shapes) == 1:
+        return shapes.pop(), [box for _, box in found]
+    finest = common_shape(shapes)
+    boxes = []
+    for shape, box in found:
+        held = tuple((Interval(start, 0, stop - start),) for start, stop in box)
+        sizes = tuple(stop - start for start, stop in box)
+        layout = refine(Layout(sizes, shape, held), finest) if finest else None
+        if finest is None or layout is None:
+            raise NotImplementedError(
+                f"the loader fills {copies[0].target.name} in parts of shapes {sorted(shapes)}, which "
+                "are no views of each other"
+            )
+        boxes.append(tuple((part[0][0], part[0][0] + part[0][2]) for part in layout.dims))
+    assert finest is not None
+    return finest, boxes
+
+
+def _uncovered(copies: list[_Copy], boxes: list[Box]) -> list[Box]:
+    """Return the parts of constants that no later copy writes.
+
+    Raises:
+        NotImplementedError: A constant is written over a part of the checkpoint.
+    """
+    left: list[Box] = []
+    written: list[tuple[str, Box]] = []
+    for copy, box in zip(copies, boxes, strict=True):
+        left = [part for rest in left for part in intervals.subtract(rest, box)]
+        if copy.origin is not None:
+            written.append((copy.origin.name, box))
+            continue
+        for name, other in written:
+            if intervals.subtract(other, box) != [other]:
+                raise NotImplementedError(
+                    f"{name}: the loader writes {copy.constant} over it in {copy.target.name}"
+                )
+        left.append(box)
+    return left
+
+
+def _check_covered(name: str, tensor: torch.Tensor, copies: list[_Copy]) -> None:
+    """Hold the copies into a target against it: every element once.
+
+    Raises:
+        ValueError: An element is written by no tensor of the checkpoint, or by two.
+    """
+    if not copies:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)}: the loader fills it from no tensor of the checkpoint"
+        )
+    shape, boxes = _boxes(copies)
+    values = [box for copy, box in zip(copies, boxes, strict=True) if copy.origin is not None]
+    if len(values) < len(boxes):
+        values += _uncovered(copies, boxes)
+    defect = intervals.find_defect(shape, values)
+    if defect is None:
+        return
+    bounds = ", ".join(f"{start}:{stop}" for start, stop in defect.box)
+    whole = tuple((0, size) for size in shape[len(defect.box) :])
+    writers = [
+        copy.origin.name
+        for copy, box in zip(copies, boxes, strict=True)
+        if copy.origin is not None
+        and intervals.subtract((*defect.box, *whole), box) != [(*defect.box, *whole)]
+    ]
+    if defect.kind == "overlap":
+        raise ValueError(
+            f"{name}[{bounds}] of shape {shape}: the loader fills it from {' and from '.join(writers)}"
+        )
+    raise ValueError(
+        f"{name}[{bounds}] of shape {shape}: the loader fills it from no tensor of the checkpoint"
+    )
+
+
+def _of_one_stack(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def loader_views(
+    load_weights: LoadWeights,
+    checkpoint: Mapping[str, TensorSpec | torch.Tensor],
+    targets: Iterable[tuple[str, torch.Tensor]],
+    *,
+    optional: Iterable[tuple[str, torch.Tensor]] = (),
+    other_ranks: bool = False,
+) -> LoaderViews:
+    """Return where an engine keeps the tensors of a checkpoint, by a run of its own loader.
+
+    The loader gets tensors without memory. Views of them and of the targets are followed, copies are
+    written down, and nothing is written to a target.
+
+    Args:
+        load_weights: Of the engine; takes an iterator of names and tensors.
+        checkpoint: By name, in the order in which the loader gets them; anything that has a shape and
+            a dtype.
+        targets: Names and tensors that the loader must fill, each element once; strided, on any device.
+        optional: Names and tensors that it may fill, then each element once.
+        other_ranks: Whether other ranks load the same checkpoint: the loader may then pass over a name
+            where it takes one that differs in numbers alone, as of another expert.
+
+    Raises:
+        NotImplementedError: The loader does more with a tensor than views, copies and a cast on the
+            way; the message names tensor and operation.
+        ValueError: An element of a target is filled by no name or by two, the loader passes over a
+            name, or it refuses one.
+    """
+    required, allowed = list(targets), list(optional)
+    specs = {
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()
+    }
+    recorder = _Recorder([*required, *allowed])
+    named = recorder.tensors(specs)
+    with torch.no_grad(), recorder:
+        try:
+            load_weights(recorder.handed_out(named))
+        except Exception as error:
+            raise recorder.refusal or ValueError(
+                f"{recorder.current}: the loader refuses it: {type(error).__name__}: {error}"
+            ) from error
+    if recorder.refusal is not None:
+        raise recorder.refusal
+    by_target: dict[str, list[_Copy]] = {}
+    views: list[CheckpointView] = []
+    padding = []
+    for copy in recorder.copies:
+        by_target.setdefault(copy.target.name, []).append(copy)
+        if copy.origin is None:
+            written = copy.target.tensor.as_strided(*copy.geometry)
+            padding.append((written, copy.constant))
+        else:
+            views.extend(_views(copy, copy.origin))
+    taken = {view.name for view in views}
+    ignored = [
+        name
+        for name, spec in specs.items()
+        if name not in taken and intervals.num_elements(spec.shape)
+    ]
+    stacks = {_of_one_stack(name) for name in taken} if other_ranks else set()
+    extra = [name for name in ignored if _of_one_stack(name) not in stacks]
+    if extra:
+        raise ValueError(
+            f"{extra[0]} of shape {specs[extra[0]].shape}: the loader puts it nowhere"
+            f"{f', nor {len(extra) - 1} more' if len(extra) > 1 else ''}"
+        )
+    for name, tensor in required:
+        if tensor.numel():
+            _check_covered(name, tensor, by_target.get(name, []))
+    for name, tensor in allowed:
+        if name in by_target:
+            _check_covered(name, tensor, by_target[name])
+    return LoaderViews(tuple(views), tuple(padding), frozenset(ignored))
