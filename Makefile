@@ -209,7 +209,7 @@ test-vllm: build  ## vLLM on CPUs over this package: two data-parallel ranks, on
 	  "transformers$(SINCE_3_11)" "xgrammar$(SINCE_3_11)"
 	$(install) --upgrade --target build/vllm $(VLLM_NEEDS:%="%$(SINCE_3_11)")
 	PYTHONPATH="$(CURDIR)/build/vllm" $(BIN)/python -m pytest -m "not slow" -rs \
-	  tests/multiprocess/test_vllm.py $(TEST_ARGS)
+	  tests/multiprocess/test_vllm.py tests/multiprocess/test_vllm_refit.py $(TEST_ARGS)
 
 .PHONY: check-bare
 check-bare: test-programs  ## What make installs: resolves on the plain index, suffices and is all there is

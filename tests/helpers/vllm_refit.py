@@ -1,0 +1,194 @@
+"""Whole versions of weights into vLLM on CPUs, in this process: tokens are those of transformers.
+
+VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m tests.helpers.vllm_refit FOLDER eager|compiled
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeForCausalLM
+
+from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
+from moe_comm.resharding.engines.vllm_cpu import VllmCpuModel
+from tests.helpers.vllm_servers import NUM_EXPERTS, VOCABULARY, save_model
+
+NUM_TOKENS = 16
+PROMPTS = [[(7 * idx + 3 * pos) % VOCABULARY for pos in range(2 + 3 * idx)] for idx in range(6)]
+ROUTED = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tokens_of_transformers(model: Qwen3MoeForCausalLM) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        answer = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        answers.append(answer[0, len(prompt) :].tolist())
+    return answers
+
+
+def checkpoints(folder: Path) -> tuple[list[Tensors], list[list[list[int]]]]:
+    """Two sets of weights by disk names, and transformers' tokens of each."""
+    first = Qwen3MoeForCausalLM.from_pretrained(save_model(folder / "first"), dtype=torch.float32)
+    torch.manual_seed(5)
+    second = Qwen3MoeForCausalLM(first.config)
+    second.save_pretrained(folder / "second")
+    tensors = [load_file(folder / name / "model.safetensors") for name in ("first", "second")]
+    tokens = [tokens_of_transformers(model.eval()) for model in (first, second)]
+    assert tokens[0] != tokens[1]
+    return tensors, tokens
+
+
+def fused(tensors: Tensors) -> Tensors:
+    """The same weights with the experts of a layer stacked, as newer checkpoints have them."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            kind: torch.stack([tensors[f"{path}.{e}.{kind}.weight"] for e in range(NUM_EXPERTS)])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        }
+        stacked[f"{path}.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
+        stacked[f"{path}.down_proj"] = parts["down_proj"]
+    return stacked
+
+
+def check_versions(
+    engine: VllmCpuModel, serve: Callable[[], Any], tensors: list[Tensors], tokens: list[Any]
+) -> None:
+    """What is served changes in `commit` alone, there and back."""
+    first, second = tensors
+    assert serve() == tokens[0]
+    with pytest.raises(ValueError, match="version early: nothing was accepted"):
+        engine.commit("early")
+    engine.accept(second)
+    engine.load(second.items())
+    assert serve() == tokens[0]
+    engine.commit("two")
+    assert serve() == tokens[1]
+    assert engine.version == "two"
+    # The staging is as it was: packed once more, it gives the same.
+    engine.moved()
+    engine.commit("two again")
+    assert serve() == tokens[1]
+    engine.accept(first)
+    for view in CheckpointViews(engine.views, engine).views:
+        part = first[view.name].reshape(view.shape)
+        for dim, ((start, _, length),) in enumerate(view.dims):
+            part = part.narrow(dim, start, length)
+        view.tensor.copy_(part)
+    engine.moved()
+    engine.commit("one")
+    assert serve() == tokens[0]
+    stacked = fused(second)
+    engine.accept(stacked)
+    engine.load(stacked.items())
+    engine.commit("stacked")
+    assert serve() == tokens[1]
+
+
+def check_failures(
+    engine: VllmCpuModel, serve: Callable[[], Any], tensors: list[Tensors], tokens: list[Any]
+) -> None:
+    """The version before is served after each of them. Begins with the second, ends with the first."""
+    first, _ = tensors
+    version = engine.version
+    query = "model.layers.0.self_attn.q_proj.weight"
+    expert = "model.layers.1.mlp.experts.3.up_proj.weight"
+    odd = {
+        r"layers\.0\.self_attn\.qkv_proj\.weight\[0:128, .* no tensor": without(first, query),
+        r"layers\.1\..*w13_weight\[3:4, 64:128, .* no tensor": without(first, expert),
+        r"more\.weight: the loader refuses it": first | {"model.more.weight": torch.zeros(2)},
+        r"q_proj\.weight: the loader refuses it": first | {query: torch.zeros(8, 128)},
+        r"up_proj\.weight: the loader refuses it": first | {expert: first[expert].t()},
+    }
+    for says, tensors_of_it in odd.items():
+        with pytest.raises(ValueError, match=says):
+            engine.accept(tensors_of_it)
+    engine.accept(first)
+    engine.load(without(first, query).items())
+    with pytest.raises(ValueError, match=f"^{query}: has not come, nor 0 more of 63 tensors"):
+        engine.commit("without a query")
+    with pytest.raises(ValueError, match=f"^{expert}: comes a second time"):
+        engine.load([(expert, first[expert])])
+    with pytest.raises(ValueError, match=f"^{query}: torch.bfloat16 of .* torch.float32 of"):
+        engine.load([(query, first[query].bfloat16())])
+    assert serve() == tokens[1]
+    engine.load([(query, first[query])])
+    # The second of two layers of experts fails, after everything before it was packed.
+    routed = sys.modules[ROUTED].UnquantizedFusedMoEMethod
+    packed = routed.process_weights_after_loading
+    layers: list[Any] = []
+
+    def fail(self: Any, layer: Any) -> None:
+        layers.append(layer)
+        packed(self, layer)
+        if len(layers) == 2:
+            raise MemoryError("no memory for the second layer")
+
+    with (
+        mock.patch.object(routed, "process_weights_after_loading", fail),
+        pytest.raises(MemoryError, match="second layer"),
+    ):
+        engine.commit("failed")
+    assert engine.version == version
+    assert serve() == tokens[1]
+    engine.commit("one")
+    assert serve() == tokens[0]
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def main(folder: Path, *, is_eager: bool) -> None:
+    """All of it, in one engine."""
+    import vllm
+
+    tensors, tokens = checkpoints(folder)
+    llm = vllm.LLM(
+        str(folder / "first"),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        enforce_eager=is_eager,
+    )
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    def serve() -> list[list[int]]:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    model, config = worker.model_runner.model, worker.vllm_config
+    engine = VllmCpuModel(model, config)
+    check_versions(engine, serve, tensors, tokens)
+    check_failures(engine, serve, tensors, tokens)
+    balanced = copy.copy(config)
+    balanced.parallel_config = copy.copy(config.parallel_config)
+    balanced.parallel_config.enable_eplb = True
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp\..*: an expert load balancer"):
+        VllmCpuModel(model, balanced)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), is_eager=sys.argv[2] == "eager")

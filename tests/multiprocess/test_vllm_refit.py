@@ -1,0 +1,47 @@
+"""Whole versions of weights into vLLM's CPU engine. `make test-vllm` installs vLLM and runs this."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", minversion="0.32")
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+LIMIT_S = 900
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(
+            mode,
+            marks=pytest.mark.client(
+                "vLLM",
+                way="`VllmCpuModel`",
+                ran=f"weights exchanged, {mode}: greedy tokens, failures",
+            ),
+        )
+        for mode in ("eager", "compiled")
+    ],
+)
+def test_whole_versions_are_served(tmp_path: Path, mode: str) -> None:
+    """In a process of its own: an engine leaves a process group behind."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.vllm_refit", str(tmp_path), mode],
+        env=dict(os.environ) | ENVIRONMENT,  # noqa: TID251
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
