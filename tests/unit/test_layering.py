@@ -501,7 +501,7 @@ def test_imports_of_resharding_follow_the_arrows() -> None:
 
 
 def test_folders_of_resharding_know_each_other_one_way() -> None:
-    assert len(RESHARDING_ARROWS) == 9
+    assert len(RESHARDING_ARROWS) == 10
     assert knowing_each_other(RESHARDING_ARROWS) == set()
 
 
