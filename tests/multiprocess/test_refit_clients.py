@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import time
 import types
@@ -18,13 +19,20 @@ from moe_comm.resharding.clients.trl import TrlWeightTransfer
 from tests.unit.test_reshard_tensor_stream import TENSORS, Update, assert_same, run_ends, taken
 
 
+def _needs(framework: str) -> pytest.MarkDecorator:
+    """Skip a test where a framework is not installed, before its release is looked up."""
+    is_there = importlib.util.find_spec(framework) is not None
+    return pytest.mark.skipif(not is_there, reason=f"needs {framework}")
+
+
+@_needs("verl")
 @pytest.mark.client(
     "verl",
     way="`custom_backend_module`",
     ran="updates through its registry, as its manager calls it: two, a rollout rank started anew, one gone",
 )
 def test_updates_by_the_registry_of_verl() -> None:
-    base = pytest.importorskip("verl.checkpoint_engine.base")
+    from verl.checkpoint_engine import base
     from verl.utils.import_utils import import_external_libs
     from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -57,16 +65,17 @@ def test_updates_by_the_registry_of_verl() -> None:
     assert_same(update.run(rollouts[1:], lambda: iter(TENSORS), 5)[2], TENSORS)
 
 
+@_needs("trl")
 @pytest.mark.client(
     "TRL",
     way="`weight_transfer=`",
     ran="a synchronization of its asynchronous GRPO trainer, by names on disk",
 )
 def test_a_synchronization_of_trl() -> None:
-    trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
+    from trl.experimental.async_grpo import async_grpo_trainer as trainer
 
     from tests.helpers import transformers_models as models
 
