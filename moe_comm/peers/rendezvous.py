@@ -39,6 +39,7 @@ __all__ = [
     "JoiningRank",
     "JoiningRanks",
     "assign_ranks",
+    "host_store",
     "open_store",
 ]
 
@@ -89,8 +90,19 @@ class Invitation:
             raise ValueError(f"{self} is no invitation")
 
 
-def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Store:
+def open_store(
+    rendezvous: Store | str,
+    is_host: bool,
+    timeout_s: float,
+    absent: str = "no living rank has called grow() there",
+) -> Store:
     """The store behind a `rendezvous` argument: itself, or the one at "host:port".
+
+    Args:
+        rendezvous: The argument.
+        is_host: Listen at the address.
+        timeout_s: Limit for what waits in the store.
+        absent: Why nobody may listen at the address.
 
     Raises:
         PeerTimeoutError: Nobody listens at the address.
@@ -104,20 +116,13 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
             raise ValueError(f'rendezvous must be a store or "host:port", got {rendezvous!r}')
         listener = _listener(host, int(port)) if is_host else None
         try:
-            rendezvous = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                int(port),
-                is_master=is_host,
-                timeout=dt.timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
+            rendezvous = _tcp_store(host, int(port), timeout_s, listener)
         except dist.DistNetworkError as error:
             if is_host:
                 raise
             raise PeerTimeoutError(
-                f"join: nobody listens at {rendezvous} within {timeout_s} s: no living rank has "
-                f"called grow() there ({str(error).splitlines()[0]})",
+                f"join: nobody listens at {rendezvous} within {timeout_s} s: {absent} "
+                f"({str(error).splitlines()[0]})",
                 operation="join",
             ) from error
     if not isinstance(rendezvous, dist.Store):  # type: ignore[attr-defined]
@@ -126,6 +131,38 @@ def open_store(rendezvous: Store | str, is_host: bool, timeout_s: float) -> Stor
             f"{type(rendezvous).__name__}"
         )
     return dist.PrefixStore("moe_comm", rendezvous)  # type: ignore[attr-defined]
+
+
+def host_store(host: str, port: int, timeout_s: float) -> tuple[Store, int]:
+    """A store that listens at an interface of this machine, and at no other.
+
+    Args:
+        host: Of the interface.
+        port: 0 for any that is free.
+        timeout_s: Limit for what waits in the store.
+
+    Returns:
+        The store, and its port.
+
+    Raises:
+        OSError: This process cannot listen there.
+    """
+    listener = _listener(host, port)
+    port = listener.getsockname()[1]
+    store = _tcp_store(host, port, timeout_s, listener)
+    return dist.PrefixStore("moe_comm", store), port  # type: ignore[attr-defined]
+
+
+def _tcp_store(host: str, port: int, timeout_s: float, listener: socket.socket | None) -> Store:
+    """The store at an address; with a listener this process hosts it."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=dt.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups,
 from moe_comm.resharding.describe.transformers_views import transformers_views
 from moe_comm.resharding.execution import execute_reshard_plan
 from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.refit_world import RefitHost, RefitTarget, RefitWorld
 from moe_comm.resharding.hold.verification import RefitProof, verify_refit
 from moe_comm.resharding.move.stale import clear_stale, is_stale, mark_stale, stale_reason
 from moe_comm.resharding.plan.plan_check import format_plan, verify_plan, verify_plans
@@ -69,7 +70,10 @@ __all__ = [
     "ProcessGroups",
     "RankGroup",
     "Refit",
+    "RefitHost",
     "RefitProof",
+    "RefitTarget",
+    "RefitWorld",
     "ReshardPlan",
     "ReshardTransform",
     "ShardingDescriptor",

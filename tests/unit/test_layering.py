@@ -221,6 +221,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.peers.native_group", "moe_comm.peers.rank_gpu"},
     {"moe_comm.ep.validation"},
     {"moe_comm.peers.survivors"},
+    {"moe_comm.peers.role_rendezvous"},
     {"moe_comm.peers.rendezvous"},
     {"moe_comm.peers.backend_choice", "moe_comm.peers.cuda_devices", "moe_comm.peers.nvshmem"},
     {"moe_comm.ep.handles"},

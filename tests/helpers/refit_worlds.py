@@ -1,0 +1,151 @@
+"""Programs of two worlds, each a process of its own, for the tests of `RefitWorld`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_comm.errors import CommunicationError
+from moe_comm.resharding import RefitWorld
+from moe_comm.resharding.describe.parallelism import Parallelism
+from tests.helpers.failing_ranks import LONG_S, PROGRAM_S
+from tests.helpers.sharded_nets import ShardedNet
+
+_context = multiprocessing.get_context("forkserver")
+LIMIT_S = 100.0
+STALL_S = 3.0
+
+
+class Target:
+    """An engine's two sets of weights, of which one is served; `dies` and `fails` name a method."""
+
+    def __init__(self, net: ShardedNet, dies: str = "", fails: str = "") -> None:
+        self.net, self.dies, self.fails = net, dies, fails
+        self.kept: dict[str, Any] = {}
+
+    def _step(self, name: str) -> None:
+        if self.dies == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fails == name:
+            self.fails = ""
+            raise ArithmeticError(f"{name} fails")
+
+    def begin(self, version: Any) -> None:
+        self._step("begin")
+        self.kept = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}
+
+    def commit(self, version: Any) -> None:
+        self._step("commit")
+
+    def abort(self) -> None:
+        self.net.load_state_dict(self.kept)
+
+
+def make_net(role: str, rank: int, size: int) -> ShardedNet:
+    """Trainers cut by tensor parallelism, engines that hold everything, or are cut among themselves."""
+    text = f"tp{size}" if size > 1 else "single"
+    return ShardedNet(Parallelism.parse(text, size), rank).fill(0 if role == "trainer" else 50)
+
+
+def run(said: dict[str, Any]) -> Any:
+    """One process: joins, refits to each of `versions`, and says how each went."""
+    info, role, rank = said["info"], said["role"], said["rank"]
+    if said.get("store"):
+        size = info["num_trainers"] if role == "trainer" else info["num_engines"]
+        store = dist.FileStore(f"{said['store']}_{role}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        world = RefitWorld.join(
+            info,
+            role,
+            rank,
+            timeout_s=said.get("timeout_s", LIMIT_S),
+            arrival_timeout_s=said.get("arrival_timeout_s", LONG_S),
+            stall_timeout_s=STALL_S,
+        )
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return [type(error).__name__, str(error)]
+    net = make_net(role, rank, info[f"num_{role}s"])
+    hook = Target(net, said.get("dies", ""), said.get("fails", ""))
+    has_hook = role == "engine" and not said.get("in_place")
+    model = [net] if said.get("in_list") else net
+    world.prepare(model, hook if has_hook else None, verify="checksum")
+    found: list[Any] = []
+    rejoins = said.get("rejoins", 0)
+    versions = list(said["versions"])
+    while versions:
+        version = versions[0]
+        if role == "trainer":
+            net.fill(version)
+            if said.get("dies_at") == version:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if role == "engine" and said.get("stops_at") == version:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            got = world.refit(
+                version if role == "trainer" else None,
+                allow_older=said.get("allow_older", False) and role == "trainer",
+            )
+            found.append([got, net.wrong(got), list(world.versions().values())])
+            versions.pop(0)
+        except CommunicationError as error:
+            wrong = [] if role == "trainer" else net.wrong(said.get("holds", 50))
+            found.append([type(error).__name__, str(error), wrong])
+            if not rejoins:
+                break
+            rejoins -= 1
+            world.rejoin(LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            wrong = [] if role == "trainer" else net.wrong(said.get("holds", 50))
+            found.append([type(error).__name__, str(error), wrong, list(world.versions().values())])
+            versions.pop(0)
+    if world.stale_engines():
+        found.append(world.stale_engines())
+    world.close()
+    return found
+
+
+def threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What ranks that are threads return, in order; what a rank raises is raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        outcomes = [pool.submit(call) for call in calls]
+        return [outcome.result(PROGRAM_S) for outcome in outcomes]
+
+
+class Program:
+    """A process that does it: forked from a server that has imported torch and nothing of a world.
+
+    Args:
+        said: As of `run`.
+    """
+
+    def __init__(self, **said: Any) -> None:
+        self._theirs, ours = _context.Pipe(duplex=False)
+        self._process = _context.Process(target=_tell, args=(ours, said), daemon=True)
+        self._process.start()
+        ours.close()
+
+    def outcome(self) -> Any:
+        """Return what it says; None where it was killed."""
+        if not self._theirs.poll(PROGRAM_S):
+            raise TimeoutError(f"{self._process} says nothing")
+        try:
+            said = self._theirs.recv()
+        except EOFError:
+            said = None
+        return said
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        self._process.kill()
+        self._process.join()
+
+
+def _tell(pipe: Any, said: dict[str, Any]) -> None:
+    pipe.send(run(said))
