@@ -378,6 +378,31 @@ def test_what_is_no_view() -> None:
         CheckpointViews([view("w", torch.zeros(2, 2).to_sparse())])
 
 
+@pytest.mark.parametrize("limit", [None, 32, 64])
+def test_views_of_one_kind_that_others_cut_differently(limit: int | None) -> None:
+    """Two tensors alike on ranks 0 and 1 are seen as other shapes because of what rank 2 says."""
+    tensors = [torch.arange(48.0).view(8, 6)[:, ::2] + 100 * number for number in range(2)]
+    whole_targets = [torch.zeros(8, 3) for _ in range(2)]
+    finer = [torch.zeros(2, 4, 3), torch.zeros(4, 2, 3)]
+    names = ["a", "b"]
+    target = [[], list(map(view, names, whole_targets)), list(map(view, names, finer))]
+
+    def rank(context: RankContext) -> None:
+        me = context.rank_idx
+        Refit(
+            None if me else CheckpointViews(map(view, names, tensors)),
+            CheckpointViews(target[me]),
+            "symmetric",
+            context.group,
+            execution_batch_bytes=limit,
+        ).run()
+
+    threads(rank, 3)
+    for number, expected in enumerate(tensors):
+        assert torch.equal(whole_targets[number], expected)
+        assert torch.equal(finer[number].view(8, 3), expected)
+
+
 # ---------------------------------------------------------------------------------------------
 # Pieces in one pattern at both ends are one copy.
 

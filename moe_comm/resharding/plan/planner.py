@@ -235,7 +235,7 @@ class _RankPlanner:
         if src.is_transformed or dst.is_transformed:
             return
         # Layers repeat: pieces of equal kinds are worked out once.
-        shape = id(src), id(dst), piece
+        shape = id(src), id(dst), piece, views
         if shape not in self._shapes:
             self._shapes[shape] = block_of(
                 piece,
