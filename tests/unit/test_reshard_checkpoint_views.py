@@ -271,6 +271,26 @@ def test_one_memory_under_two_names_is_received_once_and_must_be_one_in_the_sour
         assert total == 0
 
 
+@pytest.mark.parametrize("num_dims", [8, 9, 11])
+def test_views_of_more_dimensions_than_are_copied_with_strides(num_dims: int) -> None:
+    """A join would be of one dimension more, and reversed ones cannot be merged."""
+    sources = torch.arange(3.0 * 2**num_dims).view(3, *[2] * num_dims)
+    targets = torch.zeros_like(sources).permute(0, *range(num_dims, 0, -1))
+
+    def rank(context: RankContext) -> None:
+        me = context.rank_idx
+        side = [view(f"w{i}", tensor) for i, tensor in enumerate((sources, targets)[me])]
+        pair = (None, CheckpointViews(side)) if me else (CheckpointViews(side), None)
+        held = Refit(*pair, "symmetric", context.group, verify="checksum")
+        for _ in range(2):
+            if me:
+                targets.fill_(-1)
+            held.run()
+            assert not me or torch.equal(targets, sources)
+
+    threads(rank, 2)
+
+
 # ---------------------------------------------------------------------------------------------
 # What is wrong is said on every rank, before anything moves.
 

@@ -23,6 +23,7 @@ from moe_comm.resharding.describe.module_tensors import (
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
+from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
@@ -197,7 +198,8 @@ def _destination_pieces(
 
 
 def _proven_by_checksum(op: TransferOp, piece: torch.Tensor) -> _Piece:
-    return _Piece(op, piece.numel() * piece.element_size(), checksum(piece.cpu()))
+    in_memory = piece.cpu() if piece.dim() <= MAX_DIMS else piece.cpu().contiguous()
+    return _Piece(op, piece.numel() * piece.element_size(), checksum(in_memory))
 
 
 def _raise_stale(gathered: list[str | None]) -> None:

@@ -31,6 +31,7 @@ from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
 from moe_comm.resharding.move.weak_cache import WeakCache
+from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
@@ -345,8 +346,12 @@ class PlanExecution:
             for piece, task_id in zip(pieces, _task_ids(op.task_id, len(pieces)), strict=True):
                 service.submit_send(self._sendable(piece), op.peer_rank, task_id=task_id)
 
+    def _can_copy(self, tensor: torch.Tensor) -> bool:
+        """Whether the service takes a tensor with the strides that it has."""
+        return tensor.is_contiguous() or (self._takes_strided and tensor.dim() <= MAX_DIMS)
+
     def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._takes_strided or tensor.is_contiguous():
+        if self._can_copy(tensor):
             return tensor
         self.is_repeatable = False
         return tensor.contiguous()
@@ -377,7 +382,7 @@ class PlanExecution:
 
     def _target_of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Where a buffer of a transform is received."""
-        if self._takes_strided or buffer.is_contiguous():
+        if self._can_copy(buffer):
             return buffer
         staging = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
         self._writebacks.append(functools.partial(_copy, staging, buffer))
@@ -405,8 +410,7 @@ class PlanExecution:
         is_tied = whole.numel() > 0 and name_at.setdefault(place, name) != name
         piece = piece_of(whole, op)
         wire_dtype = op.wire_dtype or piece.dtype
-        takes_piece = self._takes_strided or piece.is_contiguous()
-        if piece.dtype == wire_dtype and takes_piece and not is_tied:
+        if piece.dtype == wire_dtype and self._can_copy(piece) and not is_tied:
             self._is_direct |= not is_quantized
             return piece
         self.is_repeatable = False

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from moe_comm.resharding.describe.intervals import Piece
 
-__all__ = ["Block", "Joined", "block_of", "join_blocks", "strides_in"]
+__all__ = ["MAX_DIMS", "Block", "Joined", "block_of", "join_blocks", "strides_in"]
 
-# What copies take; more would be refused.
-_MAX_DIMS = 8
+MAX_DIMS = 8
+"""Dimensions of what services copy with strides."""
 
 Dims = tuple[tuple[int, int, int], ...]
 """(size, source stride, destination stride) per dimension, in elements, outermost first."""
@@ -114,7 +114,7 @@ def join_blocks(blocks: Iterable[Block], max_bytes: int | None = None) -> list[J
 def _runs(group: list[Joined], max_bytes: int | None) -> list[Joined]:
     num_bytes = group[0].block.num_bytes
     most = len(group) if max_bytes is None else max_bytes // max(1, num_bytes)
-    if min(len(group), most) < 2 or len(group[0].block.dims) == _MAX_DIMS:
+    if min(len(group), most) < 2 or len(group[0].block.dims) >= MAX_DIMS:
         return group
     group.sort(key=lambda each: each.block[1:3][::-1])
     runs: list[Joined] = []
