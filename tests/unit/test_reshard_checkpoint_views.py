@@ -371,6 +371,25 @@ def test_destinations_that_share_bytes() -> None:
         assert "destination parameters w and v overlap in memory" in text
 
 
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1)])
+def test_a_destination_with_two_elements_in_one_place(strides: tuple[int, ...]) -> None:
+    source = [[view("v", torch.ones(4, 2)), view("w", torch.ones(4, 2))], []]
+    twice = torch.zeros(8).as_strided((4, 2), strides)
+    target = [[], [view("v", torch.zeros(4, 2)), view("w", twice)]]
+    text = f"destination parameter w has two elements in one place: shape (4, 2), strides {strides}"
+    for said in refused(source, target, execution_batch_bytes=64):
+        assert text in said
+
+
+@pytest.mark.parametrize("name", ["", "a\nb"])
+def test_a_name_that_is_no_line(name: str) -> None:
+    source = [[view("w", torch.ones(2, 2))], [view(name, torch.ones(2))]]
+    target = [[view("w", torch.zeros(2, 2))], []]
+    for text in refused(source, target):
+        assert f"{name!r} is no name of a parameter" in text
+        assert "seen by rank 1" in text
+
+
 @pytest.mark.parametrize(
     ("dims", "text"),
     [
@@ -391,11 +410,22 @@ def test_intervals_that_are_no_view(dims: Any, text: str) -> None:
         CheckpointView("w", (2, 3), dims, torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("disk_shape", [(5, 4), (4, 6)])
+def test_a_disk_shape_that_the_shape_does_not_cut(disk_shape: tuple[int, ...]) -> None:
+    shape = (3, 8)
+    with pytest.raises(
+        ValueError, match=r"w: shape \(3, 8\) does not cut .* disk_shape \(\d, \d\)"
+    ):
+        CheckpointView("w", shape, tuple(map(whole, shape)), torch.zeros(shape), disk_shape)
+
+
 def test_what_is_no_view() -> None:
     with pytest.raises(TypeError, match="views must be CheckpointView, got 3"):
         CheckpointViews([3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="w: a view must be a plain, strided tensor"):
         CheckpointViews([view("w", torch.zeros(2, 2).to_sparse())])
+    with pytest.raises(ValueError, match="w: a view is a lazy conjugate or negation"):
+        CheckpointViews([view("w", torch.zeros(2, 2, dtype=torch.complex64).conj())])
 
 
 @pytest.mark.parametrize("limit", [None, 32, 64])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from moe_comm.arguments import shown
+from moe_comm.arguments import check_resolved, shown
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.metadata import ParameterMetadata, ViewLayout
@@ -20,6 +20,7 @@ from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
     module_state,
 )
+from moe_comm.resharding.describe.tensor_layout import common_shape
 from moe_comm.resharding.describe.tensor_table import TensorTable
 
 __all__ = ["CheckpointView", "CheckpointViews", "unique_names"]
@@ -41,7 +42,7 @@ class CheckpointView:
         disk_shape: As the checkpoint has it, where `shape` is cut into finer dimensions.
 
     Raises:
-        ValueError: `dims` do not fit `shape` or `tensor`.
+        ValueError: `dims` do not fit `shape` or `tensor`, or `shape` is no view of `disk_shape`.
     """
 
     name: str
@@ -56,6 +57,11 @@ class CheckpointView:
             raise ValueError(
                 f"{self.name}: intervals of {lengths} indices of a tensor of shape {self.shape} "
                 f"cannot be a view of shape {tuple(self.tensor.shape)}"
+            )
+        if self.disk_shape is not None and common_shape((self.shape, self.disk_shape)) is None:
+            raise ValueError(
+                f"{self.name}: shape {self.shape} does not cut the dimensions of disk_shape "
+                f"{self.disk_shape}"
             )
         for dim, (held, size) in enumerate(zip(self.dims, self.shape, strict=True)):
             held_so_far = 0
@@ -141,6 +147,7 @@ class CheckpointViews(TensorSide):
                     f"{view.name}: a view must be a plain, strided tensor, got a "
                     f"{type(tensor).__name__} of layout {tensor.layout}"
                 )
+            check_resolved(f"{view.name}: a view", tensor)
             storage = tensor.untyped_storage()._cdata
             if storage not in numbers:
                 numbers[storage] = len(numbers)

@@ -54,7 +54,7 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
-from moe_comm.tensors.memory_overlap import first_overlap
+from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
 __all__ = [
     "_iter_global_transfer_ops",
@@ -468,7 +468,7 @@ def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
 
 
 def _check_memory(side: RefitSide, metas: Sequence[ParameterMetadata]) -> None:
-    """Whether destination tensors lie apart in memory; a tensor under two names is one tensor."""
+    """Whether destinations' elements lie apart in memory; a tensor under two names is one tensor."""
     tensors = get_refit_tensor_dict(side)
     by_place: dict[Hashable, tuple[str, torch.Tensor]] = {}
     for meta in metas:
@@ -479,6 +479,12 @@ def _check_memory(side: RefitSide, metas: Sequence[ParameterMetadata]) -> None:
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
             by_place.setdefault(memory_of(tensors[meta.name]), (meta.name, tensor))
     written = list(by_place.values())
+    for name, tensor in written:
+        if has_element_twice(tensor):
+            raise PlanError(
+                f"destination parameter {name} has two elements in one place: shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
     overlap = first_overlap([tensor for _, tensor in written])
     if overlap is not None:
         (one, name), (other, other_name) = sorted(

@@ -150,6 +150,14 @@ def _unpacked(blob: bytes) -> Any:
     return decode_plain(zlib.decompress(blob), "the metadata of a rank")
 
 
+def _joined_names(names: Iterable[str]) -> str:
+    some = list(names)
+    wrong = next((name for name in some if not name or _SEPARATOR in name), None)
+    if wrong is not None:
+        raise PlanError(f"{wrong!r} is no name of a parameter: it must be one line, and not empty")
+    return _SEPARATOR.join(some)
+
+
 def _split(names: str) -> list[str]:
     return names.split(_SEPARATOR) if names else []
 
@@ -173,13 +181,13 @@ def encode_rank_metadata(
             kinds.append((*(getattr(meta, field) for field in _KIND_FIELDS), key[-1]))
         kind_idx.append(number_of[key])
     own = (
-        _SEPARATOR.join(meta.name for meta in metas),
+        _joined_names(meta.name for meta in metas),
         [meta.resolved_name is not None for meta in metas],
         [meta.owner_rank for meta in metas],
         [-1 if (x := meta.global_expert_index) is None else x for meta in metas],
     )
     places = array("q", [number for meta in metas for number in meta.place or ()]).tobytes()
-    names = _SEPARATOR.join(map(resolved_name, metas))
+    names = _joined_names(map(resolved_name, metas))
     public = (kinds, kind_idx.tobytes(), names, list(ties), places)
     return encode_plain([zlib.compress(encode_plain(part), 1) for part in (public, own)])
 
