@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCo
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, Piece, whole
+from moe_comm.resharding.move import execution
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext
 from tests.helpers.threaded_refits import count_plans, error_of, nets, threads
@@ -237,6 +239,36 @@ def test_a_failure_between_batches_leaves_a_stale_target(monkeypatch: pytest.Mon
         assert not is_stale(pair[1])
 
     threads(rank, 2)
+
+
+def test_peers_hear_of_a_batch_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, fails = execution._copy, threading.local()
+
+    def fail_once(received: torch.Tensor, place: torch.Tensor) -> None:
+        fails.left = getattr(fails, "left", 0) - 1
+        if fails.left == 0:
+            raise MemoryError("no room")
+        copy(received, place)
+
+    monkeypatch.setattr(execution, "_copy", fail_once)
+
+    def rank(context: RankContext) -> list[str]:
+        source = halves(context.rank_idx, torch.bfloat16, by_columns=False)
+        target = halves(context.rank_idx, torch.float32, by_columns=True)
+        pair = CheckpointViews(source), CheckpointViews(target)
+        held = Refit(*pair, "symmetric", context.group, execution_batch_bytes=6000)
+        texts = []
+        for value in range(3):
+            fill(source, value)
+            fails.left = 3 * context.rank_idx if value == 1 else 0
+            texts.append(error_of(held.run))
+            assert is_stale(pair[1]) == (value == 1)
+        assert is_filled(target, 2)
+        return texts
+
+    for texts in threads(rank, 2):
+        assert (texts[0], texts[2]) == ("", "")
+        assert "no room" in texts[1]
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])

@@ -454,7 +454,9 @@ class PlanExecution:
             if service.requires_process_group_barrier:
                 _barrier(group)
             may_be_torn |= had_quantized or bool(self._writebacks)
-            with torch.no_grad():
+            # Peers are about to run the next batch.
+            telling = contextlib.nullcontext() if is_last else _telling_peers(service)
+            with telling, torch.no_grad():
                 self._write_back(later, is_last=is_last)
             may_be_torn = dst_module is not None
             if is_last:
