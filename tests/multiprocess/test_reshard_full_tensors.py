@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -101,3 +104,44 @@ def disagree(context: RankContext) -> str:
 def test_ranks_that_hold_other_tensors_of_a_name_are_told() -> None:
     met = "norm: is bfloat16 of shape (4,) on rank 0, and float32 of shape (4,) on rank 1"
     assert run_ranks(disagree, 2) == [met, met]
+
+
+def mistake(context: RankContext) -> list[str]:
+    rank = context.rank_idx
+    side = CheckpointViews(Holder(rank).views())
+    calls: list[tuple[Any, int]] = [(side, 1 - rank), (side, 64 << rank), ("a module", 64)]
+    texts = []
+    for some, bucket_bytes in calls:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is looked at
+            FullTensors(some if rank else side, dist.group.WORLD, bucket_bytes=bucket_bytes)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_mistake_of_one_rank_is_told_to_all() -> None:
+    met = [
+        "rank 1: bucket_bytes must be >= 1, got 0",
+        "ranks make different buckets: bucket_bytes is 64 on rank 0 and 128 on rank 1",
+        "rank 1: side must be CheckpointViews or None, got a str",
+    ]
+    assert run_ranks(mistake, 2) == [met, met]
+
+
+def stop(context: RankContext) -> list[int]:
+    """Numbers of tensors that came, of rank 0 the first alone in the first round."""
+    holder = Holder(context.rank_idx)
+    full = FullTensors(CheckpointViews(holder.views, holder), dist.group.WORLD, bucket_bytes=300)
+    counts = []
+    for offset in (0.0, 1000.0):
+        holder.fill(offset)
+        expected, count = whole_tensors(offset), 0
+        for name, tensor in full:
+            count += tensor.equal(expected[name])
+            if not (context.rank_idx or offset):
+                break
+        counts.append(count)
+    return counts
+
+
+def test_one_who_stops_keeps_nobody_waiting() -> None:
+    assert run_ranks(stop, 2) == [[1, 9], [9, 9]]

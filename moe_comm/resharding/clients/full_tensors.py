@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import as_int
+from moe_comm.peers.agree import FirstError, agree, raise_different
 from moe_comm.peers.gather_objects import gather_objects_of_group
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
@@ -24,8 +27,7 @@ _ALIGNMENT = 64  # bytes, of a tensor in the buffer
 class FullTensors:
     """Full tensors of what ranks hold in parts, for ranks that want them. Collective.
 
-    Every rank iterates, as often as the weights have changed, and to the end: ranks that want none get
-    none, and send. A refit for every `bucket_bytes` is planned with the object and runs again.
+    Every rank iterates, as often as the weights have changed: ranks that want none get none, and send. A refit for every `bucket_bytes` is planned with the object and runs again.
 
     Args:
         side: What this rank holds; None for nothing.
@@ -38,7 +40,8 @@ class FullTensors:
 
     Raises:
         PlanError: Ranks hold a tensor of one name with different shapes or dtypes; or what `Refit` finds.
-        ValueError: `bucket_bytes` is not positive.
+        ValueError: `side` is none, or `bucket_bytes` is not positive or not equal on all ranks. All of
+            these on every rank.
     """
 
     def __init__(
@@ -51,8 +54,6 @@ class FullTensors:
         method: RefitBackendName = "gloo",
         verify: Verify = "plan",
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
         self._is_wanted = is_wanted
         self._buckets = []
         placed = [_placed(names, tensors) for names, tensors in _buckets(side, group, bucket_bytes)]
@@ -78,10 +79,19 @@ class FullTensors:
             self._buckets.append((refit, tensors))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor, which stays what it is until the next but those of its bucket."""
-        for refit, tensors in self._buckets:
+        """Yield name and full tensor, which stays what it is until the next but those of its bucket.
+
+        One who stops before the end still takes part in the rest, which others wait for.
+        """
+        rest = iter(self._buckets)
+        for refit, tensors in rest:
             refit.run()
-            yield from tensors.items()
+            try:
+                yield from tensors.items()
+            except GeneratorExit:
+                for other, _ in rest:
+                    other.run()
+                raise
 
 
 _Tensor = tuple[torch.dtype, tuple[int, ...]]
@@ -92,11 +102,18 @@ def _buckets(
 ) -> Iterator[tuple[list[str], dict[str, _Tensor]]]:
     """Names of as many tensors as fit, in the order in which the first rank that holds them has them."""
     mine: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for view in () if side is None else side.views:
-        dtype = str(view.tensor.dtype).removeprefix("torch.")
-        mine.setdefault(view.name, (dtype, view.disk_shape or view.shape))
+    with FirstError() as problem:
+        as_int("bucket_bytes", bucket_bytes, 1)
+        if not isinstance(side, CheckpointViews | None):
+            raise TypeError(f"side must be CheckpointViews or None, got a {type(side).__name__}")
+        for view in () if side is None else side.views:
+            dtype = str(view.tensor.dtype).removeprefix("torch.")
+            mine.setdefault(view.name, (dtype, view.disk_shape or view.shape))
+    gather = functools.partial(gather_objects_of_group, group)
+    told: list[Any] = agree(gather, problem.take_line(), (bucket_bytes, list(mine.items())))
+    raise_different("ranks make different buckets", [{"bucket_bytes": its} for its, _ in told])
     found: dict[str, tuple[int, Any]] = {}
-    for rank, said in enumerate(gather_objects_of_group(group, list(mine.items()))):
+    for rank, (_, said) in enumerate(told):
         for name, (dtype, shape) in said:
             tensor = dtype, tuple(shape)
             first, other = found.setdefault(name, (rank, tensor))
