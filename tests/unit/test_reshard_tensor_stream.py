@@ -26,6 +26,7 @@ TENSORS: Named = [
     ("scalar", torch.tensor(3.5, dtype=torch.bfloat16)),
     ("nothing", torch.empty(0, 4)),
     ("bytes", torch.arange(200, dtype=torch.uint8)),
+    ("conjugate", torch.complex(torch.arange(40.0), torch.ones(40)).conj()),
     ("last", torch.ones(3, dtype=torch.float16)),
 ]
 
@@ -104,17 +105,28 @@ def test_an_error_of_the_sender_reaches_all_and_the_next_stream_is_whole() -> No
         assert_same(each, TENSORS)
 
 
-def test_a_name_that_comes_twice_is_refused_on_both_ends() -> None:
-    twice = [TENSORS[0], TENSORS[0]]
-    sent, received = run_ends(lambda stream: stream.send(twice), taken)
-    assert isinstance(sent, ValueError)
-    assert "rows comes twice" in str(sent)
+@pytest.mark.parametrize(
+    ("named", "kind", "text"),
+    [
+        (TENSORS[0], ValueError, "rows comes twice"),
+        ((3, torch.ones(2)), TypeError, "a name of a tensor must be a str, got 3"),
+        (("far", torch.ones(2, device="meta")), ValueError, "far has no memory"),
+        (("few", torch.ones(2).to_sparse()), ValueError, "few has no memory of its own"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_on_both_ends(
+    named: Any, kind: type[Exception], text: str
+) -> None:
+    sent, received = run_ends(lambda stream: stream.send([TENSORS[0], named]), taken)
+    assert type(sent) is kind
+    assert text in str(sent)
     assert isinstance(received, StreamError)
+    assert text in str(received)
 
 
 def test_a_rank_that_stops_fails_the_stream_everywhere_and_the_next_is_whole() -> None:
     def send(stream: TensorStream) -> None:
-        with pytest.raises(StreamError, match=r"ranks \[1\] did not take all of 6 tensors"):
+        with pytest.raises(StreamError, match=r"ranks \[1\] did not take all of 7 tensors"):
             stream.send(TENSORS)
         stream.send(TENSORS)
 
@@ -134,7 +146,7 @@ def test_a_rank_that_stops_fails_the_stream_everywhere_and_the_next_is_whole() -
         return taken(stream)
 
     def receive(stream: TensorStream) -> Named:
-        with pytest.raises(StreamError, match=r"ranks \[1\] did not take all of 6 tensors"):
+        with pytest.raises(StreamError, match=r"ranks \[1\] did not take all of 7 tensors"):
             taken(stream)
         assert stream.version is None
         return taken(stream)
@@ -152,11 +164,12 @@ def test_another_version_is_refused_before_anything_is_yielded() -> None:
     def receive(stream: TensorStream) -> None:
         found.extend(stream.receive("8"))
 
-    sent, received = run_ends(lambda stream: stream.send(TENSORS, "7"), receive)
-    assert isinstance(sent, StreamError)
-    assert isinstance(received, StreamError)
-    assert "expected version 8, got 7" in str(received)
-    assert found == []
+    for named in (TENSORS, []):
+        sent, received = run_ends(lambda stream, named=named: stream.send(named, "7"), receive)  # type: ignore[misc]
+        assert isinstance(sent, StreamError)
+        assert isinstance(received, StreamError)
+        assert "expected version 8, got 7" in str(received)
+        assert found == []
 
 
 def test_a_rank_that_is_gone_is_an_error_that_says_where() -> None:

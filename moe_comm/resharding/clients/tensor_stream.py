@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_comm.arguments import shown
 from moe_comm.resharding.describe import intervals
+from moe_comm.tensors.memory import as_resolved, check_memory
 
 __all__ = ["StreamError", "TensorStream"]
 
@@ -58,7 +60,8 @@ class TensorStream:
 
         Raises:
             StreamError: A rank did not take all of them, or is gone.
-            ValueError: A name comes twice.
+            ValueError: A name comes twice, or a tensor has no memory of its own (sparse, a DTensor, on meta).
+            TypeError: A name is no str.
             Exception: What `named` raises; those that receive are told.
         """
         self._sent_version = version
@@ -68,8 +71,11 @@ class TensorStream:
         bucket = self._reserve(self._bucket_bytes)
         try:
             for name, tensor in named:
+                if not isinstance(name, str):
+                    raise TypeError(f"a name of a tensor must be a str, got {shown(name)}")
                 if name in names:
                     raise ValueError(f"{name} comes twice in one stream of tensors")
+                check_memory(name, tensor)
                 names[name] = size = tensor.numel() * tensor.element_size()
                 about = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
                 for start, part in self._parts(tensor, size):
@@ -115,8 +121,8 @@ class TensorStream:
         is_taken = False
         try:
             for header, bucket in self._buckets(state):
-                if None not in (version, state.version) and version != state.version:
-                    raise StreamError(f"expected version {version}, got {state.version}")
+                if other := state.other_version(version):
+                    raise StreamError(other)
                 yield from state.take(header, bucket)
             is_taken = True
         finally:
@@ -130,7 +136,7 @@ class TensorStream:
             raise StreamError(
                 f"the sender stopped after {state.num_whole} tensors, the last {state.last}: {state.error}"
             )
-        wrong = state.what_is_missing()
+        wrong = state.what_is_missing() or state.other_version(version)
         failed = self._agree(wrong)
         if wrong:
             raise StreamError(wrong)
@@ -144,7 +150,7 @@ class TensorStream:
         if size <= self._bucket_bytes:
             yield 0, tensor
             return
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        flat = as_resolved(tensor).view(-1).view(torch.uint8)
         for start in range(0, size, self._bucket_bytes):
             yield start, flat[start : start + self._bucket_bytes]
 
@@ -248,6 +254,12 @@ class _Receiver:
                 self._rest = None
                 self.num_whole += 1
                 yield name, whole.view(dtype).view(shape)
+
+    def other_version(self, version: str | None) -> str:
+        """Return which version came, if another one was expected; empty where not."""
+        if None in (version, self.version) or version == self.version:
+            return ""
+        return f"expected version {version}, got {self.version}"
 
     def what_is_missing(self) -> str:
         """Return what is wrong at the end; empty where nothing is."""
