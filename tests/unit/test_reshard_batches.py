@@ -27,7 +27,9 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, Piece, whole
 from moe_comm.resharding.move import execution
-from moe_comm.resharding.plan.reshard_plan import ReshardPlan
+from moe_comm.resharding.plan.batches import batch_cuts, cut_into_batches
+from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
+from moe_comm.resharding.plan.transfer_op import TransferOp
 from moe_comm.testing import RankContext
 from tests.helpers.threaded_refits import count_plans, error_of, nets, threads
 
@@ -284,6 +286,38 @@ def test_bounds_that_are_none(value: Any) -> None:
 
     for text in threads(rank, 2):
         assert "execution_batch_bytes must be" in text
+
+
+def test_a_parameter_that_fits_is_received_in_one_batch() -> None:
+    """Of six pieces of 4 elements, those of a parameter are 2; their bytes are 2 of each at the least."""
+
+    def ops(name: str, first: int, dtype: torch.dtype) -> list[TransferOp]:
+        part = (slice(0, 4),)
+        return [
+            TransferOp(name, 0, False, part, part, first + number, my_dtype=dtype, wire_dtype=dtype)
+            for number in range(2)
+        ]
+
+    received = [
+        *ops("a", 0, torch.uint8),
+        *ops("b", 2, torch.bfloat16),
+        *ops("c", 4, torch.float32),
+    ]
+    sum_of_c = PartialReduction("c", (0,), "sum")
+    plan = ReshardPlan([], received, num_ranks=1, rank=0, reductions=[sum_of_c])
+    for limit, cuts in [
+        (64, []),
+        (63, [4]),
+        (32, [4]),
+        (31, [2, 4, 5]),
+        (16, [2, 4, 5]),
+        (15, [1, 2, 3, 4, 5]),
+    ]:
+        assert batch_cuts(plan, limit) == cuts, limit
+    batches = cut_into_batches(plan, [[2, 4]])
+    assert [[op.task_id for op in batch.recv_ops] for batch in batches] == [[0, 1], [2, 3], [4, 5]]
+    # They are reduced once, before the first.
+    assert all(not batch.reductions for batch in batches)
 
 
 def test_cut_pieces_are_the_piece() -> None:

@@ -291,6 +291,88 @@ def test_views_of_more_dimensions_than_are_copied_with_strides(num_dims: int) ->
     threads(rank, 2)
 
 
+def test_one_memory_of_a_source_is_sent_under_each_of_its_names() -> None:
+    def rank(context: RankContext) -> None:
+        table = torch.arange(12.0).view(4, 3)
+        targets = torch.zeros(2, 4, 3)
+        names = ("embed", "head")
+        pair = [view(name, table) for name in names], list(map(view, names, targets))
+        Refit(*map(CheckpointViews, pair), "symmetric", context.group, strict=True).run()
+        assert torch.equal(targets, table.expand(2, 4, 3))
+
+    threads(rank, 2)
+
+
+@pytest.mark.parametrize("first", [(0, (1, 4)), (24, (4, 1))], ids=["strides", "offset"])
+def test_views_that_are_cut_anew_in_one_storage(first: Any) -> None:
+    """Of two joined views the storage, shapes and indices are as they were."""
+
+    def rank(context: RankContext) -> None:
+        places: list[Any] = [(0, (4, 1)), (40, (4, 1))]
+        flat = torch.zeros(60)
+
+        def describe() -> list[CheckpointView]:
+            return [
+                view(name, flat.as_strided((4, 4), strides, offset))
+                for name, (offset, strides) in zip("ab", places, strict=True)
+            ]
+
+        owner = torch.nn.Linear(1, 1)
+        source = torch.arange(32.0).view(2, 4, 4)
+        pair = CheckpointViews(map(view, "ab", source)), CheckpointViews(describe, owner)
+        held = Refit(*pair, "symmetric", context.group)
+        held.run()
+        places[0] = first
+        owner.bias = torch.nn.Parameter(torch.zeros(1))
+        flat.zero_()
+        held.run()
+        for each, expected in zip(describe(), source, strict=True):
+            assert torch.equal(each.tensor, expected)
+
+    threads(rank, 2)
+
+
+class Doubled(ReshardTransform):
+    """Sends twice the values of some views, which it receives in buffers of its own."""
+
+    def __init__(self, targets: list[CheckpointView]) -> None:
+        self.targets = {each.name: each.tensor for each in targets}
+
+    def should_transform(self, param_name: str) -> bool:
+        return param_name in self.targets
+
+    def prepare_send(self, param_name: str, src_slice: Any, src_param: Any) -> list[torch.Tensor]:
+        return [src_param[src_slice] * 2]
+
+    def prepare_recv(self, param_name: str, dst_slice: Any) -> list[torch.Tensor]:
+        return [torch.empty_like(self.targets[param_name][dst_slice])]
+
+    def finalize_recv(self, param_name: str, dst_slice: Any, recv_buffers: Any) -> None:
+        assert recv_buffers[0].shape == (3, 2)  # a piece is not cut
+        self.targets[param_name][dst_slice].copy_(recv_buffers[0])
+
+
+@pytest.mark.parametrize("limit", [None, 30])
+def test_views_that_a_transform_makes_are_not_joined(limit: int | None) -> None:
+    def rank(context: RankContext) -> None:
+        stacks = torch.ones(6, 3, 2), torch.zeros(6, 3, 2)
+        source, target = ([view(f"w{i}", each) for i, each in enumerate(some)] for some in stacks)
+        held = Refit(
+            CheckpointViews(source),
+            CheckpointViews(target),
+            "symmetric",
+            context.group,
+            transform=Doubled(target[:4]),
+            execution_batch_bytes=limit,
+        )
+        for _ in range(2):
+            stacks[1].zero_()
+            held.run()
+            assert stacks[1][:, 0, 0].tolist() == [2, 2, 2, 2, 1, 1]
+
+    threads(rank, 1)
+
+
 # ---------------------------------------------------------------------------------------------
 # What is wrong is said on every rank, before anything moves.
 

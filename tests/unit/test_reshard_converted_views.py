@@ -176,6 +176,7 @@ def test_any_views_one_after_the_other_are_followed_or_refused(
         lambda w: w.expand(2, 6, 4, 2),
         lambda w: w[:0],
         lambda w: w[1:5:2],
+        lambda w: w[2::2],
         lambda w: w.transpose(0, 1).flatten()[1:9],
         lambda w: torch.cat([w.transpose(0, 1).reshape(3, 16), w.flatten()[:20].view(2, 10)], 1),
     ],
