@@ -231,12 +231,17 @@ def test_a_transfer_of_trl_arrives_by_the_names_on_disk() -> None:
         with pytest.raises(RuntimeError, match="before init_weight_transfer"):
             transfer.send_weights(iter([]))
         transfer.init_weight_transfer()
-        with pytest.raises(ValueError, match="head: Halved has no such tensor"):
-            transfer.send_weights(iter([("head", model.q)]))
-        with pytest.raises(ValueError, match=r"q: expected .* shape \(3, 2\), got \(2, 3\)"):
-            transfer.send_weights(iter([("q", model.q.t())]))
-        with pytest.raises(ValueError, match="qk: 4 of 10 elements have not come"):
-            transfer.send_weights(iter([("q", model.q)]))
+        halves = ("q", model.q), ("k", model.k)
+        for named, text in (
+            ([("head", model.q), *halves], "head: Halved has no such tensor"),
+            ([("q", model.q.t()), *halves], r"q: expected .* shape \(3, 2\), got \(2, 3\)"),
+            (halves[:1], "qk: 4 of 10 elements have not come"),
+            (halves, "fused: this parameter has not come, nor have 0 others"),
+        ):
+            rest = iter(named)
+            with pytest.raises(ValueError, match=text):
+                transfer.send_weights(rest)
+            assert next(rest, None) is None
         assert transfer.version == 0
         transfer.pause()
         transfer.send_weights(iter(model.named_parameters()))
@@ -245,7 +250,7 @@ def test_a_transfer_of_trl_arrives_by_the_names_on_disk() -> None:
         return transfer.version
 
     def receive(stream: TensorStream) -> tuple[dict[str, torch.Tensor], str | None]:
-        for _ in range(3):
+        for _ in range(4):
             with pytest.raises(StreamError, match="the sender stopped"):
                 taken(stream)
         return dict(taken(stream)), stream.version
@@ -350,7 +355,17 @@ def test_a_failed_update_of_verl_says_so_and_the_next_is_whole(engine_class: Any
     sent, _, received = update.run(rollouts, failing, 1)
     assert isinstance(sent, OSError)
     assert isinstance(received, StreamError)
-    assert_same(update.run(rollouts, lambda: iter(TENSORS), 2)[2], TENSORS)
+    made: list[Iterator[Any]] = []
+
+    def twice() -> Iterator[Any]:
+        made.append(iter([*TENSORS, *TENSORS]))
+        return made[-1]
+
+    sent, _, received = update.run(rollouts, twice, 2)
+    assert isinstance(sent, ValueError)
+    assert isinstance(received, StreamError)
+    assert [next(each, None) for each in made] == [None, None]
+    assert_same(update.run(rollouts, lambda: iter(TENSORS), 3)[2], TENSORS)
 
 
 def test_a_topology_of_other_metadata_is_refused(engine_class: Any) -> None:

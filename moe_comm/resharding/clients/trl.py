@@ -56,15 +56,38 @@ class TrlWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Send full tensors, by transformers' own names.
 
+        Takes all of them, also where it fails: other ranks of the trainer take part in making each.
+
         Raises:
             RuntimeError: Nothing is connected.
-            ValueError: A tensor that the model has not, or of another shape.
+            ValueError: A tensor that the model has not, or of another shape; or a parameter has not come.
             StreamError: The tensors did not arrive whole.
         """
         if self._stream is None:
             raise RuntimeError("send_weights before init_weight_transfer: nothing is connected")
-        self._stream.send(disk_tensors(self._model, iterator), str(self.version + 1))
+        try:
+            self._stream.send(self._on_disk(iterator), str(self.version + 1))
+        except Exception:
+            for _ in iterator:
+                pass
+            raise
         self.version += 1
+
+    def _on_disk(
+        self, named: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        missing = {name for name, _ in self._model.named_parameters()}
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named:
+                missing.discard(name)
+                yield name, tensor
+
+        yield from disk_tensors(self._model, noted())
+        if missing:
+            raise ValueError(
+                f"{min(missing)}: this parameter has not come, nor have {len(missing) - 1} others"
+            )
 
     def resume(self) -> None:
         """Let whoever generates go on."""

@@ -134,18 +134,21 @@ class MoeCommCheckpointEngine(_base.CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         """Send full tensors by the names of Hugging Face; actors but the first only take part in making them.
 
+        All of them are taken, also where it fails, since the other actors wait in making them.
+
         Raises:
             StreamError: The tensors did not arrive whole; the group is joined anew at the next update.
         """
-        if self._stream is None:
-            for _ in weights:
-                pass
-            return
+        rest = iter(weights)
         try:
-            self._stream.send(weights, None if global_steps is None else str(global_steps))
+            if self._stream is not None:
+                self._stream.send(rest, None if global_steps is None else str(global_steps))
         except StreamError:
             self._joined = self._stream = None
             raise
+        finally:
+            for _ in rest:
+                pass
 
     async def receive_weights(
         self, global_steps: int | None = None
