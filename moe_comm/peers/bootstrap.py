@@ -252,7 +252,8 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
     """The bootstrap behind the `group` argument of `Communicator`.
 
     None means the default process group, or a single rank when torch.distributed was never
-    initialized and no launcher started several processes.
+    initialized and no launcher started several processes. A process group that is given may be one that
+    torch.distributed has not made.
 
     Raises:
         ValueError: A launcher started several processes but there is no process group.
@@ -265,7 +266,7 @@ def bootstrap_for(group: dist.ProcessGroup | Bootstrap | None) -> Bootstrap:
                 f"group must be a process group, a Bootstrap or None, got {type(group).__name__}"
             )
         return group
-    if dist.is_available() and dist.is_initialized():
+    if group is not None or (dist.is_available() and dist.is_initialized()):
         return _ProcessGroup(group)
     world_size = env.launcher_world_size()
     if world_size > 1:

@@ -518,6 +518,11 @@ def test_no_barrier_without_torch_distributed() -> None:
     service = LoopbackService()
     service.requires_process_group_barrier = True
     execute_reshard_plan(ReshardPlan([], []), None, None, service)
+    # But with a group that it has not made.
+    group = dist.ProcessGroup(0, 1)
+    with mock.patch.object(execution.dist, "barrier") as barrier:
+        execute_reshard_plan(ReshardPlan([], []), None, None, service, group=group)
+    barrier.assert_called_once_with(group=group)
 
 
 # ---------------------------------------------------------------------------------------------

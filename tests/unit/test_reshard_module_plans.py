@@ -20,7 +20,7 @@ from moe_comm.cli.reshard.model_shapes import (
     find_differences,
     roster,
 )
-from moe_comm.peers.bootstrap import Bootstrap, RankThreads, _ProcessGroup
+from moe_comm.peers.bootstrap import Bootstrap, RankThreads, bootstrap_for
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.plan import plan_check
@@ -198,8 +198,9 @@ def test_grouped_experts_over_other_ranks(source: str, destination: str) -> None
 
 
 def test_ranks_are_those_of_the_group() -> None:
-    """Also where a group joins worlds that were initialized apart, all of whose ranks begin at 0."""
-    member = _ProcessGroup(dist.ProcessGroup(1, 3))
+    """Also of a group that joins worlds that were initialized apart, in a process that has none."""
+    assert not dist.is_initialized()
+    member = bootstrap_for(dist.ProcessGroup(1, 3))
     assert (member.rank_idx, member.num_ranks) == (1, 3)
 
 

@@ -103,7 +103,7 @@ def _barrier(group: dist.ProcessGroup | Bootstrap | None) -> None:
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         group.all_gather(None)
-    elif dist.is_available() and dist.is_initialized():
+    elif group is not None or (dist.is_available() and dist.is_initialized()):
         try:
             dist.barrier(group=group)
         except CommunicationError:
