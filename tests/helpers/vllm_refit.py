@@ -1,11 +1,15 @@
-"""Whole versions of weights into vLLM on CPUs, in this process: tokens are those of transformers.
+"""Whole versions of weights into vLLM on CPUs: tokens are those of transformers.
 
 VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m tests.helpers.vllm_refit FOLDER eager|compiled
+
+The engine is in this process. A trainer is in another, which it starts (FOLDER trainer).
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +21,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
-from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
+from moe_comm.resharding import CheckpointViews, Refit, transformers_views
 from moe_comm.resharding.engines.vllm_cpu import VllmCpuModel
+from moe_comm.testing import RankContext
+from tests.helpers.copy_services import unregistered_group
 from tests.helpers.vllm_servers import NUM_EXPERTS, VOCABULARY, save_model
 
 NUM_TOKENS = 16
+NUM_REFITS = 3
+LIMIT_S = 60
 PROMPTS = [[(7 * idx + 3 * pos) % VOCABULARY for pos in range(2 + 3 * idx)] for idx in range(6)]
 ROUTED = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 
@@ -88,20 +96,54 @@ def check_versions(
     engine.moved()
     engine.commit("two again")
     assert serve() == tokens[1]
-    engine.accept(first)
-    for view in CheckpointViews(engine.views, engine).views:
-        part = first[view.name].reshape(view.shape)
-        for dim, ((start, _, length),) in enumerate(view.dims):
-            part = part.narrow(dim, start, length)
-        view.tensor.copy_(part)
-    engine.moved()
-    engine.commit("one")
-    assert serve() == tokens[0]
     stacked = fused(second)
     engine.accept(stacked)
     engine.load(stacked.items())
     engine.commit("stacked")
     assert serve() == tokens[1]
+
+
+def refit_of(folder: Path, rank_idx: int, *sides: CheckpointViews | None) -> Refit:
+    """The trainer's end (rank 0), which has no default group, and the engine's, which has vLLM's."""
+    group = unregistered_group(RankContext(rank_idx, 2, None), rank_idx, str(folder / "store"))
+    return Refit(*sides, "symmetric", group, verify="checksum")
+
+
+def train(folder: Path) -> None:
+    """Other weights for every refit; says transformers' tokens of each."""
+    model = Qwen3MoeForCausalLM.from_pretrained(folder / "first", dtype=torch.float32).eval()
+    refit = refit_of(folder, 0, transformers_views(model), None)
+    for step in range(NUM_REFITS):
+        torch.manual_seed(100 + step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.2)
+        refit.run()
+        print(json.dumps(tokens_of_transformers(model)), flush=True)
+
+
+def check_refits(
+    engine: VllmCpuModel, serve: Callable[[], Any], tensors: Tensors, folder: Path
+) -> None:
+    """What a trainer in another process has is served after every refit, and not before its commit."""
+    command = [sys.executable, "-m", "tests.helpers.vllm_refit", str(folder), "trainer"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        try:
+            engine.accept(tensors)
+            refit = refit_of(folder, 1, None, CheckpointViews(engine.views, engine))
+            served = serve()
+            for step in range(NUM_REFITS):
+                refit.run()
+                assert serve() == served
+                engine.moved()
+                engine.commit(f"step {step}")
+                before, served = served, serve()
+                assert served != before
+                assert served == json.loads(trainer.stdout.readline())
+            assert trainer.wait(LIMIT_S) == 0
+        finally:
+            trainer.kill()
 
 
 def check_failures(
@@ -182,6 +224,10 @@ def main(folder: Path, *, is_eager: bool) -> None:
     model, config = worker.model_runner.model, worker.vllm_config
     engine = VllmCpuModel(model, config)
     check_versions(engine, serve, tensors, tokens)
+    check_refits(engine, serve, tensors[0], folder)
+    engine.accept(tensors[1])
+    engine.load(tensors[1].items())
+    engine.commit("two")
     check_failures(engine, serve, tensors, tokens)
     balanced = copy.copy(config)
     balanced.parallel_config = copy.copy(config.parallel_config)
@@ -191,4 +237,7 @@ def main(folder: Path, *, is_eager: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), is_eager=sys.argv[2] == "eager")
+    if sys.argv[2] == "trainer":
+        train(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), is_eager=sys.argv[2] == "eager")

@@ -28,7 +28,7 @@ LIMIT_S = 900
             marks=pytest.mark.client(
                 "vLLM",
                 way="`VllmCpuModel`",
-                ran=f"weights exchanged, {mode}: greedy tokens, failures",
+                ran=f"refits from a trainer's process, {mode}: greedy tokens, failures",
             ),
         )
         for mode in ("eager", "compiled")
