@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
@@ -82,7 +83,7 @@ def check_versions(
     engine: VllmCpuModel, serve: Callable[[], Any], tensors: list[Tensors], tokens: list[Any]
 ) -> None:
     """What is served changes in `commit` alone, there and back."""
-    first, second = tensors
+    _, second = tensors
     assert serve() == tokens[0]
     with pytest.raises(ValueError, match="version early: nothing was accepted"):
         engine.commit("early")
@@ -103,23 +104,24 @@ def check_versions(
     assert serve() == tokens[1]
 
 
-def refit_of(folder: Path, rank_idx: int, *sides: CheckpointViews | None) -> Refit:
-    """The trainer's end (rank 0), which has no default group, and the engine's, which has vLLM's."""
-    group = unregistered_group(RankContext(rank_idx, 2, None), rank_idx, str(folder / "store"))
-    return Refit(*sides, "symmetric", group, verify="checksum")
+def group_of(folder: Path, rank_idx: int) -> dist.ProcessGroup:
+    """The trainer's end (rank 0), which has no default group, or the engine's, which has vLLM's."""
+    return unregistered_group(RankContext(rank_idx, 2, None), rank_idx, str(folder / "store"))
 
 
 def train(folder: Path) -> None:
     """Other weights for every refit; says transformers' tokens of each."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder / "first", dtype=torch.float32).eval()
-    refit = refit_of(folder, 0, transformers_views(model), None)
+    group = group_of(folder, 0)
+    refit = Refit(transformers_views(model), None, "symmetric", group, verify="checksum")
     for step in range(NUM_REFITS):
         torch.manual_seed(100 + step)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.2)
         refit.run()
-        print(json.dumps(tokens_of_transformers(model)), flush=True)
+        sys.stdout.write(json.dumps(tokens_of_transformers(model)) + "\n")
+        sys.stdout.flush()
 
 
 def check_refits(
@@ -131,7 +133,8 @@ def check_refits(
         assert trainer.stdout is not None
         try:
             engine.accept(tensors)
-            refit = refit_of(folder, 1, None, CheckpointViews(engine.views, engine))
+            side, group = CheckpointViews(engine.views, engine), group_of(folder, 1)
+            refit = Refit(None, side, "symmetric", group, verify="checksum")
             served = serve()
             for step in range(NUM_REFITS):
                 refit.run()
