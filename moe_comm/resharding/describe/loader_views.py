@@ -67,11 +67,20 @@ class _Geometry(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """The tensor of the checkpoint whose indices a storage without memory stands for."""
+    """The tensor of the checkpoint whose indices a storage without memory stands for.
+
+    Args:
+        name: In the checkpoint.
+        spec: As it is there.
+        cast: The dtype that the loader made of it.
+        orders: Where the storage has other elements, or in another order: those of a copy that a loader
+            made for itself, as they lay in the storage it is of; and so on, to that of the checkpoint.
+    """
 
     name: str
     spec: TensorSpec
     cast: torch.dtype
+    orders: tuple[_Geometry, ...] = ()
 
 
 class _Target(NamedTuple):
@@ -255,7 +264,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._unsafe_view.default:
             return self._view(func, read, args[1], origin)
         if func in _COPIES:
-            return self._cast(read, (kwargs or {}).get("dtype") or read.dtype, origin)
+            return self._copied(read, kwargs or {}, origin)
         if func is aten._local_scalar_dense.default and read.dtype.is_floating_point:
             return self._scalar(read)
         raise self._refuse(origin.name, f"{func} of it")
@@ -286,13 +295,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 origin.name, f"{func} to {tuple(shape)} of shape {tuple(read.shape)}"
             ) from None
 
-    def _cast(self, read: torch.Tensor, dtype: torch.dtype, origin: _Origin) -> torch.Tensor:
+    def _copied(
+        self, read: torch.Tensor, options: Mapping[str, Any], origin: _Origin
+    ) -> torch.Tensor:
         """Return another storage of the same elements: a copy that keeps where each comes from."""
+        dtype = options.get("dtype") or read.dtype
         if origin.cast not in (origin.spec.dtype, dtype):
             raise self._refuse(origin.name, f"a cast to {origin.cast} and one to {dtype}")
-        memory = torch.empty(origin.spec.shape, dtype=dtype, device="meta")
-        copied = memory.as_strided(read.shape, read.stride(), read.storage_offset())
-        self._keep(copied, origin._replace(cast=dtype))
+        copied = torch.empty_like(
+            read,
+            dtype=dtype,
+            device="meta",
+            memory_format=options.get("memory_format") or torch.preserve_format,
+        )
+        # By strides, the farthest apart first: the order in which the copy has the elements.
+        order = sorted(range(copied.dim()), key=copied.stride, reverse=True)
+        orders = (_geometry(read.permute(order)), *origin.orders)
+        self._keep(copied, origin._replace(cast=dtype, orders=orders))
         return copied
 
     def _scalar(self, read: torch.Tensor) -> float:
@@ -366,43 +385,87 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(tuple(values.values()))
 
 
-def _split_repeats(copy: _Copy) -> Iterator[tuple[_Geometry, _Geometry]]:
+_Pair = tuple[_Geometry, _Geometry]
+
+
+def _split_repeats(read: _Geometry, written: _Geometry) -> Iterator[_Pair]:
     """What is read and written, once for every index of a dimension along which one element is repeated."""
-    shape, stride, offset = copy.read
+    shape, stride, offset = read
     repeated = [dim for dim, size in enumerate(shape) if size > 1 and not stride[dim]]
     if not repeated:
-        yield copy.read, copy.geometry
+        yield read, written
         return
     once = tuple(1 if dim in repeated else size for dim, size in enumerate(shape))
     counts = tuple(shape[dim] for dim in repeated)
     for number in range(intervals.num_elements(counts)):
-        first = copy.geometry.offset
+        first = written.offset
         for dim in reversed(repeated):
             number, index = divmod(number, shape[dim])
-            first += index * copy.geometry.stride[dim]
-        yield _Geometry(once, stride, offset), _Geometry(once, copy.geometry.stride, first)
+            first += index * written.stride[dim]
+        yield _Geometry(once, stride, offset), _Geometry(once, written.stride, first)
+
+
+def _through(order: _Geometry, read: _Geometry, written: _Geometry) -> _Pair | None:
+    """Return what is read of a copy as what is read of the storage that it is of, in finer dimensions.
+
+    Args:
+        order: The elements of the copy, in its order, in that storage.
+        read: Of the copy.
+        written: In the target, with as many dimensions.
+
+    Returns:
+        None where `read` is no product of intervals of the copy.
+    """
+    axes = _axes(_contiguous(order.shape), read)
+    if axes is None:
+        return None
+    rest = list(axes)
+    lengths, steps, strides, offset = [], [], [], order.offset
+    for size, step in zip(order.shape, order.stride, strict=True):
+        while size > 1:
+            axis = rest.pop(0)
+            size //= axis.size
+            lengths.append(axis.length)
+            steps.append(step * size)
+            strides.append(_stride(axis, written))
+            offset += axis.start * step * size
+    shape = tuple(lengths)
+    return (
+        _Geometry(shape, tuple(steps), offset),
+        _Geometry(shape, tuple(strides), written.offset),
+    )
+
+
+def _stride(axis: _Axis, written: _Geometry) -> int:
+    return 0 if axis.view_dim is None else written.stride[axis.view_dim] * axis.num_inner
 
 
 def _views(copy: _Copy, origin: _Origin) -> Iterator[CheckpointView]:
-    disk = _contiguous(origin.spec.shape)
-    for read, written in _split_repeats(copy):
-        axes = _axes(disk, read)
-        if axes is None:
+    pairs: Iterable[_Pair | None] = _split_repeats(copy.read, copy.geometry)
+    for order in origin.orders:
+        finer = [pair and _through(order, *pair) for pair in pairs]
+        pairs = [once for pair in finer for once in (_split_repeats(*pair) if pair else [None])]
+    shape = origin.spec.shape
+    for pair in pairs:
+        axes = pair and _axes(_contiguous(shape), pair[0])
+        if not pair or axes is None:
             raise NotImplementedError(
-                f"{origin.name}: the loader copies shape {read.shape}, strides {read.stride}, offset "
-                f"{read.offset} of shape {origin.spec.shape} into {copy.target.name}; that is no "
+                f"{origin.name}: the loader copies shape {copy.read.shape}, strides {copy.read.stride}, "
+                f"offset {copy.read.offset} of shape {shape} into {copy.target.name}; that is no "
                 "product of intervals"
             )
-        lengths = tuple(axis.length for axis in axes)
-        strides = tuple(
-            0 if axis.view_dim is None else written.stride[axis.view_dim] * axis.num_inner
-            for axis in axes
-        )
+        written = pair[1]
+        cut = tuple(axis.size for axis in axes)
         yield CheckpointView(
             origin.name,
-            tuple(axis.size for axis in axes),
+            cut,
             tuple((Interval(axis.start, 0, axis.length),) for axis in axes),
-            copy.target.tensor.as_strided(lengths, strides, written.offset),
+            copy.target.tensor.as_strided(
+                tuple(axis.length for axis in axes),
+                tuple(_stride(axis, written) for axis in axes),
+                written.offset,
+            ),
+            None if cut == shape else shape,
         )
 
 
