@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -298,6 +300,45 @@ def test_anything_else_is_refused_by_name(load: Loader, says: str) -> None:
     with pytest.raises(NotImplementedError, match=says):
         one(load, (2, 3), 2, 3)
     assert not PARAMETER["p"].any()
+
+
+def test_what_a_loader_gives_to_a_pool_is_followed() -> None:
+    """As SGLang loads experts; the thread of the pool is there before its loader is run."""
+    parameter = torch.full((4, 3), 7.0)
+
+    def load(weights: Weights) -> None:
+        jobs = [pool.submit(parameter.zero_)]
+        jobs += [pool.submit(parameter[:2].copy_, loaded) for _, loaded in weights]
+        for job in concurrent.futures.as_completed(jobs):
+            job.result()
+
+    def load_wrongly(weights: Weights) -> None:
+        for _, loaded in weights:
+            pool.submit(torch.neg, loaded).result()
+
+    tensors = numbered({"w": (2, 3)})
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        found = loader_views(load, tensors, [("p", parameter)])
+        assert (parameter == 7.0).all()
+        with pytest.raises(NotImplementedError, match=r"^w: the loader asks for aten.neg"):
+            loader_views(load_wrongly, tensors, [("p", parameter)])
+        assert pool.submit(threading.get_ident).result() != threading.get_ident()
+    assert [(view.name, view.tensor.shape) for view in found.views] == [("w", (2, 3))]
+    assert [(tensor.shape, constant) for tensor, constant in found.padding] == [((4, 3), 0.0)]
+
+
+def test_a_thread_of_a_loader_is_refused() -> None:
+    def load(weights: Weights) -> None:
+        for _ in weights:
+            thread = threading.Thread(target=parameter.zero_, name="filler")
+            thread.start()
+            thread.join()
+
+    parameter = torch.full((4, 3), 7.0)
+    with pytest.raises(NotImplementedError, match=r"^w: .* a thread of its own \(filler\)"):
+        loader_views(load, {"w": torch.zeros(4, 3)}, [("p", parameter)])
+    assert (parameter == 7.0).all()
 
 
 def test_a_refusal_is_kept_where_a_loader_goes_on() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +52,8 @@ _VIEWS = frozenset(
 )
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
 _CONSTANTS = frozenset({aten.fill_.Scalar, aten.zero_.default})
+# Held by the thread that has pools run in it.
+_of_pools = threading.RLock()
 
 
 class TensorSpec(NamedTuple):
@@ -242,6 +247,39 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hand out one after the other, and remember which a loader has."""
         for self.current, tensor in named:
             yield self.current, tensor
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Run here what this thread gives to a pool; another thread, where nothing is seen, is refused."""
+        here = threading.get_ident()
+
+        def submit_here(
+            pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+        ) -> Future[Any]:
+            if threading.get_ident() != here:
+                return submit(pool, function, *args, **kwargs)
+            future: Future[Any] = Future()
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - the future raises it
+                future.set_exception(error)
+            return future
+
+        def start_none(thread: threading.Thread) -> None:
+            # Those of progress bars and the like are daemons.
+            if threading.get_ident() == here and not thread.daemon:
+                raise self._refuse(self.current, f"a thread of its own ({thread.name})")
+            start(thread)
+
+        with _of_pools:
+            submit, start = ThreadPoolExecutor.submit, threading.Thread.start
+            try:
+                ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign,assignment]
+                threading.Thread.start = start_none  # type: ignore[method-assign,assignment]
+                yield
+            finally:
+                ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+                threading.Thread.start = start  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self,
@@ -601,7 +639,7 @@ def loader_views(
     }
     recorder = _Recorder([*required, *allowed])
     named = recorder.tensors(specs)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), recorder, recorder.in_this_thread():
         try:
             load_weights(recorder.handed_out(named))
         except Exception as error:
