@@ -149,6 +149,24 @@ def check_refits(
             trainer.kill()
 
 
+def check_buffers(engine: VllmCpuModel, model: torch.nn.Module, tensors: Tensors) -> None:
+    """One that a checkpoint has comes with its version; another stays what it is."""
+    scale, other = model.scale, model.other
+    assert isinstance(scale, torch.Tensor)
+    given = tensors | {"scale": torch.tensor([1.0, 2.0])}
+    engine.accept(given)
+    engine.load(given.items())
+    other.fill_(5)
+    assert scale.tolist() == [0, 0]
+    engine.commit("with a buffer")
+    assert model.scale is scale
+    assert scale.tolist() == [1, 2]
+    assert model.other is other
+    assert other.tolist() == [5, 5]
+    with pytest.raises(ValueError, match=r"^scale: the loader refuses it"):
+        engine.accept(tensors | {"scale": torch.zeros(3)})
+
+
 def check_failures(
     engine: VllmCpuModel, serve: Callable[[], Any], tensors: list[Tensors], tokens: list[Any]
 ) -> None:
@@ -232,6 +250,10 @@ def main(folder: Path, *, is_eager: bool) -> None:
     engine.load(tensors[1].items())
     engine.commit("two")
     check_failures(engine, serve, tensors, tokens)
+    for name in ("scale", "other"):
+        model.register_buffer(name, torch.zeros(2))
+    check_buffers(VllmCpuModel(model, config), model, tensors[1])
+    assert serve() == tokens[1]
     balanced = copy.copy(config)
     balanced.parallel_config = copy.copy(config.parallel_config)
     balanced.parallel_config.enable_eplb = True

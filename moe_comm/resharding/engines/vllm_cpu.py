@@ -42,16 +42,17 @@ def _place(tensor: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Staged:
-    """A parameter in load layout: what a fresh one is made of."""
+    """A parameter or buffer in load layout: what a fresh one is made of."""
 
     name: str
     module: torch.nn.Module
+    container: str
     attribute: str
     like: torch.Tensor
     storage: torch.Tensor
 
-    def parameter(self) -> torch.Tensor:
-        """Make a parameter over the staging storage, with the loader's attributes."""
+    def tensor(self) -> torch.Tensor:
+        """Make one over the staging storage, with the loader's attributes."""
         made = self.storage.detach()
         made.__class__ = self.like.__class__
         made.__dict__ = dict(self.like.__dict__)
@@ -91,6 +92,8 @@ class VllmCpuModel:
         self._checkpoint: dict[str, TensorSpec] = {}
         self._views: dict[str, list[CheckpointView]] = {}
         self._missing: set[str] = set()
+        # Buffers have other values than a checkpoint's, where it has none for them.
+        self._filled: set[int] = set()
         self._version: str | None = None
 
     @property
@@ -176,7 +179,7 @@ class VllmCpuModel:
                 f"{name}: has not come, nor {len(self._missing) - 1} more of {len(self._views)} tensors "
                 f"of version {version}"
             )
-        with self._in_staging() as before:
+        with self._in_staging(self._filled) as before:
             first_time = _forget_first_time(self._model)
             try:
                 self._process(self._model, self._config.model_config, torch.device("cpu"))
@@ -191,26 +194,36 @@ class VllmCpuModel:
     def _record(self, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointView, ...]:
         load_weights: Callable[..., object] = self._model.load_weights  # type: ignore[assignment]
         num_ranks = self._config.parallel_config.world_size_across_dp
-        with self._in_staging() as before:
+        with self._in_staging({_place(each.storage) for each in self._staged}) as before:
             found = loader_views(
-                load_weights, specs, self._model.named_parameters(), other_ranks=num_ranks > 1
+                load_weights,
+                specs,
+                self._model.named_parameters(),
+                optional=[(e.name, e.storage) for e in self._staged if e.container == "_buffers"],
+                other_ranks=num_ranks > 1,
             )
             before.bring_back()
         for tensor, constant in found.padding:
             tensor.fill_(constant)
+        self._filled = {_place(view.tensor) for view in found.views}
         return found.views
 
     @contextlib.contextmanager
-    def _in_staging(self) -> Iterator[_Before]:
-        """Put parameters in load layout in the place of those that are served; back after a failure."""
+    def _in_staging(self, filled: set[int]) -> Iterator[_Before]:
+        """Put staging in the place of what is served; back after a failure.
+
+        Args:
+            filled: Storages of buffers that are exchanged; parameters all are.
+        """
         before = _Before(self._model)
         try:
             with torch.no_grad(), self._set_config(self._config):
                 made: dict[int, torch.Tensor] = {}
                 for each in self._staged:
                     place = _place(each.storage)
-                    parameter = made.setdefault(place, each.parameter())
-                    vars(each.module)["_parameters"][each.attribute] = parameter
+                    if each.container == "_parameters" or place in filled:
+                        tensor = made.setdefault(place, each.tensor())
+                        vars(each.module)[each.container][each.attribute] = tensor
                 yield before
         except BaseException:
             before.bring_back()
@@ -298,7 +311,10 @@ def _narrow(part: torch.Tensor, dim: int, held: Intervals) -> torch.Tensor:
 
 
 def _stage(model: torch.nn.Module) -> list[_Staged]:
-    """Make staging for all parameters, as vLLM has them before it loads; tied ones share it."""
+    """Make staging for parameters, as vLLM has them before it loads, and for buffers of a checkpoint.
+
+    Tied parameters share it.
+    """
     info_of = _of_vllm(f"{_LOADER}.reload.layerwise", "get_layerwise_info")
     built_late: set[str] = _of_vllm(f"{_LOADER}.reload.meta", "SKIP_TENSORS")
     staged: list[_Staged] = []
@@ -319,7 +335,13 @@ def _stage(model: torch.nn.Module) -> list[_Staged]:
                 )
                 if served is not None:
                     tied[id(served)] = storage
-            staged.append(_Staged(f"{path}.{attribute}", module, attribute, like, storage))
+            name = f"{path}.{attribute}"
+            staged.append(_Staged(name, module, "_parameters", attribute, like, storage))
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                name = f"{path}.{attribute}"
+                storage = buffer.detach().clone()
+                staged.append(_Staged(name, module, "_buffers", attribute, buffer, storage))
     return staged
 
 
