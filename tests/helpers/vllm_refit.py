@@ -168,7 +168,11 @@ def check_buffers(engine: VllmCpuModel, model: torch.nn.Module, tensors: Tensors
 
 
 def check_failures(
-    engine: VllmCpuModel, serve: Callable[[], Any], tensors: list[Tensors], tokens: list[Any]
+    engine: VllmCpuModel,
+    model: torch.nn.Module,
+    serve: Callable[[], Any],
+    tensors: list[Tensors],
+    tokens: list[Any],
 ) -> None:
     """The version before is served after each of them. Begins with the second, ends with the first."""
     first, _ = tensors
@@ -198,11 +202,19 @@ def check_failures(
     # The second of two layers of experts fails, after everything before it was packed.
     routed = sys.modules[ROUTED].UnquantizedFusedMoEMethod
     packed = routed.process_weights_after_loading
+    replace = sys.modules["vllm.model_executor.utils"].replace_parameter
     layers: list[Any] = []
+    made: list[Any] = []
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), routed):
+            module.made = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+            made.append(module.made)
 
     def fail(self: Any, layer: Any) -> None:
         layers.append(layer)
         packed(self, layer)
+        # As of the parts of a matrix that attention wants apart.
+        replace(layer, "made", torch.ones(1), prefer_copy=True)
         if len(layers) == 2:
             raise MemoryError("no memory for the second layer")
 
@@ -212,9 +224,17 @@ def check_failures(
     ):
         engine.commit("failed")
     assert engine.version == version
+    assert made == [0, 0]
     assert serve() == tokens[1]
-    engine.commit("one")
+    with mock.patch.object(routed, "process_weights_after_loading", fail):
+        engine.commit("one")
     assert serve() == tokens[0]
+    assert made == [1, 1]
+    assert all(layer.made is each for layer, each in zip(layers[2:], made, strict=True))
+    # It stays where nothing makes it anew.
+    engine.moved()
+    engine.commit("one again")
+    assert all(layer.made is each for layer, each in zip(layers[2:], made, strict=True))
 
 
 def without(tensors: Tensors, name: str) -> Tensors:
@@ -249,7 +269,7 @@ def main(folder: Path, *, is_eager: bool) -> None:
     engine.accept(tensors[1])
     engine.load(tensors[1].items())
     engine.commit("two")
-    check_failures(engine, serve, tensors, tokens)
+    check_failures(engine, model, serve, tensors, tokens)
     for name in ("scale", "other"):
         model.register_buffer(name, torch.zeros(2))
     check_buffers(VllmCpuModel(model, config), model, tensors[1])

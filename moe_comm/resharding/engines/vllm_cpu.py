@@ -194,12 +194,16 @@ class VllmCpuModel:
     def _record(self, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointView, ...]:
         load_weights: Callable[..., object] = self._model.load_weights  # type: ignore[assignment]
         num_ranks = self._config.parallel_config.world_size_across_dp
-        with self._in_staging({_place(each.storage) for each in self._staged}) as before:
+        staged = {_place(each.storage) for each in self._staged}
+        with self._in_staging(staged) as before:
+            buffers = [
+                (name, each) for name, each in self._model.named_buffers() if _place(each) in staged
+            ]
             found = loader_views(
                 load_weights,
                 specs,
                 self._model.named_parameters(),
-                optional=[(e.name, e.storage) for e in self._staged if e.container == "_buffers"],
+                optional=buffers,
                 other_ranks=num_ranks > 1,
             )
             before.bring_back()
@@ -212,6 +216,9 @@ class VllmCpuModel:
     def _in_staging(self, filled: set[int]) -> Iterator[_Before]:
         """Put staging in the place of what is served; back after a failure.
 
+        Parameters that vLLM's processing makes of others are gone meanwhile: it would write in those
+        that are served.
+
         Args:
             filled: Storages of buffers that are exchanged; parameters all are.
         """
@@ -219,6 +226,10 @@ class VllmCpuModel:
         try:
             with torch.no_grad(), self._set_config(self._config):
                 made: dict[int, torch.Tensor] = {}
+                for module in self._model.modules():
+                    parameters = vars(module)["_parameters"]
+                    for name in [n for n, each in parameters.items() if each is not None]:
+                        del parameters[name]
                 for each in self._staged:
                     place = _place(each.storage)
                     if each.container == "_parameters" or place in filled:
@@ -287,6 +298,9 @@ class _Before:
                         self._data.append((served, served.data))
                         served.data = data
                     new[name] = served
+            # Made of others, and not anew.
+            for name, parameter in containers["_parameters"].items():
+                module._parameters.setdefault(name, parameter)
 
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
