@@ -41,6 +41,8 @@ PROGRAMS = ("sh", "env", "make", "find", "sort", "sed", "awk", "git", "nvcc")
 PEERS = ("mpirun", "mpiexec", "nvidia-smi")
 # How the network is reached is the machine's affair.
 NETWORK = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "PIP_CERT")
+# Pure Python, of which there is no wheel in the version that omegaconf wants.
+SOURCE_ALONE = "antlr4-python3-runtime"
 TARGET = re.compile(r"^([a-z-]+):.*## ", re.MULTILINE)
 INSTALLER = re.compile(r"(?:tools/pip_install\.py|-m pip install) (.*)")
 
@@ -201,6 +203,7 @@ class Resolver:
                 *(self._uv, "pip", "compile", "--quiet", "--no-config", "--native-tls"),
                 *("--cache-dir", WORK / "cache"),
                 *("--only-binary", ":all:"),
+                *("--no-binary", SOURCE_ALONE),
                 *(("-c", "constraints.txt") if is_constrained else ()),
                 *("--python", sys.executable, "--python-version", python),
                 *("--python-platform", f"{machine}-manylinux_2_28"),
