@@ -34,8 +34,6 @@ _PROVIDERS = {
 }
 # By name: modules that the real package brings beside itself.
 _COMPANIONS = {"deep_ep": {"deep_ep_cpp": "moe_comm.compat.deep_ep_cpp"}}
-# Parts of providers that stand on frameworks of their own, and no other package has.
-_OF_OTHERS = ("moe_comm.resharding.clients", "moe_comm.resharding.engines")
 NAMES = tuple(_PROVIDERS)
 _lock = threading.Lock()
 # By name: what stood in sys.modules before, and what stands there now.
@@ -118,8 +116,6 @@ def _modules_of(name: str) -> dict[str, types.ModuleType]:
     provider = importlib.import_module(_PROVIDERS[name])
     found = {name: provider}
     for info in pkgutil.walk_packages(provider.__path__, f"{provider.__name__}."):
-        if info.name.startswith(_OF_OTHERS):
-            continue
         alias = name + info.name.removeprefix(provider.__name__)
         found[alias] = importlib.import_module(info.name)
     for companion, provided in _COMPANIONS.get(name, {}).items():

@@ -1,7 +1,4 @@
-"""A checkpoint engine of verl; importing this registers it, as `custom_backend_module` wants.
-
-Needs verl, of which it uses the registry and the base class.
-"""
+"""A checkpoint engine of verl; importing this where verl is registers it, as `custom_backend_module` wants."""
 
 from __future__ import annotations
 
@@ -23,11 +20,17 @@ __all__ = ["BACKEND", "MoeCommCheckpointEngine"]
 BACKEND = "moe_comm"
 """Name in verl's registry: `checkpoint_engine.backend`."""
 
-_base: Any = importlib.import_module("verl.checkpoint_engine.base")
+_base: Any = None
+try:
+    _base = importlib.import_module("verl.checkpoint_engine.base")
+except ModuleNotFoundError as error:
+    # Who imports this without verl has no registry either; a part that verl lacks is an error.
+    if error.name != "verl":
+        raise
+_Base: Any = object if _base is None else _base.CheckpointEngine
 
 
-@_base.CheckpointEngineRegistry.register(BACKEND)
-class MoeCommCheckpointEngine(_base.CheckpointEngine):  # type: ignore[misc]
+class MoeCommCheckpointEngine(_Base):  # type: ignore[misc]
     """Full tensors from the first actor to the rollout ranks, over a group that outlives an update.
 
     verl builds a topology for every update. Where it is that of the update before, and every rank still has
@@ -167,3 +170,7 @@ class MoeCommCheckpointEngine(_base.CheckpointEngine):  # type: ignore[misc]
         except StreamError:
             self._joined = self._stream = None
             raise
+
+
+if _base is not None:
+    _base.CheckpointEngineRegistry.register(BACKEND)(MoeCommCheckpointEngine)
