@@ -431,6 +431,10 @@ def test_constructors_take_the_device_of_their_group(
     monkeypatch.setattr("moe_comm.ep.group_buffers.Communicator", Asked)
     monkeypatch.setattr("moe_comm.ep.group_buffers.is_alive", lambda group: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    # Such a group has no backend over which its one rank could speak to itself.
+    monkeypatch.setattr(
+        "moe_comm.peers.bootstrap.gather_objects_of_group", lambda group, item: [item]
+    )
     with pytest.raises(LookupError):
         group_buffers.group_buffers(Group(0, 1), device=device)
     assert asked == [torch.device(expected)]
