@@ -6,7 +6,14 @@ from typing import TypeVar, cast
 
 import torch
 
-__all__ = ["as_resolved", "bytes_of", "check_memory", "problem_with_memory"]
+__all__ = [
+    "as_resolved",
+    "bytes_of",
+    "check_memory",
+    "num_spanned",
+    "problem_with_memory",
+    "storage_id",
+]
 
 TensorT = TypeVar("TensorT")
 
@@ -38,6 +45,22 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor, as uint8."""
     # Contiguous tensors of one element may have any strides, with which they are no bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return what tells the storage of a tensor from all others that are alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def num_spanned(tensor: torch.Tensor) -> int:
+    """Return the elements of its storage from the first to the last of a tensor, whatever lies between.
+
+    Args:
+        tensor: Strided, with one element at least.
+    """
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:

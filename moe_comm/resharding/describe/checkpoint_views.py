@@ -22,6 +22,7 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.describe.tensor_layout import common_shape
 from moe_comm.resharding.describe.tensor_table import TensorTable
+from moe_comm.tensors.memory import storage_id
 
 __all__ = ["CheckpointView", "CheckpointViews", "unique_names"]
 
@@ -148,7 +149,7 @@ class CheckpointViews(TensorSide):
                     f"{type(tensor).__name__} of layout {tensor.layout}"
                 )
             check_resolved(f"{view.name}: a view", tensor)
-            storage = tensor.untyped_storage()._cdata
+            storage = storage_id(tensor)
             if storage not in numbers:
                 numbers[storage] = len(numbers)
                 if storage not in owned:
@@ -226,7 +227,7 @@ def _storages_of(state: ModuleState) -> set[int]:
     for tensor in state.tensors.values():
         # Other kinds of tensors need not have a storage of their own.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            storages.add(local_tensor(tensor).untyped_storage()._cdata)
+            storages.add(storage_id(local_tensor(tensor)))
     return storages
 
 

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
 from moe_comm.resharding.describe.intervals import Box, Interval
 from moe_comm.resharding.describe.tensor_layout import Layout, Shape, common_shape, refine
+from moe_comm.tensors.memory import num_spanned, storage_id
 
 __all__ = ["LoadWeights", "LoaderViews", "TensorSpec", "loader_views"]
 
@@ -136,10 +138,6 @@ def _geometry(tensor: torch.Tensor) -> _Geometry:
     return _Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 @functools.lru_cache(maxsize=65536)
 def _axes(base: _Geometry, view: _Geometry) -> tuple[_Axis, ...] | None:
     """Return a view as a product of intervals of its base, whose dimensions are cut where it needs it.
@@ -222,10 +220,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._targets: dict[int, list[_Target]] = {}
         for name, tensor in targets:
             if tensor.numel():
-                span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
                 first = int(tensor.storage_offset())
-                target = _Target(name, tensor.detach(), first, first + span + 1)
-                self._targets.setdefault(_place(tensor), []).append(target)
+                target = _Target(name, tensor.detach(), first, first + num_spanned(tensor))
+                self._targets.setdefault(storage_id(tensor), []).append(target)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -310,11 +307,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _origin(self, tensor: Any) -> _Origin | None:
         if tensor.device.type != "meta":
             return None
-        return self._origins.get(_place(tensor))
+        return self._origins.get(storage_id(tensor))
 
     def _keep(self, tensor: torch.Tensor, origin: _Origin) -> None:
         self._kept.append(tensor)
-        self._origins[_place(tensor)] = origin
+        self._origins[storage_id(tensor)] = origin
 
     def _refuse(self, name: str, what: str) -> Exception:
         """Return what to raise; kept, because a loader may go on without it."""
@@ -360,7 +357,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _target(self, written: torch.Tensor) -> _Target | None:
         offset = written.storage_offset()
-        for target in self._targets.get(_place(written), ()):
+        for target in self._targets.get(storage_id(written), ()):
             if target.first <= offset < target.stop:
                 return target
         return None
@@ -414,13 +411,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     """Tensors among arguments, in lists too."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _tensors(each)
-    elif isinstance(values, Mapping):
-        yield from _tensors(tuple(values.values()))
+    return (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
 
 
 _Pair = tuple[_Geometry, _Geometry]

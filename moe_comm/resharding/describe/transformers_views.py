@@ -14,6 +14,7 @@ from moe_comm.resharding.describe.checkpoint_views import CheckpointView, Checkp
 from moe_comm.resharding.describe.converted_views import converted_views
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.module_tensors import memory_of
+from moe_comm.tensors.memory import storage_id
 
 __all__ = ["disk_tensors", "transformers_views"]
 
@@ -66,10 +67,10 @@ def disk_tensors(
         for name, tensor in saved.items()
     }
     known = model.state_dict().keys()
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in whole.items()}
+    owners = {storage_id(tensor): name for name, tensor in whole.items()}
     views: dict[str, list[CheckpointView]] = {}
     for view in converted_views(whole, functools.partial(_conversion(model), model)):
-        views.setdefault(owners[view.tensor.untyped_storage()._cdata], []).append(view)
+        views.setdefault(owners[storage_id(view.tensor)], []).append(view)
     unfinished: dict[str, tuple[torch.Tensor, int]] = {}
     for name, tensor in named:
         if name not in whole:

@@ -20,6 +20,7 @@ import torch
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
 from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.loader_views import TensorSpec, loader_views
+from moe_comm.tensors.memory import storage_id
 
 __all__ = ["VllmCpuModel"]
 
@@ -34,10 +35,6 @@ def _of_vllm(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ImportError(f"this release of vLLM has no {module}.{name}") from error
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +183,7 @@ class VllmCpuModel:
             finally:
                 for owner, values in first_time:
                     vars(owner).update(values)
-            before.exchange({_place(each.storage) for each in self._staged})
+            before.exchange({storage_id(each.storage) for each in self._staged})
         # The next version comes whole, too.
         self._missing = set(self._views)
         self._version = version
@@ -194,10 +191,12 @@ class VllmCpuModel:
     def _record(self, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointView, ...]:
         load_weights: Callable[..., object] = self._model.load_weights  # type: ignore[assignment]
         num_ranks = self._config.parallel_config.world_size_across_dp
-        staged = {_place(each.storage) for each in self._staged}
+        staged = {storage_id(each.storage) for each in self._staged}
         with self._in_staging(staged) as before:
             buffers = [
-                (name, each) for name, each in self._model.named_buffers() if _place(each) in staged
+                (name, each)
+                for name, each in self._model.named_buffers()
+                if storage_id(each) in staged
             ]
             found = loader_views(
                 load_weights,
@@ -209,7 +208,7 @@ class VllmCpuModel:
             before.bring_back()
         for tensor, constant in found.padding:
             tensor.fill_(constant)
-        self._filled = {_place(view.tensor) for view in found.views}
+        self._filled = {storage_id(view.tensor) for view in found.views}
         return found.views
 
     @contextlib.contextmanager
@@ -231,7 +230,7 @@ class VllmCpuModel:
                     for name in [n for n, each in parameters.items() if each is not None]:
                         del parameters[name]
                 for each in self._staged:
-                    place = _place(each.storage)
+                    place = storage_id(each.storage)
                     if each.container == "_parameters" or place in filled:
                         tensor = made.setdefault(place, each.tensor())
                         vars(each.module)[each.container][each.attribute] = tensor
@@ -253,7 +252,7 @@ class _Before:
             (
                 module,
                 dict(vars(module)),
-                {name: _copied(vars(module)[name]) for name in _CONTAINERS},
+                {name: vars(module)[name].copy() for name in _CONTAINERS},
             )
             for module in model.modules()
         ]
@@ -289,7 +288,7 @@ class _Before:
                     if not isinstance(tensor, torch.Tensor):
                         continue
                     served = old.get(name)
-                    data = tensor.data.clone() if _place(tensor) in staging else tensor.data
+                    data = tensor.data.clone() if storage_id(tensor) in staging else tensor.data
                     if not isinstance(served, torch.Tensor):
                         tensor.data = data
                         continue
@@ -304,10 +303,6 @@ class _Before:
 
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
-def _copied(container: Any) -> Any:
-    return container.copy()
 
 
 def _fill(view: CheckpointView, tensor: torch.Tensor) -> None:

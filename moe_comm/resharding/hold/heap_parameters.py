@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
-from moe_comm.tensors.memory import problem_with_memory
+from moe_comm.tensors.memory import num_spanned, problem_with_memory
 
 __all__ = ["place_in_heap"]
 
@@ -106,10 +106,7 @@ def _problem_with(tensor: torch.Tensor) -> str | None:
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
     """From the first to the last byte, whatever lies between."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (last + 1) * tensor.element_size()
+    return num_spanned(tensor) * tensor.element_size()
 
 
 def _bytes_of(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.Tensor:

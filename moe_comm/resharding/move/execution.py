@@ -35,7 +35,7 @@ from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
-from moe_comm.tensors.memory import check_memory, problem_with_memory
+from moe_comm.tensors.memory import check_memory, problem_with_memory, storage_id
 
 __all__ = ["execute", "execute_reshard_plan"]
 
@@ -178,7 +178,7 @@ def _problem_with_joined(joined: JoinedPieces, tensors: Mapping[str, torch.Tenso
                 f"{op.param_name} was planned at element {planned[0]} of its storage with strides "
                 f"{planned[1]}, it lies at {found[0]} with {found[1]}"
             )
-        if tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        if storage_id(tensor) != storage_id(first):
             return (
                 f"{op.param_name} was planned in one storage with {joined.ops[0].param_name}, it "
                 "lies in another"
@@ -424,7 +424,6 @@ class PlanExecution:
         group: dist.ProcessGroup | Bootstrap | None,
         dst_module: RefitSide | None,
         *,
-        has_written: bool = False,
         later: Collection[int] = (),
         is_last: bool = True,
     ) -> None:
@@ -434,11 +433,10 @@ class PlanExecution:
             service: The transport.
             group: The plan's group.
             dst_module: Destinations.
-            has_written: Whether batches before this one have written some.
             later: `id`s of MXFP8 parameters that later batches receive more of.
             is_last: Whether this is all of the plan, or its last batch.
         """
-        may_be_torn = self._is_direct or has_written
+        may_be_torn = self._is_direct
         had_quantized = bool(self._pending_quantized)
         try:
             try:
@@ -448,7 +446,7 @@ class PlanExecution:
                     service.run()
             except ValueError:
                 # The services' word for a batch that they refused: nothing has moved.
-                may_be_torn = has_written
+                may_be_torn = False
                 raise
             _synchronize()
             if service.requires_process_group_barrier:
@@ -464,9 +462,8 @@ class PlanExecution:
             # Copies and refreshes are queued: a caller may capture graphs over the weights at once.
             _synchronize()
         except BaseException as error:
-            if may_be_torn and dst_module is not None:
-                text = str(error).split("\n", 1)[0]
-                stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
+            if may_be_torn:
+                _mark_torn(dst_module, error)
             raise
         if had_quantized and torch.cuda.is_available():
             # The allocator would keep the accumulators, as large as the model in bfloat16. Does
@@ -590,14 +587,13 @@ def execute(
                 service,
                 group,
                 dst_module,
-                has_written=has_written,
                 later=later[number],
                 is_last=number + 1 == len(batches),
             )
         except BaseException as error:
             _executions.drop(key)
-            if has_written and dst_module is not None and not stale.is_stale(dst_module):
-                stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {error}")
+            if has_written:
+                _mark_torn(dst_module, error)
             raise
         has_written |= bool(batch.recv_ops)
         # What it has staged goes before the next batch stages more.
@@ -606,6 +602,13 @@ def execute(
     if dst_module is not None and plan.recv_ops and not has_skipped:
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
+
+
+def _mark_torn(dst_module: RefitSide | None, error: BaseException) -> None:
+    """Say of a target that a refit may have written a part of it."""
+    if dst_module is not None:
+        text = str(error).split("\n", 1)[0]
+        stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
 
 
 def _known_execution(

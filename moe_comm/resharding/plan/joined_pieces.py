@@ -144,5 +144,5 @@ def _runs(group: list[Joined], max_bytes: int | None) -> list[Joined]:
             )
         else:
             runs += members
-        first = max(stop, first + 1)
+        first = stop
     return runs

@@ -54,6 +54,7 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
+from moe_comm.tensors.memory import num_spanned
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
 __all__ = [
@@ -498,11 +499,8 @@ def _check_memory(side: RefitSide, metas: Sequence[ParameterMetadata]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and behind its last, whatever lies between."""
-    reach = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
     start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.element_size()
+    return start, start + num_spanned(tensor) * tensor.element_size()
 
 
 def build_plan_from_rank_metadata(
