@@ -28,6 +28,17 @@ SIZES = {
     "pad_token_id": 0,
 }
 
+_GROUPED = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
 # Name: configuration. Their experts modules differ in layout, biases, gate and activation.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
@@ -38,13 +49,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     # Groups of experts, a shared expert, a layer without experts, and latent attention.
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **SIZES | {"num_hidden_layers": 3},
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
+        **_GROUPED,
         q_lora_rank=32,
         kv_lora_rank=16,
         qk_rope_head_dim=8,
@@ -69,16 +74,7 @@ VIEWED_CONFIGS: dict[str, Callable[[], Any]] = {
     "llama4": lambda: transformers.Llama4TextConfig(
         **SIZES, head_dim=16, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4
     ),
-    "glm4_moe": lambda: transformers.Glm4MoeConfig(
-        **SIZES | {"num_hidden_layers": 3},
-        head_dim=16,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**_GROUPED, head_dim=16),
     # No experts; tied embeddings, and not.
     "qwen3": lambda: transformers.Qwen3Config(
         **_DENSE, head_dim=16, intermediate_size=64, tie_word_embeddings=True

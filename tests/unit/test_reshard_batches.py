@@ -100,6 +100,19 @@ def is_filled(views: list[CheckpointView], value: int) -> bool:
     return all(bool((view.tensor == value + number).all()) for number, view in enumerate(views))
 
 
+def peaks_of(held: Refit, source: list[CheckpointView], target: list[CheckpointView]) -> list[int]:
+    """Run a refit three times, look at what came, and return the most bytes that each run staged."""
+    peaks = []
+    for round_idx in range(3):
+        fill(source, round_idx)
+        gc.collect()
+        with Staged() as staged:
+            held.run()
+        assert is_filled(target, round_idx)
+        peaks.append(staged.peak)
+    return peaks
+
+
 @pytest.mark.parametrize(
     ("src_dtype", "dst_dtype"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
@@ -120,15 +133,7 @@ def test_what_is_staged_stays_below_the_bound(
             # Ranks take the smallest.
             execution_batch_bytes=execution_batch_bytes if context.rank_idx else None,
         )
-        peaks = []
-        for round_idx in range(3):
-            fill(source, round_idx)
-            gc.collect()
-            with Staged() as staged:
-                held.run()
-            assert is_filled(target, round_idx)
-            peaks.append(staged.peak)
-        return peaks
+        return peaks_of(held, source, target)
 
     for peaks in threads(rank, 2, None):
         assert min(peaks) > 1.5 * limit
@@ -154,15 +159,7 @@ def test_pieces_in_place_are_repeated_in_batches(
             verify="checksum",
             execution_batch_bytes=6000,
         )
-        peaks = []
-        for round_idx in range(3):
-            fill(source, round_idx)
-            gc.collect()
-            with Staged() as staged:
-                held.run()
-            assert is_filled(target, round_idx)
-            peaks.append(staged.peak)
-        return peaks
+        return peaks_of(held, source, target)
 
     for peaks in threads(rank, 2):
         # The other service stages what is not contiguous.

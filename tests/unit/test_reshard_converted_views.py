@@ -20,6 +20,7 @@ from moe_comm.resharding import PlanError, transformers_views
 from moe_comm.resharding.describe.converted_views import converted_views
 from tests.helpers.checkpoint_oracle import faults_of, uncovered
 from tests.helpers.cut_tensors import numbered
+from tests.helpers.published_conversion import publish_conversion
 from tests.unit.test_reshard_dtensor_plans import fake_world
 
 Tensors = dict[str, torch.Tensor]
@@ -234,10 +235,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> None:
             for name, tensor in state.items()
         }
 
-    loading = types.ModuleType("transformers.core_model_loading")
-    loading.revert_weight_conversion = revert  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
-    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", loading)
+    publish_conversion(monkeypatch, revert)
 
 
 @pytest.mark.usefixtures("published")

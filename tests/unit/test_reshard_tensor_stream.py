@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moe_comm.resharding.clients.tensor_stream import StreamError, TensorStream
 from moe_comm.resharding.clients.trl import TrlWeightTransfer
+from tests.helpers.published_conversion import publish_conversion
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -209,10 +210,7 @@ def revert(_: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torc
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for where transformers publishes its conversion."""
-    loading = types.ModuleType("transformers.core_model_loading")
-    loading.revert_weight_conversion = revert  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
-    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", loading)
+    publish_conversion(monkeypatch, revert)
 
 
 @pytest.mark.usefixtures("published")
