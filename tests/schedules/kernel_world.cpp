@@ -318,7 +318,7 @@ void KernelWorld::launch_rows(int rank_idx, const kernels::DispatchParams& param
     kernels::launch_internode_dispatch(launch, params, rails);
     return;
   }
-  launch = shape_behind(rank_idx);
+  launch.is_dependent = true;
   launch.shared_bytes = kernels::dispatch_shared_bytes(params, launch.num_threads);
   kernels::launch_dispatch(launch, params);
 }
@@ -614,7 +614,7 @@ void KernelWorld::launch_sums(int rank_idx, const kernels::CombineParams& params
         kernels::internode_combine_shared_bytes(params, rank(rank_idx).rails, launch.num_threads);
     kernels::launch_internode_combine(launch, params, rank(rank_idx).rails);
   } else {
-    launch = shape_behind(rank_idx);
+    launch.is_dependent = true;
     launch.shared_bytes = kernels::combine_shared_bytes(params, launch.num_threads);
     kernels::launch_combine(launch, params);
   }
