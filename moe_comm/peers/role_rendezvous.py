@@ -244,6 +244,8 @@ class RoleHost:
             role, rank = said["role"], said["rank"]
             if role not in self.roles or not 0 <= rank < self.roles[role]:
                 raise ValueError(f"there is no such place in a group of {self.roles}")
+            if said.get("refusal"):
+                raise ValueError(said["refusal"])
             timeout_s = float(said["timeout_s"])
             ticket = _Ticket(
                 number, (role, rank), str(said["machine"]), now + timeout_s, timeout_s, seen=now
@@ -252,6 +254,10 @@ class RoleHost:
             text = f"{said.get('role')} {said.get('rank')} was refused: {first_line(error)}"
             self._tell(number, "ValueError", text)
             self._refuse_all("ValueError", text, now)
+            if said.get("refusal") and self._refusal is not None:
+                # Those that are asked by it have not been asked.
+                others = (place for place in places_of(self.roles) if place[0] != said["role"])
+                self._refusal.heard.update(others)
             return
         if self._refusal is not None and self._refusal.takes(ticket.place, now):
             self._tell(number, "ValueError", self._refusal.text)
@@ -351,6 +357,7 @@ class RoleRank:
         place: Of this process.
         timeout_s: Limit for all to come, and for each exchange after that.
         version: Of the package.
+        refusal: Why this process will not be a rank: all that wait raise it, and so does this.
 
     Attributes:
         rank_idx: Of this process in the group.
@@ -372,6 +379,7 @@ class RoleRank:
         place: Place,
         timeout_s: float,
         version: str,
+        refusal: str = "",
     ) -> None:
         self._places = places_of(roles)
         self._timeout_s = timeout_s
@@ -395,6 +403,7 @@ class RoleRank:
                 "rank": place[1],
                 "machine": str(own_machine()),
                 "timeout_s": timeout_s,
+                "refusal": refusal,
             }
             self._do(lambda: self._signed.set(f"ticket/{number}", ticket))
             self._number = number

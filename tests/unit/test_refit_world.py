@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +82,40 @@ def test_trainers_that_bring_different_versions_are_named(info: dict[str, Any]) 
         assert found[0][0] == "ValueError"
         assert "trainer 0 for 7, trainer 1 for 6" in found[0][1]
         assert found[0][2:] == [[], [None, None]]
+
+
+def test_ranks_tell_each_other_what_they_have_or_what_is_wrong(info: dict[str, Any]) -> None:
+    def call(joined: RefitWorld) -> None:
+        assert joined.gather([joined.role, joined.rank]) == [list(place) for place in PLACES]
+        is_odd = (joined.role, joined.rank) == ("engine", 1)
+        joined.gather(None, ValueError("q_proj") if is_odd else None)
+
+    assert told(info, call) == ["ValueError: rank 3: q_proj"] * 4
+
+
+def test_one_that_refuses_ends_the_wait_of_all_and_the_next_attempt_works(
+    info: dict[str, Any],
+) -> None:
+    def wait(role: Any, rank: int) -> str:
+        if (role, rank) == ("trainer", 0):
+            RefitWorld.refuse(info, role, rank, "vLLM was not asked")
+            return ""
+        with pytest.raises(ValueError, match=r"^join: trainer 0 was refused: vLLM was not asked$"):
+            RefitWorld.join(info, role, rank, timeout_s=30.0)
+        return ""
+
+    # Engines have not been asked, and come with the next attempt, before its trainers.
+    threads([functools.partial(wait, *place) for place in PLACES[:2]])
+    engines = [functools.partial(RefitWorld.join, info, "engine", rank) for rank in range(2)]
+
+    def late(rank: int) -> RefitWorld:
+        time.sleep(0.3)
+        return RefitWorld.join(info, "trainer", rank)
+
+    joined = threads([*engines, *(functools.partial(late, rank) for rank in range(2))])
+    assert [each.generation for each in joined] == [1] * 4
+    for each in joined:
+        each.close()
 
 
 @pytest.mark.parametrize("phase", ["begin", "commit"])

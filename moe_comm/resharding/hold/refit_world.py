@@ -251,6 +251,37 @@ class RefitWorld:
         world._assemble(timeout_s)
         return world
 
+    @classmethod
+    def refuse(
+        cls, info: Mapping[str, Any], role: Role, rank: int, why: str, *, timeout_s: float = 300.0
+    ) -> None:
+        """Tell all that wait in `join` or `rejoin`, and those of this role that come soon, that nothing comes of it.
+
+        Not collective.
+
+        Args:
+            info: Of the host.
+            role: As of `join`.
+            rank: Within the role.
+            why: Of the ValueError that they raise.
+            timeout_s: Limit for the host to answer.
+
+        Raises:
+            PeerFailedError, PeerTimeoutError: The host has gone, or does not answer.
+        """
+        world = cls()
+        world._take(info, role, rank)
+        with contextlib.suppress(ValueError):  # this process hears it, too
+            RoleRank(
+                world._address,
+                world._key,
+                world._roles,
+                (role, rank),
+                timeout_s,
+                __version__,
+                refusal=why or "no reason",
+            )
+
     def __init__(self) -> None:
         self._ranks = _WorldRanks()
         self._models: tuple[Any, Any] | None = None
@@ -413,6 +444,20 @@ class RefitWorld:
         self._options = options
         self._refit, self._is_planned = None, False
         self._plan(problem)
+
+    def gather(self, item: Any, error: Exception | None = None) -> list[Any]:
+        """Every rank's `item`, plain data, in rank order. Collective.
+
+        Args:
+            item: Of this rank.
+            error: What is wrong on this rank: every rank raises it instead.
+
+        Raises:
+            CommunicationError: A rank is gone or did not come; its role and rank are named.
+            ValueError: Ranks are in different calls.
+            Exception: Some rank's `error`.
+        """
+        return self._meet("gather", FirstError(error), item)
 
     def _plan(self, problem: FirstError) -> None:
         """Make the refit of this generation. Collective."""
@@ -594,7 +639,7 @@ class RefitWorld:
                 )
         return version
 
-    def _meet(self, call: str, problem: FirstError, wish: dict[str, Any]) -> list[dict[str, Any]]:
+    def _meet(self, call: str, problem: FirstError, wish: Any) -> list[Any]:
         """Tell each other who calls what; hear what engines hold. Collective."""
         if self._ranks.num_ranks == 0 or "service" not in self.__dict__:
             problem.raise_own()
