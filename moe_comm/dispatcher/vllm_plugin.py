@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 
 from moe_comm import env
+from moe_comm.resharding.clients.vllm_names import register_weight_transfer
 
 __all__ = ["register"]
 
@@ -15,14 +16,17 @@ _COMMUNICATOR = "moe_comm.dispatcher.vllm_cpu.VllmCpuCommunicator"
 
 
 def register() -> None:
-    """With `MOE_COMM_VLLM=1`, make vLLM on CPUs bring tokens to experts by this package; else nothing.
+    """Offer vLLM a weight transfer; with `MOE_COMM_VLLM=1`, make it bring tokens to experts by this package.
 
-    It says only which class vLLM makes communicators of, for as long as this process lives. What more
-    there is to do that class does, in the processes that have experts. vLLM may call this many times.
+    For the latter, on CPUs, it says only which class vLLM makes communicators of, for as long as this
+    process lives. What more there is to do that class does, in the processes that have experts. vLLM may
+    call this many times.
 
     Raises:
-        NotImplementedError: vLLM runs on something else than CPUs.
+        NotImplementedError: With `MOE_COMM_VLLM=1`, vLLM runs on something else than CPUs.
+        ValueError: Another package has registered a weight transfer called "moe_comm".
     """
+    register_weight_transfer()
     if not env.vllm_is_asked():
         return
     platform = importlib.import_module("vllm.platforms").current_platform

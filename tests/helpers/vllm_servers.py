@@ -29,8 +29,8 @@ SAY_S = 120.0
 ANSWER_S = 300.0
 
 
-def save_model(folder: Path) -> str:
-    """A checkpoint with a tokenizer of one word per id; its experts are not a multiple of two ranks."""
+def save_model(folder: Path, num_experts: int = NUM_EXPERTS) -> str:
+    """A checkpoint with a tokenizer of one word per id; its experts are not a multiple of two ranks, unless asked for."""
     words = {f"w{idx}": idx for idx in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -45,7 +45,7 @@ def save_model(folder: Path) -> str:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=NUM_EXPERTS,
+        num_experts=num_experts,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         max_position_embeddings=256,

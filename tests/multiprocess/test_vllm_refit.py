@@ -35,9 +35,22 @@ LIMIT_S = 900
     ],
 )
 def test_whole_versions_are_served(tmp_path: Path, mode: str) -> None:
+    run("vllm_refit", str(tmp_path), mode)
+
+
+@pytest.mark.client(
+    "vLLM",
+    way='`WeightTransferConfig(backend="moe_comm")`',
+    ran="refits from two expert-parallel trainers by `LLM`'s own calls: greedy tokens, failures",
+)
+def test_trainers_refit_by_vllms_own_calls(tmp_path: Path) -> None:
+    run("vllm_transfer", str(tmp_path))
+
+
+def run(program: str, *arguments: str) -> None:
     """In a process of its own: an engine leaves a process group behind."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.vllm_refit", str(tmp_path), mode],
+        [sys.executable, "-m", f"tests.helpers.{program}", *arguments],
         env=dict(os.environ) | ENVIRONMENT,  # noqa: TID251
         capture_output=True,
         text=True,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_comm.dispatcher import vllm_cpu, vllm_plugin
+from moe_comm.resharding.clients.vllm_names import register_weight_transfer
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
@@ -52,6 +54,45 @@ def test_unasked_it_looks_at_nothing(monkeypatch: pytest.MonkeyPatch, value: str
         monkeypatch.setenv("MOE_COMM_VLLM", value)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+    vllm_plugin.register()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """As in a process in which nothing is registered."""
+    register_weight_transfer.cache_clear()
+    yield
+    register_weight_transfer.cache_clear()
+
+
+def test_a_weight_transfer_is_offered_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_COMM_VLLM", raising=False)
+    offered: list[tuple[str, ...]] = []
+    factory = types.SimpleNamespace(register_engine=lambda *names: offered.append(names))
+    factories = {"WeightTransferEngineFactory": factory, "WeightTransferTrainerFactory": factory}
+    with_modules(
+        monkeypatch,
+        distributed={},
+        distributed__weight_transfer={},
+        distributed__weight_transfer__factory=factories,
+    )
+    for _ in range(2):
+        vllm_plugin.register()
+    assert [names[0] for names in offered] == ["moe_comm", "moe_comm"]
+    for _, module, name in offered:
+        source = Path(*module.split(".")).with_suffix(".py")
+        text = (Path(__file__).resolve().parents[2] / source).read_text()
+        assert f"\nclass {name}(" in text
+
+
+def test_a_release_without_weight_transfer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_COMM_VLLM", raising=False)
+    with_modules(
+        monkeypatch,
+        distributed={},
+        distributed__weight_transfer={},
+        distributed__weight_transfer__factory={},
+    )
     vllm_plugin.register()
 
 

@@ -1,0 +1,165 @@
+"""Weights of a trainer rank, out of what vLLM's trainers are given: a sharded model, or full tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from moe_comm.arguments import shown
+from moe_comm.peers.agree import FirstError
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
+from moe_comm.resharding.describe.loader_views import TensorSpec
+from moe_comm.resharding.describe.transformers_views import transformers_views
+
+__all__ = ["TrainerWeights", "trainer_weights"]
+
+
+class TrainerWeights(Protocol):
+    """Part of a checkpoint that a trainer rank holds."""
+
+    side: CheckpointViews
+    """Where it is, as of the last `tensors`."""
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Return name, whole shape and dtype of every tensor of which this rank may hold a part. Local."""
+        ...
+
+    def refresh(self) -> None:
+        """Bring the values of now to where `side` has them. Collective where the caller's source is."""
+        ...
+
+
+def trainer_weights(source: Any, rank: int, num_ranks: int) -> TrainerWeights:
+    """Return what a rank holds of a source.
+
+    Args:
+        source: A model of transformers, `CheckpointViews`, or a `WeightSource` of vLLM: one that has
+            `metadata` (a method or a property) and is iterated by `iter_full()` or by itself. Of vLLM's
+            `ModuleSource` over a model of transformers the model is taken, in the parts that ranks hold.
+        rank: Of the trainers.
+        num_ranks: Trainers; each keeps its share of the full tensors of a `WeightSource`.
+
+    Raises:
+        TypeError: `source` is nothing of this.
+        Exception: As `transformers_views`, or what the source raises.
+    """
+    if isinstance(source, CheckpointViews):
+        return _Parts(source)
+    if isinstance(source, torch.nn.Module) and hasattr(source, "save_pretrained"):
+        return _Parts(transformers_views(source))
+    if type(source).__name__ == "ModuleSource":
+        module = getattr(source, "_module", None)
+        if isinstance(module, torch.nn.Module) and hasattr(module, "save_pretrained"):
+            return _Parts(transformers_views(module))
+    if hasattr(source, "metadata") and (hasattr(source, "iter_full") or _iterates(source)):
+        return _FullTensors(source, rank, num_ranks)
+    raise TypeError(
+        "source must be a WeightSource that yields full tensors, a model of transformers or "
+        f"CheckpointViews, got {shown(source)}"
+    )
+
+
+def _iterates(source: Any) -> bool:
+    return callable(getattr(source, "__iter__", None))
+
+
+class _Parts:
+    """Views of the trainer's own storage: nothing is copied."""
+
+    def __init__(self, side: CheckpointViews) -> None:
+        self.side = side
+        self._state: object = None
+        self._tensors: dict[str, TensorSpec] = {}
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        state = self.side.state()
+        if state is not self._state:
+            self._state = state
+            self._tensors = {
+                view.name: TensorSpec(view.disk_shape or view.shape, view.tensor.dtype)
+                for view in self.side.views
+            }
+        return self._tensors
+
+    def refresh(self) -> None:
+        """Do nothing: a refit reads the weights where they are."""
+
+
+class _FullTensors:
+    """Full tensors that a source yields, of which each rank keeps a share until they are sent."""
+
+    def __init__(self, source: Any, rank: int, num_ranks: int) -> None:
+        self._source = source
+        self._rank, self._num_ranks = rank, num_ranks
+        self._tensors: dict[str, TensorSpec] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self.side = CheckpointViews([])
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        metadata = self._source.metadata
+        listed: Iterable[Any] = metadata() if callable(metadata) else metadata
+        tensors: dict[str, TensorSpec] = {}
+        for each in listed:
+            if each.name in tensors:
+                raise ValueError(f"{each.name}: comes twice in the metadata of the source")
+            tensors[each.name] = TensorSpec(tuple(each.shape), each.dtype)
+        if list(tensors.items()) != list(self._tensors.items()):
+            held = getattr(self._source, "held_names", lambda: None)()
+            mine = frozenset(list(tensors)[self._rank :: self._num_ranks] if held is None else held)
+            self._kept = {
+                name: torch.empty(spec.shape, dtype=spec.dtype)
+                for name, spec in tensors.items()
+                if name in mine
+            }
+            views = [
+                CheckpointView(
+                    name, tuple(each.shape), tuple(map(intervals.whole, each.shape)), each
+                )
+                for name, each in self._kept.items()
+            ]
+            self.side, self._tensors = CheckpointViews(views), tensors
+        return self._tensors
+
+    def refresh(self) -> None:
+        """Take all that the source yields, also after a mistake: other ranks wait in making it.
+
+        Raises:
+            ValueError: It yields another tensor than its metadata says; the tensor is named.
+        """
+        problem = FirstError()
+        expected = iter(self._tensors.items())
+        for name, tensor in self._iterate():
+            with problem:
+                self._take(name, tensor, next(expected, None))
+        with problem:
+            for name, _ in expected:
+                raise ValueError(
+                    f"{name}: is in the metadata of the source, which did not yield it"
+                )
+        problem.raise_own()
+
+    def _iterate(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        iter_full = getattr(self._source, "iter_full", None)
+        return iter(self._source if iter_full is None else iter_full())
+
+    def _take(
+        self, name: str, tensor: torch.Tensor | None, expected: tuple[str, TensorSpec] | None
+    ) -> None:
+        if expected is None or name != expected[0]:
+            what = "nothing more" if expected is None else expected[0]
+            raise ValueError(f"{name}: the source yields it where its metadata has {what}")
+        kept = self._kept.get(name)
+        if kept is None:
+            return
+        spec = expected[1]
+        if tensor is None:
+            raise ValueError(f"{name}: the source holds it by its own words, and yields None")
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(
+                f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} came, the metadata of the "
+                f"source has {spec.dtype} of shape {spec.shape}"
+            )
+        kept.copy_(tensor.detach())
