@@ -64,11 +64,14 @@ class Server:
         process: Leads a process group of its own.
         port: It listens on.
         log: What all its processes say.
+
+    Attributes:
+        url: Where it listens.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process = process
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         self._log = log
 
     def said(self) -> str:
@@ -89,7 +92,7 @@ class Server:
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                with urllib.request.urlopen(f"{self._url}/health", timeout=5):
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server has ended:\n{self.said()[-8000:]}")
@@ -112,7 +115,7 @@ class Server:
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"{self._url}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )

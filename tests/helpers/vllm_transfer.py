@@ -147,10 +147,9 @@ def train(folder: Path, rank: int, info: dict[str, Any]) -> None:
     check(engine, whole, 10)
     before = served()
     source.left_out = QUERY
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.self_attn\.qkv_proj\.weight\[0:128, .* no tensor"
-    ):
-        engine.send_weights()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.qkv_proj\.weight\[0:128, "):
+            engine.send_weights()
     source.left_out, source.wrong = "", KEY
     with pytest.raises(ValueError, match=rf"{KEY}: .* of shape \(128, 64\) came, .* \(64, 128\)"):
         engine.send_weights()

@@ -47,6 +47,15 @@ def test_trainers_refit_by_vllms_own_calls(tmp_path: Path) -> None:
     run("vllm_transfer", str(tmp_path))
 
 
+@pytest.mark.client(
+    "vLLM",
+    way='`WeightTransferConfig(backend="moe_comm")`',
+    ran="refits of two data-parallel ranks over HTTP: greedy tokens, a trainer that is killed",
+)
+def test_trainers_refit_a_server(tmp_path: Path) -> None:
+    run("vllm_http_transfer", str(tmp_path))
+
+
 def run(program: str, *arguments: str) -> None:
     """In a process of its own: an engine leaves a process group behind."""
     done = subprocess.run(

@@ -372,19 +372,23 @@ class MoeCommTrainerWeightTransferEngine(_base.TrainerWeightTransferEngine):  # 
     def _describe(self, world: RefitWorld) -> None:
         """Tell what this rank holds, and plan for it. Collective."""
         problem = FirstError()
+        tensors: dict[str, TensorSpec] = {}
+        # Also where this fails: a refit by the plan before would bring other tensors than there are.
+        self._told = None
         with problem:
             if self._weights is None:
                 num_trainers = int(self._info.world["num_trainers"])
                 self._weights = trainer_weights(self.source, self._info.rank, num_trainers)
-            self._told = dict(self._weights.tensors())
+            tensors = dict(self._weights.tensors())
         told = [
             (name, str(spec.dtype).removeprefix("torch."), list(spec.shape))
-            for name, spec in (self._told or {}).items()
+            for name, spec in tensors.items()
         ]
         world.gather(told, problem.take())
         world.gather(None)
         assert self._weights is not None
         world.prepare(self._weights.side, verify=self._info.verify)
+        self._told = tensors
 
     def send_weights(self, version: Version | None = None) -> Version:
         """Bring the weights as they are now to all workers, which serve them. Collective, on every trainer rank.
@@ -450,7 +454,8 @@ class MoeCommTrainerWeightTransferEngine(_base.TrainerWeightTransferEngine):  # 
         weights = self._weights
         assert weights is not None
         with problem:
-            is_changed = list(weights.tensors().items()) != list((self._told or {}).items())
+            tensors = weights.tensors()
+            is_changed = self._told is None or list(tensors.items()) != list(self._told.items())
             weights.refresh()
         if any(world.gather(is_changed, problem.take())):
             self._describe(world)
