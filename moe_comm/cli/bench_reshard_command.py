@@ -15,7 +15,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from moe_comm.cli.bench.case import DTYPES
 from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line
-from moe_comm.cli.bench.reshard.case import MEMORIES, ReshardCase, shape_of_bytes
+from moe_comm.cli.bench.reshard.case import (
+    FULL_TENSORS,
+    MEMORIES,
+    NUM_EXPERTS,
+    ReshardCase,
+    shape_of_bytes,
+)
+from moe_comm.cli.bench.reshard.engine_storage import check_uncut
 from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, write_reshard_plot
 from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
@@ -70,6 +77,9 @@ def bench_reshard(
         typer.Option(min=1, help="Processes of the destination alone, in place of --ranks."),
     ] = None,
     size: Annotated[str, typer.Option("--bytes", help="Of one whole model; see --dtype.")] = "2GiB",
+    experts: Annotated[
+        int, typer.Option(min=1, help="Of each of the model's layers.")
+    ] = NUM_EXPERTS,
     tensors: Annotated[
         int | None, typer.Option(min=1, help="Move so many equal tensors instead of a model.")
     ] = None,
@@ -81,6 +91,14 @@ def bench_reshard(
     memory: Annotated[
         MemoryName, typer.Option("--destination", help="Where destinations lie.")
     ] = MemoryName.BOTH,
+    stacked_experts: Annotated[
+        bool,
+        typer.Option(
+            "--stacked-experts",
+            help="Destinations hold a layer's experts in one tensor, as engines do, and describe them by "
+            "views.",
+        ),
+    ] = False,
     transport: Annotated[
         TransportName, typer.Option(help="Copy service to measure.")
     ] = TransportName.SYMMETRIC,
@@ -113,12 +131,18 @@ def bench_reshard(
             (ranks, source_ranks, destination_ranks),
             source,
             destination,
-            _shape(size, tensors, tensor_bytes, DTYPES[dtype.value]),
+            _shape(size, experts, tensors, tensor_bytes, DTYPES[dtype.value]),
             (DTYPES[dtype.value], DTYPES[(destination_dtype or dtype).value]),
         )
         memories = MEMORIES if memory is MemoryName.BOTH else (memory.value,)
         cases = [
-            ReshardCase(layouts=layouts, memory=each, transport=transport.value, seed=seed)
+            ReshardCase(
+                layouts=layouts,
+                memory=each,
+                transport=transport.value,
+                is_stacked=stacked_experts,
+                seed=seed,
+            )
             for each in memories
         ]
         options = ReshardOptions(
@@ -128,6 +152,8 @@ def bench_reshard(
             with_huge_pages=huge_pages,
             is_pinned=pin,
         )
+        if FULL_TENSORS in options.peers:
+            check_uncut(layouts)
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             # Found out before minutes of measuring, not after.
             raise ValueError("--plot needs matplotlib: pip install matplotlib")
@@ -151,11 +177,11 @@ def bench_reshard(
 
 
 def _shape(
-    size: str, tensors: int | None, tensor_bytes: str, dtype: torch.dtype
+    size: str, experts: int, tensors: int | None, tensor_bytes: str, dtype: torch.dtype
 ) -> MoEShape | TensorList:
     """A model of about so many bytes, or a list of tensors."""
     if tensors is None:
-        return shape_of_bytes(parse_bytes(size), dtype)
+        return shape_of_bytes(parse_bytes(size), dtype, experts)
     num_bytes = parse_bytes(tensor_bytes)
     if num_bytes % dtype.itemsize:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from moe_comm.cli.bench.reshard import run, worker
 from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.peers.communicator import Communicator
+from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
 
@@ -76,6 +78,49 @@ def test_a_list_of_tensors_goes_to_ranks_of_its_own(tmp_path: Path) -> None:
     assert (case["ranks"], case["disjoint"], case["num_tensors"]) == (3, True, 50)
     assert (case["from"], case["to"]) == ("ep2", "single")
     assert case["bytes"] == 2 * 50 * 4096
+
+
+def test_experts_of_a_layer_are_stacked_and_come_by_name_too(tmp_path: Path) -> None:
+    (case,) = bench(
+        tmp_path,
+        *("--source-ranks", "2", "--destination-ranks", "1", "--from", "ep2", "--to", "single"),
+        *("--bytes", "4MiB", "--experts", "8", "--stacked-experts", "--peers", "full-tensors"),
+        *("--destination", "outside", "--repeats", "1"),
+    )
+    assert (case["stacked_experts"], case["shape"]["num_experts"]) == (True, 8)
+    # Of 4 layers, two of every expert and 6 others, and 3 around the layers.
+    assert case["num_tensors"] == 4 * (2 * 8 + 6) + 3
+    assert case["speedup"]["full-tensors"] > 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("source", "destination"), [("ep2", "tp2"), ("tp2", "ep2.etp1")])
+def test_views_of_a_stack_may_be_cut(source: str, destination: str) -> None:
+    layouts = dataclasses.replace(
+        CASE.layouts,
+        source=Parallelism.parse(source, 2),
+        destination=Parallelism.parse(destination, 2),
+    )
+    case = dataclasses.replace(CASE, layouts=layouts, is_stacked=True)
+    make_worker = functools.partial(_StackedWorker, worker.ReshardLaunch(case=case))
+    with WorkerProcesses(2, make_worker) as ranks:
+        run._check(ranks, "symmetric")
+        assert ranks.call("num_storages") == [1, 1]
+
+
+class _StackedWorker(worker.ReshardWorker):
+    """A worker that is asked what it was told to hold."""
+
+    def num_storages(self) -> int:
+        """Count the storages of a layer's first weights of experts."""
+        assert isinstance(self.target_side, CheckpointViews)
+        return len(
+            {
+                view.tensor.untyped_storage().data_ptr()
+                for view in self.target_side.views
+                if "layers.0.mlp.experts.linear_fc1" in view.name
+            }
+        )
 
 
 @pytest.mark.full

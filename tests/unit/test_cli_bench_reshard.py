@@ -109,7 +109,7 @@ def test_layouts_have_defaults_for_models_and_for_lists() -> None:
         (("--tensors", "8", "--tensor-bytes", "3"), "whole elements of 2 bytes, got 3"),
         (("--tensors", "7"), "num_tensors must be a multiple of ep, got 7 and 4"),
         (("--from", "ep3"), "does not divide 4 ranks"),
-        (("--peers", "nccl"), "peers must be of gloo, got nccl"),
+        (("--peers", "nccl"), "peers must be of gloo, full-tensors, got nccl"),
     ],
 )
 def test_bad_input_is_a_line_and_an_exit_code(arguments: tuple[str, ...], message: str) -> None:
@@ -169,3 +169,26 @@ def test_table_and_document_have_every_number(
 def test_title_says_what_differs() -> None:
     case = case_of(TensorList(num_tensors=40, size=16), source_dtype=torch.float32)
     assert "40 tensors of 16 elements, float32 to bfloat16" in reshard_title(case)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "side"), [(("tp2", "single"), "source"), (("ep2", "tp2"), "destination")]
+)
+def test_full_tensors_need_whole_ones(layouts: tuple[str, str], side: str) -> None:
+    done = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "reshard",
+            "--ranks",
+            "2",
+            "--from",
+            layouts[0],
+            "--to",
+            layouts[1],
+            "--peers",
+            "full-tensors",
+        ],
+    )
+    assert done.exit_code == 1
+    assert f"got tp = 2 and expert_tp = 2 in the {side}" in done.output

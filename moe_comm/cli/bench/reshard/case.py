@@ -11,10 +11,19 @@ import torch
 from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.cli.reshard.world import PlanningCase
 
-__all__ = ["MEMORIES", "TRANSPORTS", "ReshardCase", "dtype_name", "shape_of_bytes"]
+__all__ = [
+    "FULL_TENSORS",
+    "MEMORIES",
+    "NUM_EXPERTS",
+    "TRANSPORTS",
+    "ReshardCase",
+    "dtype_name",
+    "shape_of_bytes",
+]
 
 MEMORIES = ("heap", "outside")
 TRANSPORTS = ("symmetric", "gloo", "nvshmem")
+FULL_TENSORS = "full-tensors"
 
 NUM_LAYERS = 4
 NUM_EXPERTS = 16
@@ -30,12 +39,15 @@ class ReshardCase:
         layouts: Model, source and destination.
         memory: Of `MEMORIES`: destinations lie in the symmetric heap, or where torch puts them.
         transport: Of `TRANSPORTS`: what is measured.
+        is_stacked: Destinations hold a layer's experts in one tensor, as engines do, and describe
+            them by views.
         seed: Of the weights.
     """
 
     layouts: PlanningCase
     memory: str = "heap"
     transport: str = "symmetric"
+    is_stacked: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,6 +84,7 @@ class ReshardCase:
         return {
             "transport": self.transport,
             "destination": self.memory,
+            "stacked_experts": self.is_stacked,
             "ranks": self.num_ranks,
             "from": str(layouts.source),
             "to": str(layouts.destination),
@@ -91,8 +104,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shape_of_bytes(num_bytes: int, dtype: torch.dtype) -> MoEShape:
-    """A model of 4 layers with 16 experts and about so many bytes, never more.
+def shape_of_bytes(num_bytes: int, dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> MoEShape:
+    """A model of 4 layers with so many experts and about so many bytes, never more.
 
     Raises:
         ValueError: No such model is that small.
@@ -105,7 +118,7 @@ def shape_of_bytes(num_bytes: int, dtype: torch.dtype) -> MoEShape:
                 hidden=hidden,
                 num_heads=16,
                 num_query_groups=8,
-                num_experts=NUM_EXPERTS,
+                num_experts=num_experts,
                 expert_ffn=expert_ffn,
                 vocab=4 * hidden,
             )

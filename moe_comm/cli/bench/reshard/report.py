@@ -28,7 +28,7 @@ def reshard_title(case: ReshardCase) -> str:
     where = "disjoint" if layouts.is_disjoint else "collocated"
     return (
         f"reshard: {layouts.source} on {layouts.source.num_ranks} ranks to {layouts.destination} on "
-        f"{layouts.destination.num_ranks}, {where}, {describe(layouts.shape)}, {dtypes}, "
+        f"{layouts.destination.num_ranks}{' by views' if case.is_stacked else ''}, {where}, {describe(layouts.shape)}, {dtypes}, "
         f"{layouts.shape.num_bytes(layouts.source_dtype) / 1e6:,.0f} MB, {case.transport}"
     )
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.memory import PeakMemory
-from moe_comm.cli.bench.reshard.case import ReshardCase
+from moe_comm.cli.bench.reshard.case import FULL_TENSORS, ReshardCase
+from moe_comm.cli.bench.reshard.engine_storage import FullTensorsByName, stack_experts, views_of
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.worker import Sample
 from moe_comm.cli.reshard.model_shapes import ShapedModel, build_module, fill, find_differences
@@ -23,6 +24,7 @@ from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
 from moe_comm.resharding.hold.heap_parameters import place_in_heap
 from moe_comm.resharding.hold.refit import clear_all_caches, swap_model_weights
@@ -95,6 +97,10 @@ class ReshardWorker:
         self.roof: tuple[Any, Any] | None = None
         self.source = self._build_source()
         self.target = self._build_target()
+        self.target_side: ShapedModel | CheckpointViews | None = self.target
+        if case.is_stacked and self.target is not None:
+            self.target_side = CheckpointViews(views_of(self.target), self.target)
+        self.full_tensors: FullTensorsByName | None = None
 
     def check(self, transport: str) -> tuple[str | None, dict[str, int]]:
         """Refit into poisoned weights, twice, and compare every element with what it must be.
@@ -186,7 +192,7 @@ class ReshardWorker:
         for service in self.services.values():
             service.close()
         clear_all_caches()
-        self.source = self.target = None
+        self.source = self.target = self.target_side = None
         self.communicator.destroy()
         dist.destroy_process_group()
 
@@ -212,6 +218,8 @@ class ReshardWorker:
             dtype=layouts.destination_dtype,
             rank_offset=offset,
         )
+        if self.case.is_stacked:
+            stack_experts(module)
         _poison(module)
         if self.case.memory == "heap":
             place_in_heap(module, self.communicator)
@@ -219,9 +227,14 @@ class ReshardWorker:
 
     def _refit(self, transport: str) -> None:
         """What is measured: a refit as a user calls it."""
+        if transport == FULL_TENSORS:
+            if self.full_tensors is None:
+                self.full_tensors = FullTensorsByName(self.case.layouts, self.rank_idx)
+            self.full_tensors.run(self.source, self.target)
+            return
         if transport not in self.services:
             self.services[transport] = self._make_service(transport)
-        swap_model_weights(self.source, self.target, self.services[transport])
+        swap_model_weights(self.source, self.target_side, self.services[transport])
 
     def _make_service(self, transport: str) -> CopyService:
         if transport == "symmetric":
