@@ -97,6 +97,17 @@ py::object empty_bytes(NativeGroup& native, uint64_t bytes) {
       std::move(window), data, {static_cast<int64_t>(bytes)}, dlpack_type(DType::kBytes));
 }
 
+/// Has ranges (address, bytes) of this process's memory share their pages with peers.
+std::vector<std::shared_ptr<heap::HeapPages>> share_memory(
+    NativeGroup& native, const std::vector<std::pair<uintptr_t, uint64_t>>& ranges) {
+  std::vector<heap::MemoryRange> memory;
+  for (const auto& [address, bytes] : ranges)
+    memory.push_back({reinterpret_cast<std::byte*>(address), bytes});
+  const py::gil_scoped_release no_gil;
+  native.group->check_process("share");
+  return native.heap->share(memory);
+}
+
 /// (segment, offset) of memory that lies whole in this rank's heap, else None.
 py::object find_place(const NativeGroup& native, uintptr_t address, uint64_t bytes) {
   native.group->check_process("find");
@@ -137,6 +148,9 @@ py::object resolve_bytes(
 }  // namespace
 
 void bind_group(py::module_& module) {
+  py::class_<heap::HeapPages, std::shared_ptr<heap::HeapPages>>(module, "HeapPages")
+      .def("unshare", &heap::HeapPages::unshare, py::call_guard<py::gil_scoped_release>())
+      .def("abandon", &heap::HeapPages::abandon);
   py::class_<NativeGroup, std::shared_ptr<NativeGroup>> group(module, "Group");
   group
       .def_static("create",
@@ -174,6 +188,12 @@ void bind_group(py::module_& module) {
                              [](const NativeGroup& self) { return self.group->generation(); })
       .def("all_gather", &all_gather)
       .def("empty", &empty_bytes, py::arg("num_bytes"))
+      .def_static("has_pages",
+                  [](uintptr_t address, uint64_t bytes) {
+                    const heap::MemoryRange range{reinterpret_cast<std::byte*>(address), bytes};
+                    return heap::whole_pages(range).bytes > 0;
+                  })
+      .def("share", &share_memory, py::arg("ranges"))
       .def("find", &find_place, py::arg("address"), py::arg("num_bytes"))
       .def("resolve",
            &resolve_bytes,

@@ -45,6 +45,28 @@ class Window {
   Offer offer_;
 };
 
+/// Ordinary memory of this process whose whole pages are pages of the heap as well.
+///
+/// Bytes before the first whole page and behind the last have a place in the heap, too, and are
+/// copied between both by begin_writes() and end_writes().
+class SharedPages {
+ public:
+  virtual ~SharedPages() = default;
+
+  /// Where an address of the memory lies in the heap; null once it is shared no more.
+  virtual std::byte* in_heap(const std::byte* address) const = 0;
+
+  /// Keeps the place in the heap. Null once the memory is shared no more.
+  virtual std::shared_ptr<Window> window() const = 0;
+
+  /// From now until end_writes() peers may write to the memory's place in the heap, and this rank
+  /// through in_heap() alone. @return Whether the memory is still shared; if not, nothing begins.
+  virtual bool begin_writes() = 0;
+
+  /// Has the memory show what was written, unless @p is_failed.
+  virtual void end_writes(bool is_failed) = 0;
+};
+
 /// Memory that every rank of one communicator tree can address; what operations need of a heap.
 ///
 /// Thread-safe. Ranks are those of the widest communicator.
@@ -67,6 +89,16 @@ class SymmetricMemory {
 
   /// Whether [address, address + bytes) lies whole in this rank's own heap; if so sets @p offer.
   virtual bool find(const void* address, uint64_t bytes, Offer* offer) const = 0;
+
+  /// The shared pages that hold [address, address + bytes) of this process's ordinary memory; null
+  /// where there are none.
+  virtual std::shared_ptr<SharedPages> find_shared(const void* /*address*/,
+                                                   uint64_t /*bytes*/) const {
+    return nullptr;
+  }
+
+  /// Grows whenever memory becomes shared.
+  virtual uint64_t num_shared() const { return 0; }
 
   /// Bytes that could still be had, as far as the byte limit goes: free ones plus room for growth.
   virtual uint64_t available_bytes() const = 0;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <limits>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -21,6 +23,9 @@ namespace {
 using Block = WindowAllocator::Block;
 using ShmWindow = HeapWindow<HeapCore>;
 
+// Taken from the system at a time for memory that is to be shared.
+constexpr uint64_t kShareStepBytes = uint64_t{256} << 20;
+
 uint64_t round_down(uint64_t value, uint64_t multiple) {
   return value / multiple * multiple;
 }
@@ -37,14 +42,18 @@ class MemfdHeap final : public ShmHeap {
   std::shared_ptr<Window> allocate_free(uint64_t most_bytes) override;
   std::byte* try_resolve(int rank_idx, const Offer& offer) override;
   bool find(const void* address, uint64_t bytes, Offer* offer) const override;
+  std::shared_ptr<SharedPages> find_shared(const void* address, uint64_t bytes) const override;
+  uint64_t num_shared() const override { return num_shared_.load(std::memory_order_acquire); }
   uint64_t available_bytes() const override;
   uint64_t largest_available_bytes() const override;
   void end_quarantine() override;
   void reserve(uint64_t bytes) override;
+  std::vector<std::shared_ptr<HeapPages>> share(const std::vector<MemoryRange>& ranges) override;
   uint64_t trim() override;
   HeapStats stats(bool verify_huge_pages) const override;
 
  private:
+  uint64_t largest_free_bytes() const;
   uint64_t headroom_bytes(uint64_t bytes) const;
   uint64_t return_free_pages();
   void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
@@ -55,6 +64,9 @@ class MemfdHeap final : public ShmHeap {
   int rank_idx_;
   std::shared_ptr<HeapCore> core_;
   std::atomic<uint64_t> num_growths_{0};
+  mutable sync::Mutex shared_mutex_;
+  std::map<uintptr_t, std::weak_ptr<HeapPages>> shared_;  ///< by address
+  std::atomic<uint64_t> num_shared_{0};
 };
 
 uint64_t MemfdHeap::available_bytes() const {
@@ -79,12 +91,16 @@ uint64_t MemfdHeap::largest_available_bytes() const {
   return std::max(growth, largest_bytes - std::min(largest_bytes, cold_bytes));
 }
 
+uint64_t MemfdHeap::largest_free_bytes() const {
+  const std::lock_guard lock(core_->mutex);
+  return core_->allocator.largest_free_bytes();
+}
+
 /// What a new segment gets beyond the window that asks for it: little, as its pages are resident,
 /// but enough where a window outgrew its former place, or needs that creep upwards would each grow
 /// the heap.
 uint64_t MemfdHeap::headroom_bytes(uint64_t bytes) const {
-  const std::lock_guard lock(core_->mutex);
-  return core_->allocator.largest_free_bytes() >= bytes / 2 ? bytes / 8 : bytes / 64;
+  return largest_free_bytes() >= bytes / 2 ? bytes / 8 : bytes / 64;
 }
 
 /// Adds a segment of @p wanted_bytes, or as little as @p least_bytes where no more can be had.
@@ -94,11 +110,7 @@ void MemfdHeap::add_segment(uint64_t least_bytes, uint64_t wanted_bytes) {
   least_bytes = round_up(least_bytes, page_bytes);
   const uint64_t room_bytes = round_down(core_->growth_bytes(), page_bytes);
   if (least_bytes > room_bytes) {
-    uint64_t largest_bytes = 0;
-    {
-      const std::lock_guard lock(core_->mutex);
-      largest_bytes = core_->allocator.largest_free_bytes();
-    }
+    const uint64_t largest_bytes = largest_free_bytes();
     throw CapacityError(concat("the heap of rank ",
                                rank_idx_,
                                " cannot hold a window of ",
@@ -256,12 +268,55 @@ void MemfdHeap::reserve(uint64_t bytes) {
                         bytes,
                         machine_available_bytes());
   const std::lock_guard memory_lock(core_->memory_mutex);
-  {
-    const std::lock_guard lock(core_->mutex);
-    if (core_->allocator.largest_free_bytes() >= bytes)
-      return;
-  }
+  if (largest_free_bytes() >= bytes)
+    return;
   add_segment(WindowAllocator::rounded_bytes(bytes), round_up(bytes, kHugePageBytes));
+}
+
+std::vector<std::shared_ptr<HeapPages>> MemfdHeap::share(const std::vector<MemoryRange>& ranges) {
+  core_->origin.check("the heap");
+  std::vector<MemoryRange> pages;
+  for (const MemoryRange& range : ranges)
+    pages.push_back(whole_pages(range));
+  check_private_memory(pages);
+  std::vector<std::shared_ptr<HeapPages>> shared;
+  uint64_t left_bytes = 0;
+  for (const MemoryRange& range : ranges)
+    left_bytes += WindowAllocator::rounded_bytes(HeapPages::heap_bytes(range));
+  try {
+    for (const MemoryRange& range : ranges) {
+      const uint64_t bytes = HeapPages::heap_bytes(range);
+      const uint64_t rounded_bytes = WindowAllocator::rounded_bytes(bytes);
+      // Few segments, and little that is there twice: private pages go as soon as they are shared.
+      if (largest_free_bytes() < rounded_bytes)
+        reserve(std::max(rounded_bytes, std::min(left_bytes, kShareStepBytes)));
+      left_bytes -= rounded_bytes;
+      shared.push_back(HeapPages::share(range, allocate(bytes)));
+    }
+  } catch (...) {
+    for (const auto& each : shared)
+      each->unshare();
+    throw;
+  }
+  const std::lock_guard lock(shared_mutex_);
+  std::erase_if(shared_, [](const auto& entry) { return entry.second.expired(); });
+  for (const auto& each : shared)
+    shared_[reinterpret_cast<uintptr_t>(each->memory().data)] = each;
+  num_shared_.fetch_add(shared.size(), std::memory_order_release);
+  return shared;
+}
+
+std::shared_ptr<SharedPages> MemfdHeap::find_shared(const void* address, uint64_t bytes) const {
+  const auto first = reinterpret_cast<uintptr_t>(address);
+  const std::lock_guard lock(shared_mutex_);
+  auto next = shared_.upper_bound(first);
+  if (next == shared_.begin())
+    return nullptr;
+  const std::shared_ptr<HeapPages> found = std::prev(next)->second.lock();
+  if (!found || first + bytes > reinterpret_cast<uintptr_t>(found->memory().end()) ||
+      !found->window())
+    return nullptr;
+  return found;
 }
 
 uint64_t MemfdHeap::trim() {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/symmetric_memory.h"
+#include "heap/memory_pages.h"
 #include "heap/peer_mesh.h"
 
 namespace moe::heap {
@@ -44,6 +45,14 @@ class ShmHeap : public SymmetricMemory {
   /// a free range is that large. Local.
   /// @throws CapacityError
   virtual void reserve(uint64_t bytes) = 0;
+
+  /// Turns ordinary memory of this process into shared pages, at the addresses where it is. Local.
+  /// Nobody may write to it meanwhile. Each range keeps its pages until unshare() or abandon(),
+  /// which must come before its memory is anybody else's.
+  /// @param ranges  Ascending and apart, each with a whole page in it.
+  /// @throws InvalidArgument  The pages of one are not private memory, or shared already.
+  /// @throws CapacityError, SystemError  Those of some ranges could not be shared. None is then.
+  virtual std::vector<std::shared_ptr<HeapPages>> share(const std::vector<MemoryRange>& ranges) = 0;
 
   /// Returns the pages of all free memory to the system; @return bytes returned. Local. Windows
   /// allocated there later are faulted in again by this rank.

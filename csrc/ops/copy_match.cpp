@@ -189,9 +189,8 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
     const auto peer = static_cast<size_t>(send.peer_rank);
     const uint32_t entry_idx = entry_of[send_idx];
     if (send.peer_rank == group_.rank_idx()) {
-      const CopyItem& receive =
-          prepared.receives()[prepared.first_receive(send.peer_rank) + entry_idx];
-      route.direct.add(send.place(), receive.place(), send.shape.bytes);
+      const size_t receive_idx = prepared.first_receive(send.peer_rank) + entry_idx;
+      route.direct.add(send.place(), prepared.destination(receive_idx), send.shape.bytes);
       route.local_bytes += send.shape.bytes;
       continue;
     }

@@ -1,5 +1,8 @@
 #include "ops/copy_run.h"
 
+#include <optional>
+#include <utility>
+
 #include "core/text.h"
 #include "group/peer_wait.h"
 
@@ -15,6 +18,24 @@ using layout::RowStatus;
 // How long a failed run waits for peers to write here no more. They look up between parts of about
 // a megabyte.
 constexpr int64_t kStopNs = 100'000'000;
+
+/// Ends what PreparedCopies::begin_writes() began.
+class SharedWrites {
+ public:
+  explicit SharedWrites(PreparedCopies& prepared) : prepared_(&prepared) {}
+  SharedWrites(const SharedWrites&) = delete;
+  SharedWrites& operator=(const SharedWrites&) = delete;
+  ~SharedWrites() {
+    if (prepared_ != nullptr)
+      prepared_->end_writes(true);
+  }
+
+  /// Everything is there.
+  void end() { std::exchange(prepared_, nullptr)->end_writes(false); }
+
+ private:
+  PreparedCopies* prepared_;
+};
 
 }  // namespace
 
@@ -40,9 +61,13 @@ CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
   PreparedCopies& prepared = *given;
   if (!prepared.problem().empty())
     reject({}, RowStatus::kInvalidArgument, prepared.problem());
+  std::optional<SharedWrites> writes;
   try {
-    if (!prepared.table_window())
+    while (!prepared.has_table(group_.memory()) || !prepared.begin_writes()) {
+      prepared.take_table();
       prepared.make_table(group_.memory(), engine_.take_table_number());
+    }
+    writes.emplace(prepared);
     for_active_peers([&](int peer_rank) {
       if (prepared.needs_slots(peer_rank))
         engine_.make_slots(peer_rank);
@@ -64,6 +89,7 @@ CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
   move(route);
   release_done();
   await_done(route);
+  writes->end();
   complete();
   const int64_t end_ns = sync::now_ns();
   CopyStats stats;
@@ -206,6 +232,8 @@ void CopyRun::fail(const std::string& reason) {
   if (!prepared_)
     return;
   group_.retired().quarantine(prepared_->take_table());
+  for (const auto& pages : prepared_->shared_pages())
+    group_.retired().quarantine(pages->window());
   if (!may_be_written_to_)
     return;
   const auto& workspace = engine_.own_workspace();

@@ -136,6 +136,9 @@ void PreparedCopies::make_table(SymmetricMemory& memory, uint64_t number) {
   const ReceiveTable table(window->data());
   table.set_counts(num_entries, num_dims);
   slot_bytes_.assign(static_cast<size_t>(num_ranks_), 0);
+  shared_pages_.clear();
+  written_.clear();
+  num_shared_ = memory.num_shared();
   int64_t first_dim = 0;
   for (size_t i = 0; i < receives_.size(); ++i) {
     const CopyItem& item = receives_[i];
@@ -147,16 +150,41 @@ void PreparedCopies::make_table(SymmetricMemory& memory, uint64_t number) {
     entry.first_dim = first_dim;
     entry.num_dims = item.shape.num_dims;
     const auto span = static_cast<uint64_t>(item.shape.span());
-    entry.is_in_heap = span > 0 && memory.find(item.data, span, &entry.place) ? 1 : 0;
+    std::byte* written = item.data;
+    if (const auto pages = span > 0 ? memory.find_shared(item.data, span) : nullptr)
+      if (std::byte* const place = pages->in_heap(item.data)) {
+        written = place;
+        shared_pages_.push_back(pages);
+      }
+    written_.push_back(written);
+    entry.is_in_heap = span > 0 && memory.find(written, span, &entry.place) ? 1 : 0;
     if (entry.is_in_heap == 0)
       slot_bytes_[static_cast<size_t>(item.peer_rank)] += item.shape.bytes;
     for (int dim = 0; dim < item.shape.num_dims; ++dim)
       table.dims()[first_dim++] = {item.shape.sizes[dim], item.shape.strides[dim]};
     table.entries()[i] = entry;
   }
+  std::sort(shared_pages_.begin(), shared_pages_.end());
+  shared_pages_.erase(std::unique(shared_pages_.begin(), shared_pages_.end()), shared_pages_.end());
   sync::note_write(window->data(), window->bytes());
   table_window_ = std::move(window);
   number_ = number;
+}
+
+bool PreparedCopies::begin_writes() {
+  for (size_t i = 0; i < shared_pages_.size(); ++i) {
+    if (shared_pages_[i]->begin_writes())
+      continue;
+    while (i-- > 0)
+      shared_pages_[i]->end_writes(false);
+    return false;
+  }
+  return true;
+}
+
+void PreparedCopies::end_writes(bool is_failed) {
+  for (const auto& pages : shared_pages_)
+    pages->end_writes(is_failed);
 }
 
 std::shared_ptr<Window> PreparedCopies::take_table() {

@@ -56,6 +56,10 @@ class PreparedCopies {
   /// Makes the table of receives in @p memory. @throws CapacityError
   /// @param number  Of this table among all of its rank.
   void make_table(SymmetricMemory& memory, uint64_t number);
+  /// Whether there is a table, which knows all of @p memory that is shared by now.
+  bool has_table(const SymmetricMemory& memory) const {
+    return table_window_ != nullptr && num_shared_ == memory.num_shared();
+  }
   uint64_t number() const { return number_; }
   const std::shared_ptr<Window>& table_window() const { return table_window_; }
   layout::ReceiveTable table() const { return layout::ReceiveTable(table_window_->data()); }
@@ -64,6 +68,18 @@ class PreparedCopies {
 
   /// Forgets the table, which peers may still look at, and what rests on it.
   std::shared_ptr<Window> take_table();
+
+  /// Where this rank itself writes a receive, which may be shared with peers.
+  cpu::Place destination(size_t receive_idx) const {
+    return {written_[receive_idx], receives_[receive_idx].place().shape};
+  }
+
+  /// From now until end_writes() peers may write to shared pages that receives lie in.
+  /// @return Whether all are still shared; where not, nothing begins, and the table is of no use.
+  bool begin_writes();
+  /// @param is_failed  Peers may still write.
+  void end_writes(bool is_failed);
+  const std::vector<std::shared_ptr<SharedPages>>& shared_pages() const { return shared_pages_; }
 
   const std::shared_ptr<void>& owner() const { return owner_; }
 
@@ -95,6 +111,9 @@ class PreparedCopies {
   std::vector<size_t> first_receive_;  ///< [num_ranks + 1]
   std::vector<uint32_t> by_address_;
   std::vector<int64_t> slot_bytes_;  ///< [num_ranks], received from there outside the heap
+  std::vector<std::shared_ptr<SharedPages>> shared_pages_;
+  std::vector<std::byte*> written_;  ///< [receives]
+  uint64_t num_shared_ = 0;          ///< SymmetricMemory::num_shared() of the table
   std::shared_ptr<Window> table_window_;
   uint64_t number_ = 0;
   Route route_;

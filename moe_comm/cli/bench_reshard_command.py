@@ -17,7 +17,6 @@ from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import (
     FULL_TENSORS,
-    MEMORIES,
     NUM_EXPERTS,
     ReshardCase,
     shape_of_bytes,
@@ -39,6 +38,7 @@ class MemoryName(str, enum.Enum):
     """Where destinations lie."""
 
     HEAP = "heap"
+    SHARED = "shared"
     OUTSIDE = "outside"
     BOTH = "both"
 
@@ -134,7 +134,7 @@ def bench_reshard(
             _shape(size, experts, tensors, tensor_bytes, DTYPES[dtype.value]),
             (DTYPES[dtype.value], DTYPES[(destination_dtype or dtype).value]),
         )
-        memories = MEMORIES if memory is MemoryName.BOTH else (memory.value,)
+        memories = ("heap", "outside") if memory is MemoryName.BOTH else (memory.value,)
         cases = [
             ReshardCase(
                 layouts=layouts,

@@ -23,7 +23,11 @@ from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, RankGroup
 from moe_comm.resharding.describe.transformers_views import transformers_views
 from moe_comm.resharding.execution import execute_reshard_plan
-from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.heap_parameters import (
+    SharedWeights,
+    place_in_heap,
+    share_in_place,
+)
 from moe_comm.resharding.hold.refit_world import RefitHost, RefitTarget, RefitWorld
 from moe_comm.resharding.hold.verification import RefitProof, verify_refit
 from moe_comm.resharding.move.stale import clear_stale, is_stale, mark_stale, stale_reason
@@ -77,6 +81,7 @@ __all__ = [
     "ReshardPlan",
     "ReshardTransform",
     "ShardingDescriptor",
+    "SharedWeights",
     "SymmetricCopyService",
     "TransferOp",
     "build_centralized_reshard_plan",
@@ -95,6 +100,7 @@ __all__ = [
     "place_in_heap",
     "prepare_swap_model_weights",
     "reshard_model_weights",
+    "share_in_place",
     "stale_reason",
     "swap_model_weights",
     "transformers_views",

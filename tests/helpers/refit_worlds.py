@@ -15,7 +15,7 @@ from moe_comm.errors import CommunicationError
 from moe_comm.resharding import RefitWorld
 from moe_comm.resharding.describe.parallelism import Parallelism
 from tests.helpers.failing_ranks import LONG_S, PROGRAM_S
-from tests.helpers.sharded_nets import ShardedNet
+from tests.helpers.sharded_nets import SHAPES, ShardedNet
 
 _context = multiprocessing.get_context("forkserver")
 LIMIT_S = 100.0
@@ -47,10 +47,16 @@ class Target:
         self.net.load_state_dict(self.kept)
 
 
-def make_net(role: str, rank: int, size: int) -> ShardedNet:
-    """Trainers cut by tensor parallelism, engines that hold everything, or are cut among themselves."""
+def make_net(role: str, rank: int, size: int, has_pages: bool = False) -> ShardedNet:
+    """Trainers cut by tensor parallelism, engines that hold everything, or are cut among themselves.
+
+    With pages, one tensor is of many of them.
+    """
+    shapes = SHAPES | {"wide": ((64, 2048), 0)} if has_pages else SHAPES
     text = f"tp{size}" if size > 1 else "single"
-    return ShardedNet(Parallelism.parse(text, size), rank).fill(0 if role == "trainer" else 50)
+    return ShardedNet(Parallelism.parse(text, size), rank, shapes).fill(
+        0 if role == "trainer" else 50
+    )
 
 
 def run(said: dict[str, Any]) -> Any:
@@ -71,11 +77,17 @@ def run(said: dict[str, Any]) -> Any:
         )
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return [type(error).__name__, str(error)]
-    net = make_net(role, rank, info[f"num_{role}s"])
+    shares_memory = said.get("shares_memory", False)
+    net = make_net(role, rank, info[f"num_{role}s"], shares_memory)
     hook = Target(net, said.get("dies", ""), said.get("fails", ""))
     has_hook = role == "engine" and not said.get("in_place")
     model = [net] if said.get("in_list") else net
-    world.prepare(model, hook if has_hook else None, verify="checksum")
+    world.prepare(
+        model,
+        hook if has_hook else None,
+        verify="checksum",
+        shares_memory=shares_memory and role == "engine",
+    )
     found: list[Any] = []
     rejoins = said.get("rejoins", 0)
     versions = list(said["versions"])
@@ -94,6 +106,9 @@ def run(said: dict[str, Any]) -> Any:
             )
             found.append([got, net.wrong(got), list(world.versions().values())])
             versions.pop(0)
+            if shares_memory and role == "engine":
+                assert world._shared is not None
+                assert world._shared.num_bytes == net.get_parameter("wide").nbytes
         except CommunicationError as error:
             wrong = [] if role == "trainer" else net.wrong(said.get("holds", 50))
             found.append([type(error).__name__, str(error), wrong])

@@ -50,14 +50,21 @@ def test_two_programs_refit_with_and_without_default_groups(
             assert program.outcome() == [[7, [], [7, 7]], [8, [], [8, 8]]]
 
 
-@pytest.mark.parametrize("phase", [pytest.param("begin", marks=pytest.mark.full), "commit"])
+@pytest.mark.parametrize(
+    ("phase", "shares_memory"),
+    [pytest.param("begin", False, marks=pytest.mark.full), ("commit", False), ("commit", True)],
+)
 def test_an_engine_that_was_killed_comes_back_and_gets_the_whole(
-    info: dict[str, Any], phase: str
+    info: dict[str, Any], phase: str, shares_memory: bool
 ) -> None:
     odd = {("engine", 1): {"dies": phase, "rejoins": 0}}
-    with programs(odd, info=info, versions=[7, 8], rejoins=1) as started:
+    with programs(
+        odd, info=info, versions=[7, 8], rejoins=1, shares_memory=shares_memory
+    ) as started:
         assert started["engine", 1].outcome() is None
-        again = Program(info=info, role="engine", rank=1, versions=[7, 8])
+        again = Program(
+            info=info, role="engine", rank=1, versions=[7, 8], shares_memory=shares_memory
+        )
         try:
             whole = [[7, [], [7, 7]], [8, [], [8, 8]]]
             for place in PLACES[:3]:

@@ -120,7 +120,7 @@ def test_bad_input_is_a_line_and_an_exit_code(arguments: tuple[str, ...], messag
 
 
 def test_cases_and_options_reject_what_they_do_not_know() -> None:
-    with pytest.raises(ValueError, match="heap, outside, got 'disk'"):
+    with pytest.raises(ValueError, match="heap, shared, outside, got 'disk'"):
         dataclasses.replace(ROW.case, memory="disk")
     with pytest.raises(ValueError, match="got 'pigeon'"):
         dataclasses.replace(ROW.case, transport="pigeon")

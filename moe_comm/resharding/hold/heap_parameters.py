@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from moe_comm.arguments import shown
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.describe.module_tensors import named_refit_tensors
+from moe_comm.resharding.describe.module_tensors import (
+    RefitSide,
+    TensorSide,
+    get_refit_tensor_dict,
+    local_tensor,
+    named_refit_tensors,
+)
 from moe_comm.tensors.memory import num_spanned, problem_with_memory
 
-__all__ = ["place_in_heap"]
+__all__ = ["SharedWeights", "place_in_heap", "share_in_place"]
 
 # Tensors keep their place within a line, so that none becomes less aligned than it was.
 _LINE_BYTES = 64
@@ -132,3 +144,123 @@ def _move(span: _Span, heap_memory: torch.Tensor) -> None:
             target, offset // tensor.element_size(), tensor.shape, tensor.stride()
         )
         tensor.data = moved
+
+
+class SharedWeights:
+    """Storages of ordinary memory that peers write in place, until this is closed.
+
+    Made by `share_in_place`. Keeps the storages. When it is gone, or its `with` block left, the memory is
+    private again, at the same addresses with the same contents.
+
+    Attributes:
+        num_bytes: Of the storages that are shared.
+    """
+
+    def __init__(self, pages: Iterable[_Pages], storages: list[_Storage]) -> None:
+        self.num_bytes = sum(storage.num_bytes for storage in storages)
+        shared = list(zip(pages, storages, strict=True))
+        self._close = weakref.finalize(self, _unshare, shared)
+        # The system takes the memory of a process that ends.
+        self._close.atexit = False
+
+    def close(self) -> None:
+        """Make the memory private again. Local, idempotent; nothing may write to it meanwhile.
+
+        Raises:
+            ValueError: A refit is writing to it.
+            CapacityError: The machine has no memory for it.
+        """
+        self._close()
+
+    def __enter__(self) -> SharedWeights:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Pages(Protocol):
+    """Pages of the heap in the place of a storage's own."""
+
+    def unshare(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    """A storage, and where it lay when it was shared."""
+
+    storage: torch.UntypedStorage
+    address: int
+    num_bytes: int
+    name: str
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.storage.data_ptr() == self.address and self.storage.nbytes() >= self.num_bytes
+
+
+def _unshare(shared: list[tuple[_Pages, _Storage]]) -> None:
+    while shared:
+        pages, storage = shared[-1]
+        if storage.is_in_place:
+            pages.unshare()
+        else:
+            pages.abandon()
+        shared.pop()
+
+
+def share_in_place(side: RefitSide, communicator: Communicator) -> SharedWeights:
+    """Have peers write a refit's ordinary memory as they write the heap, at the addresses where it is. Local.
+
+    The whole pages of every storage become pages of this rank's symmetric heap; the few bytes before and
+    behind them are copied after each refit. Tensors, views of them outside `side` and raw addresses go on
+    being good. The next refit through the `symmetric` transport writes them in place. A storage smaller
+    than a page, or in the heap already, stays what it is.
+
+    Forked children do not have the memory, as they have none of the heap: start workers by "spawn". Nothing
+    else may write to it while this call runs.
+
+    Args:
+        side: A module or `CheckpointViews`; its tensors are plain CPU tensors, or DTensors over such.
+        communicator: Whose heap; its backend must be "host". The one of the refit's copy service.
+
+    Returns:
+        What keeps the memory shared.
+
+    Raises:
+        TypeError: `side` is neither.
+        ValueError: A tensor cannot be shared: its memory is a file's, pinned, or shared already, or it
+            is no plain CPU tensor. Nothing was shared.
+        CapacityError: The heap cannot hold all of them. Nothing was shared.
+    """
+    native = communicator.require_native()
+    if not isinstance(side, (torch.nn.Module, TensorSide)):
+        raise TypeError(f"side must be a torch.nn.Module or CheckpointViews, got {shown(side)}")
+    found: dict[int, _Storage] = {}
+    for name, tensor in get_refit_tensor_dict(side).items():
+        plain = local_tensor(tensor)
+        problem = _problem_with(plain)
+        if problem is None and plain.is_pinned():
+            problem = "its memory is pinned for a device, which would go on using the old pages"
+        if problem is not None:
+            raise ValueError(f"{name} cannot be shared: {problem}")
+        storage = plain.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if native.has_pages(address, num_bytes) and native.find(address, num_bytes) is None:
+            found.setdefault(address, _Storage(storage, address, num_bytes, name))
+    storages = [found[address] for address in sorted(found)]
+    for lower, upper in itertools.pairwise(storages):
+        if lower.address + lower.num_bytes > upper.address:
+            raise ValueError(
+                f"{lower.name} and {upper.name} cannot be shared: their storages, of {lower.num_bytes} "
+                f"and {upper.num_bytes} bytes, lie in each other"
+            )
+    pages = native.share([(storage.address, storage.num_bytes) for storage in storages])
+    return SharedWeights(pages, storages)

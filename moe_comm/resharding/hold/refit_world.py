@@ -24,6 +24,7 @@ from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.hold.heap_parameters import SharedWeights, share_in_place
 from moe_comm.resharding.hold.refit import Refit
 from moe_comm.resharding.move import stale
 
@@ -289,6 +290,8 @@ class RefitWorld:
         self._options: dict[str, Any] = {}
         self._refit: Refit | None = None
         self._is_planned = False
+        self._shares_memory = False
+        self._shared: SharedWeights | None = None
         self._limits: dict[str, Any] = {}
         self._held = _Held()
         self._all_held: dict[int, _Held] = {}
@@ -398,12 +401,18 @@ class RefitWorld:
         self.service = GlooCopyService(group)
 
     def _leave(self) -> None:
+        self._unshare()
         service = self.__dict__.pop("service", None)
         if service is not None:
             service.close()
         if self._ranks.communicator is not None:
             self._ranks.communicator.destroy()
         self._ranks.communicator = self._ranks.process_group = None
+
+    def _unshare(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
 
     def close(self) -> None:
         """Leave the world; the other ranks hear of it in their next refit. Idempotent."""
@@ -416,13 +425,22 @@ class RefitWorld:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prepare(self, model: Any, target: RefitTarget | None = None, **options: Any) -> None:
+    def prepare(
+        self,
+        model: Any,
+        target: RefitTarget | None = None,
+        *,
+        shares_memory: bool = False,
+        **options: Any,
+    ) -> None:
         """Plan refits between the models of all ranks. Collective.
 
         Args:
             model: What this rank holds: of the source on a trainer, of the target on an engine.
             target: On an engine: called around each refit; None where `model` itself is served, which a
                 refit that fails in the middle leaves without a whole version.
+            shares_memory: On an engine: whether `model` is shared by `share_in_place`, in every
+                generation, until this world is closed.
             options: `transform`, `verify`, `strict` of `Refit`.
 
         Raises:
@@ -436,12 +454,19 @@ class RefitWorld:
                 raise TypeError(f"prepare got unexpected arguments {unknown}")
             if target is not None and self.role != "engine":
                 raise ValueError(f"target is for engines, got one on {self.role} {self.rank}")
+            if shares_memory and (self.role != "engine" or self.transport != "symmetric"):
+                raise ValueError(
+                    f"shares_memory is for engines over symmetric, got it on {self.role} {self.rank} over "
+                    f"{self.transport}"
+                )
             for name in ("begin", "commit", "abort"):
                 if target is not None and not callable(getattr(target, name, None)):
                     raise TypeError(f"target must have {name}(), got {shown(target)}")
         self._models = (model, None) if self.role == "trainer" else (None, model)
         self._hook = _InPlace(model) if target is None else target
         self._options = options
+        self._shares_memory = shares_memory
+        self._unshare()
         self._refit, self._is_planned = None, False
         self._plan(problem)
 
@@ -461,8 +486,15 @@ class RefitWorld:
 
     def _plan(self, problem: FirstError) -> None:
         """Make the refit of this generation. Collective."""
-        self._meet("prepare", problem, {})
         assert self._models is not None
+        with problem:
+            if (
+                self._shares_memory
+                and self._shared is None
+                and self._ranks.communicator is not None
+            ):
+                self._shared = share_in_place(self._models[1], self._ranks.communicator)
+        self._meet("prepare", problem, {})
         with self._naming_places():
             self._refit = Refit(
                 *self._models,

@@ -21,7 +21,7 @@ __all__ = [
     "shape_of_bytes",
 ]
 
-MEMORIES = ("heap", "outside")
+MEMORIES = ("heap", "shared", "outside")
 TRANSPORTS = ("symmetric", "gloo", "nvshmem")
 FULL_TENSORS = "full-tensors"
 
@@ -37,7 +37,8 @@ class ReshardCase:
 
     Args:
         layouts: Model, source and destination.
-        memory: Of `MEMORIES`: destinations lie in the symmetric heap, or where torch puts them.
+        memory: Of `MEMORIES`: destinations lie in the symmetric heap, or where torch puts them, with
+            their pages shared or not.
         transport: Of `TRANSPORTS`: what is measured.
         is_stacked: Destinations hold a layer's experts in one tensor, as engines do, and describe
             them by views.

@@ -26,7 +26,11 @@ from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopySe
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
-from moe_comm.resharding.hold.heap_parameters import place_in_heap
+from moe_comm.resharding.hold.heap_parameters import (
+    SharedWeights,
+    place_in_heap,
+    share_in_place,
+)
 from moe_comm.resharding.hold.refit import clear_all_caches, swap_model_weights
 
 __all__ = ["RefitSample", "ReshardLaunch", "ReshardWorker"]
@@ -100,6 +104,9 @@ class ReshardWorker:
         self.target_side: ShapedModel | CheckpointViews | None = self.target
         if case.is_stacked and self.target is not None:
             self.target_side = CheckpointViews(views_of(self.target), self.target)
+        self.shared: SharedWeights | None = None
+        if case.memory == "shared" and self.target_side is not None:
+            self.shared = share_in_place(self.target_side, self.communicator)
         self.full_tensors: FullTensorsByName | None = None
 
     def check(self, transport: str) -> tuple[str | None, dict[str, int]]:
@@ -192,6 +199,8 @@ class ReshardWorker:
         for service in self.services.values():
             service.close()
         clear_all_caches()
+        if self.shared is not None:
+            self.shared.close()
         self.source = self.target = self.target_side = None
         self.communicator.destroy()
         dist.destroy_process_group()
