@@ -324,7 +324,7 @@ def test_a_hash_of_checksums_alone_would_miss_it(monkeypatch: pytest.MonkeyPatch
         def sums_by_pair(ends: dict[Any, Any]) -> dict[tuple[int, int], list[int]]:
             sums: dict[tuple[int, int], list[int]] = {}
             for key, piece in ends.items():
-                sums.setdefault(key[:2], []).append(piece.checksum)
+                sums.setdefault(key[:2], []).append(*piece.checksums.values())
             return {pair: sorted(values) for pair, values in sums.items()}
 
         gathered = bootstrap.all_gather((sums_by_pair(sent), sums_by_pair(received)))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from moe_comm.peers.plain_data import travels
 from moe_comm.tensors import arithmetic, quantized
 from moe_comm.tensors.quantization import (
     FP8_BLOCK128,
@@ -28,6 +29,7 @@ __all__ = [
     "FP8_BLOCKS",
     "MXFP8_BLOCK",
     "Block",
+    "BlockFormat",
     "FP8BlockTensor",
     "MXFP8Backend",
     "MXFP8Tensor",
@@ -61,6 +63,25 @@ _SCALE_DTYPES: dict[str, torch.dtype] = {
 _TILE_ROWS = 128
 _TILE_COLUMNS = 4
 _ROWS_PER_GROUP = 32
+
+
+@travels
+class BlockFormat(NamedTuple):
+    """A format of weights in blocks, as ranks tell each other.
+
+    Args:
+        block: Rows and columns that share a scale factor; (1, 32) is MXFP8.
+        scale_format: Name of a `ScaleFormat` of `quantize_fp8_block`; MXFP8 has one alone.
+    """
+
+    block: Block
+    scale_format: str
+
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data and scale factors of bfloat16 `values` `[..., M, K]`."""
+        if self.block == MXFP8_BLOCK:
+            return quantize_mxfp8(values)
+        return quantize_fp8_block(values, self.block, ScaleFormat[self.scale_format])
 
 
 class ScaledTensor(Protocol):

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 
-from moe_comm.resharding.formats.number_formats import Block, ScaledTensor, scale_shape
-from moe_comm.resharding.plan.transfer_op import Slices
+from moe_comm.resharding.formats.number_formats import (
+    Block,
+    BlockFormat,
+    ScaledTensor,
+    scale_shape,
+    unswizzle_scales,
+)
+from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
 __all__ = [
@@ -127,7 +133,7 @@ class ScaledBufferTransform(ReshardTransform):
         convertible_params: Names, in this rank's own module, of parameters to transform.
         persistent_buffers: Destinations by name; empty on a rank that only sends.
         buffer_key_prefix: Taken off the front of a parameter's name before it is looked up.
-        block: Rows and columns that share a scale factor.
+        block_format: Of the destinations.
     """
 
     def __init__(
@@ -135,12 +141,13 @@ class ScaledBufferTransform(ReshardTransform):
         convertible_params: set[str],
         persistent_buffers: Mapping[str, ScaledTensor],
         buffer_key_prefix: str,
-        block: Block,
+        block_format: BlockFormat,
     ) -> None:
         self.convertible_params = convertible_params
         self.persistent_buffers = persistent_buffers
         self.buffer_key_prefix = buffer_key_prefix
-        self._block = block
+        self.block_format = block_format
+        self._block = block_format.block
         self._assemblies: dict[str, Assembly] = {}
 
     def should_transform(self, param_name: str) -> bool:
@@ -165,6 +172,17 @@ class ScaledBufferTransform(ReshardTransform):
             for buffer in self.persistent_buffers.values()
             for tensor in (buffer.data, buffer.scale)
         ]
+
+    def written_of(self, op: TransferOp) -> list[torch.Tensor] | None:
+        """Data of a piece, and the scale factors of all blocks that it has a part of."""
+        key, data, bounds = self._placed(op.param_name, op.my_slice, op.my_view)
+        buffer = self.persistent_buffers[key]
+        scale = buffer.scale
+        if scale.dim() == 1:
+            scale = unswizzle_scales(scale, *scale_shape(buffer.data.shape, self._block))
+        scale = scale.view(scale_shape(data.shape, self._block))
+        place = slices_of(scale_bounds(bounds, self._block))
+        return [data[slices_of(bounds)], scale[place]]
 
     def _key(self, param_name: str) -> str:
         key = param_name.removeprefix(self.buffer_key_prefix)

@@ -11,6 +11,7 @@ from moe_comm.resharding.formats.number_formats import (
     FP8_BLOCKS,
     MXFP8_BLOCK,
     Block,
+    BlockFormat,
     MXFP8Backend,
     ScaledTensor,
     is_mxfp8_tensor,
@@ -98,7 +99,12 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         convert_on_send: bool = False,
         backend: MXFP8Backend | None = None,
     ) -> None:
-        super().__init__(convertible_params, persistent_buffers, buffer_key_prefix, MXFP8_BLOCK)
+        super().__init__(
+            convertible_params,
+            persistent_buffers,
+            buffer_key_prefix,
+            BlockFormat(MXFP8_BLOCK, ScaleFormat.UE8M0.name),
+        )
         if backend is None and persistent_buffers:
             backend = getattr(next(iter(persistent_buffers.values())), "backend", None)
         if convert_on_send and backend is None:
@@ -274,7 +280,10 @@ class FP8BlockReshardTransform(ScaledBufferTransform):
                 f"scale_format must be FLOAT32 or FLOAT32_POWER_OF_2, got {scale_format!r}"
             )
         super().__init__(
-            convertible_params, persistent_buffers, buffer_key_prefix, (block[0], block[1])
+            convertible_params,
+            persistent_buffers,
+            buffer_key_prefix,
+            BlockFormat((block[0], block[1]), scale_format.name),
         )
         self.scale_format = scale_format
         self.quantize_on_send = quantize_on_send

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +22,10 @@ from moe_comm.resharding.describe.module_tensors import (
     get_refit_tensor_dict,
     local_tensor,
 )
-from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
+from moe_comm.resharding.formats.block_pieces import BlockPiece, Maxima
+from moe_comm.resharding.formats.number_formats import BlockFormat, is_mxfp8_tensor
+from moe_comm.resharding.formats.scaled_buffers import ScaledBufferTransform
+from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
@@ -39,10 +44,10 @@ class RefitProof:
     """What `verify_refit` has compared on this rank.
 
     Args:
-        num_pieces: Pieces of this rank's target that equal their source.
-        num_bytes: Bytes of them.
-        unproven: Parameters of this rank's target that were written by a transform or quantized, and
-            so hold other bytes than their source.
+        num_pieces: Pieces of this rank's target that are what their source makes of them.
+        num_bytes: Bytes of them in the target's storage, scale factors among them.
+        unproven: Parameters of this rank's target of which nobody can tell what they must hold: written
+            by a transform that does not say it, or quantized by a class of another package.
     """
 
     num_pieces: int
@@ -52,15 +57,20 @@ class RefitProof:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """One end of a piece. `checksum` is None where a comparison would mean nothing."""
+    """One end of a piece. `checksums`, of its parts by name, is None where a comparison would mean nothing."""
 
     op: TransferOp
     num_bytes: int
-    checksum: int | None
+    checksums: dict[str, int] | None
 
 
 _Key = tuple[int, int, int]
 """(source rank, destination rank, task id)"""
+
+_Blocks = dict[int, tuple[BlockFormat, frozenset[int]]]
+"""By destination rank, the format of its parameters in blocks, and the numbers of these."""
+
+_BLOCK_PARTS = ("data", "scale factors")
 
 
 def verify_refit(
@@ -71,11 +81,13 @@ def verify_refit(
     *,
     transform: ReshardTransform | None = None,
 ) -> RefitProof:
-    """Compare every element of the targets with its source, by checksum. Collective over the group.
+    """Compare every element of the targets with what its source makes of it, by checksum. Collective.
 
     Reads all weights once on either end; ranks exchange 16 bytes per pair, and checksums of the
     pairs that differ. Sources must not have changed since the refit. Where the refit changed the
-    dtype, the source is converted in the same way first.
+    dtype, or quantized in blocks, sources do the same once more, and the target is read in its own
+    layout: data and scale factors. Of blocks that pieces of several sources share, sources tell each
+    other the largest absolute values.
 
     Args:
         plan: This rank's plan, which was executed.
@@ -86,7 +98,7 @@ def verify_refit(
         transform: The one that was used; None for that of the plan.
 
     Returns:
-        What was compared. Parameters of a transform and MXFP8 ones cannot be, and are listed.
+        What was compared. Parameters of which nobody can tell what they must hold are listed.
 
     Raises:
         RefitError: A piece differs, or a target is marked stale; on every rank.
@@ -98,21 +110,31 @@ def verify_refit(
     sent: dict[_Key, _Piece] = {}
     received: dict[_Key, _Piece] = {}
     reason = None if dst_module is None else stale.stale_reason(dst_module)
+    sources: Sources | None = None
     with FirstError() as first, torch.no_grad():
-        sent = _source_pieces(plan, src_module, hooks, bootstrap.rank_idx)
+        sources = _sources_of(plan, src_module, hooks)
+        sent = _source_pieces(plan, sources, hooks, bootstrap.rank_idx)
         received = _destination_pieces(plan, dst_module, hooks, bootstrap.rank_idx)
-    unproven = [
-        key for ends in (sent, received) for key, piece in ends.items() if piece.checksum is None
-    ]
-    gathered = agree(bootstrap.all_gather, first.take_line(), (reason, unproven))
-    _raise_stale([its for its, _ in gathered])
-    skipped = {key for _, keys in gathered for key in keys}
+    gathered = agree(
+        bootstrap.all_gather,
+        first.take_line(),
+        (reason, _unknown(sent), _unknown(received), _own_blocks(hooks, received)),
+    )
+    assert sources is not None
+    _raise_stale([its for its, *_ in gathered])
+    blocks: _Blocks = {
+        rank: (its[0], frozenset(its[1])) for rank, (*_, its) in enumerate(gathered) if its
+    }
+    if blocks:
+        _expect_blocks(plan, sources, hooks, blocks, bootstrap, sent)
+    skipped = {key for _, _, keys, _ in gathered for key in keys}
+    skipped |= {key for _, keys, *_ in gathered for key in keys if _format_at(blocks, key) is None}
     odd_pairs = _odd_pairs(bootstrap, sent, received, skipped)
     if odd_pairs:
         with torch.no_grad():
             parts = _taken_apart(plan, odd_pairs, bootstrap.rank_idx)
             for ends, apart in (
-                (sent, _source_pieces(parts, src_module, hooks, bootstrap.rank_idx)),
+                (sent, _source_pieces(parts, sources, hooks, bootstrap.rank_idx)),
                 (received, _destination_pieces(parts, dst_module, hooks, bootstrap.rank_idx)),
             ):
                 for key in [key for key, piece in ends.items() if piece.op.joined is not None]:
@@ -124,6 +146,79 @@ def verify_refit(
     return RefitProof(
         len(proven), sum(piece.num_bytes for piece in proven), tuple(dict.fromkeys(names))
     )
+
+
+def _unknown(ends: Mapping[_Key, _Piece]) -> list[_Key]:
+    return [key for key, piece in ends.items() if piece.checksums is None]
+
+
+def _parameter_of(key: _Key) -> int:
+    """Number of the destination's parameter that a piece is of."""
+    return unpack_task_id(key[2])[1]
+
+
+def _own_blocks(
+    hooks: ReshardTransform | None, received: Mapping[_Key, _Piece]
+) -> tuple[BlockFormat, list[int]] | None:
+    """What this rank receives into blocks: the format, and numbers of the parameters."""
+    if not isinstance(hooks, ScaledBufferTransform):
+        return None
+    numbers = {
+        _parameter_of(key)
+        for key, piece in received.items()
+        if hooks.should_transform(piece.op.param_name) and piece.checksums is not None
+    }
+    return (hooks.block_format, sorted(numbers)) if numbers else None
+
+
+def _format_at(blocks: _Blocks, key: _Key) -> BlockFormat | None:
+    """The format of the blocks that a piece is written into; None for none."""
+    block_format, numbers = blocks.get(key[1], (None, frozenset()))
+    return block_format if _parameter_of(key) in numbers else None
+
+
+def _expect_blocks(
+    plan: ReshardPlan,
+    sources: Sources,
+    hooks: ReshardTransform | None,
+    blocks: _Blocks,
+    bootstrap: Bootstrap,
+    sent: dict[_Key, _Piece],
+) -> None:
+    """Work out what the destinations in blocks must hold of this rank's sources. Collective.
+
+    Args:
+        plan: This rank's.
+        sources: Of this rank.
+        hooks: This rank's transform.
+        blocks: Of all ranks.
+        bootstrap: The ranks.
+        sent: Gets what was worked out.
+    """
+    pieces: dict[_Key, tuple[TransferOp, BlockPiece]] = {}
+    maxima: list[tuple[int, int, Maxima]] = []
+    with FirstError() as first, torch.no_grad():
+        for op in plan.send_ops:
+            key = (bootstrap.rank_idx, op.peer_rank, _task_id(op))
+            block_format = _format_at(blocks, key)
+            if block_format is not None:
+                bounds = tuple((part.start, part.stop) for part in op.peer_slice)
+                values = _unquantized(op, sources, hooks)
+                pieces[key] = op, BlockPiece(values, bounds, block_format.block)
+                if pieces[key][1].is_cut:
+                    maxima.append((op.peer_rank, _parameter_of(key), pieces[key][1].maxima()))
+    gathered = agree(bootstrap.all_gather, first.take_line(), maxima)
+    of_parameter: dict[tuple[int, int], list[Maxima]] = {}
+    for rank, number, its in (each for some in gathered for each in some):
+        of_parameter.setdefault((rank, number), []).append(its)
+    with FirstError() as first, torch.no_grad():
+        for key, (op, piece) in pieces.items():
+            block_format = _format_at(blocks, key)
+            assert block_format is not None
+            others = of_parameter.get((key[1], _parameter_of(key)), [])
+            expected = piece.expected(block_format, others)
+            sent[key] = _proven_by_checksum(op, dict(zip(_BLOCK_PARTS, expected, strict=True)))
+    agree(bootstrap.all_gather, first.take_line())
 
 
 def _taken_apart(plan: ReshardPlan, pairs: list[tuple[int, int]], rank_idx: int) -> ReshardPlan:
@@ -142,33 +237,53 @@ def _task_id(op: TransferOp) -> int:
     return op.task_id
 
 
-def _source_pieces(
-    plan: ReshardPlan,
-    module: RefitSide | None,
-    hooks: ReshardTransform | None,
-    rank_idx: int,
-) -> dict[_Key, _Piece]:
-    """What the destinations should hold of this rank's sources."""
+def _unquantized(op: TransferOp, sources: Sources, hooks: ReshardTransform | None) -> torch.Tensor:
+    """A piece as the destination quantizes it: bfloat16."""
+    if _is_transformed(hooks, op.param_name):
+        piece = piece_of(_ensure_sendable(sources.given(op.param_name)), op)
+    else:
+        piece = piece_of(sources.get(op.param_name), op)
+        piece = piece if op.wire_dtype is None else piece.to(op.wire_dtype)
+    check_memory(f"{op.param_name} of the source", piece)
+    return piece.to(torch.bfloat16).contiguous()
 
-    def is_transformed(name: str) -> bool:
-        return hooks is not None and hooks.should_transform(name)
 
+def _is_transformed(hooks: ReshardTransform | None, name: str) -> bool:
+    return hooks is not None and hooks.should_transform(name)
+
+
+def _sources_of(
+    plan: ReshardPlan, module: RefitSide | None, hooks: ReshardTransform | None
+) -> Sources:
+    """This rank's sources. Collective where they are pending sums."""
     tensors = {} if module is None else get_refit_tensor_dict(module)
     missing = [op.param_name for op in plan.send_ops if op.param_name not in tensors]
     problem = f"the plan sends {missing[0]}, which this rank does not have" if missing else None
-    sources = Sources(plan, tensors, reduce_partial_sources(plan, tensors, problem), is_transformed)
+    reduced = reduce_partial_sources(plan, tensors, problem)
+    return Sources(plan, tensors, reduced, functools.partial(_is_transformed, hooks))
+
+
+def _source_pieces(
+    plan: ReshardPlan,
+    sources: Sources,
+    hooks: ReshardTransform | None,
+    rank_idx: int,
+) -> dict[_Key, _Piece]:
+    """What the destinations should hold of this rank's sources, but for those in blocks."""
     pieces = {}
     for op in plan.send_ops:
         key = (rank_idx, op.peer_rank, _task_id(op))
-        if is_transformed(op.param_name):
-            pieces[key] = _Piece(op, 0, None)
+        if _is_transformed(hooks, op.param_name):
+            assert hooks is not None
+            expected = hooks.expected_of(op, sources.given(op.param_name))
+            pieces[key] = _proven_by_checksum(op, _numbered(expected))
             continue
         source = sources.get(op.param_name)
         check_memory(f"{op.param_name} of the source", source)
         piece = piece_of(source, op)
         for dtype in (op.wire_dtype, op.peer_dtype):
             piece = piece if dtype is None else piece.to(dtype)
-        pieces[key] = _proven_by_checksum(op, piece)
+        pieces[key] = _proven_by_checksum(op, {"": piece})
     return pieces
 
 
@@ -182,24 +297,47 @@ def _destination_pieces(
     tensors = {} if module is None else get_refit_tensor_dict(module)
     pieces = {}
     for op in plan.recv_ops:
-        tensor = tensors.get(op.param_name)
-        is_unproven = hooks is not None and hooks.should_transform(op.param_name)
-        if tensor is None and not is_unproven:
-            raise ValueError(f"the plan receives {op.param_name}, which this rank does not have")
-        is_unproven = is_unproven or is_mxfp8_tensor(tensor)
         key = (op.peer_rank, rank_idx, _task_id(op))
-        if tensor is None or is_unproven:
+        if _is_transformed(hooks, op.param_name):
+            assert hooks is not None
+            written = hooks.written_of(op)
+            is_in_blocks = isinstance(hooks, ScaledBufferTransform) and written is not None
+            parts = (
+                dict(zip(_BLOCK_PARTS, written or (), strict=True))
+                if is_in_blocks
+                else _numbered(written)
+            )
+            pieces[key] = _proven_by_checksum(op, parts)
+            continue
+        tensor = tensors.get(op.param_name)
+        if tensor is None:
+            raise ValueError(f"the plan receives {op.param_name}, which this rank does not have")
+        if is_mxfp8_tensor(tensor):
             pieces[key] = _Piece(op, 0, None)
-        else:
-            target = local_tensor(tensor)
-            check_memory(f"{op.param_name} of the target", target)
-            pieces[key] = _proven_by_checksum(op, piece_of(target, op))
+            continue
+        target = local_tensor(tensor)
+        check_memory(f"{op.param_name} of the target", target)
+        pieces[key] = _proven_by_checksum(op, {"": piece_of(target, op)})
     return pieces
 
 
-def _proven_by_checksum(op: TransferOp, piece: torch.Tensor) -> _Piece:
-    in_memory = piece.cpu() if piece.dim() <= MAX_DIMS else piece.cpu().contiguous()
-    return _Piece(op, piece.numel() * piece.element_size(), checksum(in_memory))
+def _numbered(tensors: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    """By names for messages."""
+    if tensors is None:
+        return None
+    return {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def _proven_by_checksum(op: TransferOp, parts: Mapping[str, torch.Tensor] | None) -> _Piece:
+    """One end of a piece, of what it is made of; None where nobody can tell."""
+    if parts is None:
+        return _Piece(op, 0, None)
+    checksums = {}
+    for name, part in parts.items():
+        in_memory = part.cpu() if part.dim() <= MAX_DIMS else part.cpu().contiguous()
+        checksums[name] = checksum(in_memory)
+    num_bytes = sum(part.numel() * part.element_size() for part in parts.values())
+    return _Piece(op, num_bytes, checksums)
 
 
 def _raise_stale(gathered: list[str | None]) -> None:
@@ -220,13 +358,15 @@ def _odd_pairs(
     """(source, destination) of the pairs whose checksums are not all the same on both ends."""
     row = np.zeros((2, bootstrap.num_ranks), dtype=np.uint64)
     for side, ends in enumerate((sent, received)):
-        by_peer: dict[int, list[tuple[int, int]]] = {}
+        by_peer: dict[int, list[tuple[int, ...]]] = {}
         for key, piece in ends.items():
             if key not in skipped:
                 # Of (source, destination), the one that is not this rank.
-                by_peer.setdefault(key[1 - side], []).append((key[2], piece.checksum or 0))
+                checksums = (piece.checksums or {}).values()
+                by_peer.setdefault(key[1 - side], []).append((key[2], *checksums))
         for peer, items in by_peer.items():
-            data = np.array(sorted(items), dtype=np.uint64).tobytes()
+            flat = itertools.chain.from_iterable(sorted(items))
+            data = np.fromiter(flat, dtype=np.uint64).tobytes()
             row[side, peer] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
     rows = [np.frombuffer(item, np.uint64) for item in bootstrap.all_gather(row.tobytes())]
     gathered = np.stack(rows).reshape(-1, *row.shape)
@@ -244,7 +384,7 @@ def _raise_differences(
     pairs = set(odd_pairs)
     mine = [
         {
-            key: (piece.op.param_name, _text_of(piece.op), piece.checksum)
+            key: (piece.op.param_name, _text_of(piece.op), piece.checksums)
             for key, piece in ends.items()
             if key[:2] in pairs and key not in skipped
         }
@@ -288,6 +428,13 @@ def _difference(key: _Key, sent: Any, received: Any) -> str | None:
     where = f"rank {dst_rank}: {name}, {piece}, from rank {src_rank}"
     if sent is None:
         return f"{where}: that rank's plan does not send task {task_id}"
-    if sent[2] == found:
-        return None
-    return f"{where} ({sent[0]}): the source has checksum {sent[2]:016x}, the target {found:016x}"
+    for part in dict.fromkeys((*sent[2], *found)):
+        here, there = (_hexadecimal(checksums.get(part)) for checksums in (sent[2], found))
+        if here != there:
+            what = f"{part}: " if part else ""
+            return f"{where} ({sent[0]}): {what}the source has checksum {here}, the target {there}"
+    return None
+
+
+def _hexadecimal(number: int | None) -> str:
+    return "none" if number is None else f"{number:016x}"

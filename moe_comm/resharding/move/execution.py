@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from moe_comm.arguments import check_resolved
 from moe_comm.errors import CommunicationError
@@ -52,6 +51,17 @@ def _copy(received: torch.Tensor, place: torch.Tensor) -> None:
     # What was made in inference mode is written in it alone.
     with torch.inference_mode(place.is_inference()):
         place.copy_(received)
+
+
+def _finalize(transform: ReshardTransform, op: TransferOp, buffers: list[torch.Tensor]) -> None:
+    """Have a transform write what it received; its error names the parameter."""
+    try:
+        transform.finalize_recv_of(op, buffers)
+    except Exception as error:
+        text = str(error)
+        if op.param_name not in text:
+            error.args = (f"{op.param_name}: {text}", *error.args[1:])
+        raise
 
 
 def _get_mxfp8_accumulator(
@@ -323,16 +333,12 @@ class PlanExecution:
     ) -> None:
         sources = Sources(plan, tensors, reduced, self._is_transformed)
         for op in plan.send_ops:
-            source = tensors.get(op.param_name)
-            if source is None:
+            if op.param_name not in tensors:
                 self.skipped[op.param_name] = "source"
                 continue
             if self._is_transformed(op.param_name):
                 assert self._transform is not None
-                # Transforms may know the class of a parameter, but a DTensor is not theirs to cut.
-                whole = local_tensor(source) if isinstance(source, DTensor) else source
-                whole = reduced.get(op.param_name, whole)
-                pieces = self._transform.prepare_send_of(op, whole)
+                pieces = self._transform.prepare_send_of(op, sources.given(op.param_name))
                 for piece in pieces:
                     check_memory(f"what the transform sends of {op.param_name}", piece)
             else:
@@ -367,9 +373,7 @@ class PlanExecution:
                 for buffer in buffers:
                     check_memory(f"a buffer that the transform receives {op.param_name} in", buffer)
                 targets = [self._target_of_buffer(buffer) for buffer in buffers]
-                self._writebacks.append(
-                    functools.partial(self._transform.finalize_recv_of, op, buffers)
-                )
+                self._writebacks.append(functools.partial(_finalize, self._transform, op, buffers))
             elif (destination := tensors.get(op.param_name)) is not None:
                 target = self._target_of_piece(op, destination, name_at)
                 check_resolved(f"{op.param_name} of the destination module", target)

@@ -154,6 +154,13 @@ class Sources:
         """Whether what is sent is a copy that this refit made."""
         return name in self._ready
 
+    def given(self, name: str) -> torch.Tensor:
+        """What a transform is given: a parameter of whatever class, but of a DTensor this rank's part."""
+        tensor = self._tensors[name]
+        # Transforms may know the class of a parameter, but a DTensor is not theirs to cut.
+        whole = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        return self._ready.get(name, whole)
+
     def get(self, name: str) -> torch.Tensor:
         """The tensor to send from, ready on the current stream."""
         tensor = self._ready.get(name)

@@ -54,6 +54,20 @@ class ReshardTransform:
         """What `finalize_recv` writes. A plan moves none of these under names of their own."""
         return []
 
+    def expected_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor] | None:
+        """What `written_of` of the other end must give once a piece is written, worked out by the sender.
+
+        Asked for by `verify="checksum"`, as is `written_of`. The base class says of nothing what it must
+        be: its parameters are not proven.
+        """
+        del op, src_param
+        return None
+
+    def written_of(self, op: TransferOp) -> list[torch.Tensor] | None:
+        """What the destination holds of a piece, read from its storage; None where nobody can tell."""
+        del op
+        return None
+
     def prepare_send_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor]:
         """`prepare_send` for one transfer; `src_param` is the whole tensor in its own shape."""
         viewed = src_param if op.my_view is None else src_param.view(op.my_view)

@@ -1,0 +1,390 @@
+"""Checksums of what transforms wrote: the target's storage, in its own layout, against its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.resharding import ReshardTransform, is_stale, refit
+from moe_comm.resharding.describe.parallelism import Parallelism
+from moe_comm.resharding.formats import scaled_buffers, transforms
+from moe_comm.resharding.formats.number_formats import (
+    FP8BlockTensor,
+    MXFP8Tensor,
+)
+from moe_comm.resharding.formats.transforms import FP8BlockReshardTransform, MXFP8ReshardTransform
+from moe_comm.resharding.hold import refit_pass
+from moe_comm.resharding.hold.verification import RefitProof
+from moe_comm.resharding.plan.transfer_op import TransferOp
+from moe_comm.tensors.quantization import ScaleFormat
+from moe_comm.testing import RankContext
+from tests.helpers.sharded_nets import ShardedNet
+from tests.helpers.threaded_refits import error_of, swap, threads
+
+# Halves and quarters end within blocks, and so do the tensors.
+SHAPES = {"up": ((320, 192), 0), "down": ((96, 320), 1), "norm": ((8,), None)}
+QUANTIZED = {"up", "down"}
+
+
+@pytest.fixture(autouse=True)
+def _no_caches() -> Iterator[None]:
+    refit.clear_all_caches()
+    yield
+    refit.clear_all_caches()
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[RefitProof]:
+    """What every rank proves from here on."""
+    made: list[RefitProof] = []
+    verify = refit_pass.verify_refit
+
+    def kept(*args: Any, **options: Any) -> RefitProof:
+        made.append(verify(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(refit_pass, "verify_refit", kept)
+    return made
+
+
+class Format:
+    """A format of targets: what holds them, and the transforms of both ends."""
+
+    has_sender = True
+
+    def hold(self, shape: tuple[int, ...]) -> Any:
+        raise NotImplementedError
+
+    def transform(self, buffers: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Fp8(Format):
+    def __init__(
+        self, block: tuple[int, int], scale_format: ScaleFormat, quantize_on_send: bool
+    ) -> None:
+        self.options: Any = {
+            "block": block,
+            "scale_format": scale_format,
+            "quantize_on_send": quantize_on_send,
+        }
+
+    def hold(self, shape: tuple[int, ...]) -> FP8BlockTensor:
+        return FP8BlockTensor.empty(shape, self.options["block"])
+
+    def transform(self, buffers: dict[str, Any]) -> FP8BlockReshardTransform:
+        return FP8BlockReshardTransform(QUANTIZED, buffers, **self.options)
+
+
+class Mxfp8(Format):
+    def __init__(self, is_swizzled: bool, convert_on_send: bool, has_sender: bool = True) -> None:
+        self.is_swizzled = is_swizzled
+        self.convert_on_send = convert_on_send
+        self.has_sender = has_sender
+
+    def hold(self, shape: tuple[int, ...]) -> MXFP8Tensor:
+        return MXFP8Tensor.from_bf16(
+            torch.zeros(shape).bfloat16(), backend="triton", is_swizzled=self.is_swizzled
+        )
+
+    def transform(self, buffers: dict[str, Any]) -> MXFP8ReshardTransform:
+        return MXFP8ReshardTransform(
+            QUANTIZED, buffers, convert_on_send=self.convert_on_send, backend="triton"
+        )
+
+
+FORMATS: dict[str, Format] = {
+    "blocks": Fp8((128, 128), ScaleFormat.FLOAT32, True),
+    "blocks-late": Fp8((128, 128), ScaleFormat.FLOAT32_POWER_OF_2, False),
+    "rows": Fp8((1, 128), ScaleFormat.FLOAT32, True),
+    "mxfp8": Mxfp8(False, True),
+    "mxfp8-late": Mxfp8(False, False),
+    "mxfp8-swizzled": Mxfp8(True, False),
+    "mxfp8-alone": Mxfp8(True, False, has_sender=False),
+}
+
+
+class Engine:
+    """Sources on all ranks and quantized targets on all ranks."""
+
+    def __init__(
+        self, context: RankContext, src: str, dst: str, held: Format, dtype: torch.dtype
+    ) -> None:
+        self.context = context
+        num_ranks, rank = context.num_ranks, context.rank_idx
+        self.source = ShardedNet(Parallelism.parse(src, num_ranks), rank, SHAPES, dtype=dtype)
+        self.target = ShardedNet(Parallelism.parse(dst, num_ranks), rank, SHAPES)
+        refit.prepare_swap_model_weights(self.source, self.target, group=context.group)
+        self.buffers = {
+            name: held.hold(tuple(self.target.get_parameter(name).shape)) for name in QUANTIZED
+        }
+        for name in QUANTIZED:
+            delattr(self.target, name)
+        self.transform = held.transform(self.buffers)
+
+    def run(self, seed: int, **options: Any) -> None:
+        swap(
+            self.context,
+            self.source.fill(seed),
+            self.target,
+            transform=self.transform,
+            verify="checksum",
+            **options,
+        )
+
+    def num_bytes(self) -> int:
+        tensors = [self.target.norm]
+        tensors += [t for held in self.buffers.values() for t in (held.data, held.scale)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+WAYS = [("tp2", "single", 2), ("single", "tp2", 2), ("tp2", "tp2", 2), ("tp4", "tp2", 4)]
+
+
+@pytest.mark.parametrize(("src", "dst", "num_ranks"), WAYS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_targets_are_proven(
+    name: str, src: str, dst: str, num_ranks: int, proofs: list[RefitProof]
+) -> None:
+    dtype = torch.float32 if name == "blocks" else torch.bfloat16
+
+    def rank(context: RankContext) -> int:
+        engine = Engine(context, src, dst, FORMATS[name], dtype)
+        engine.run(0)
+        engine.run(1)
+        return engine.num_bytes()
+
+    sizes = threads(rank, num_ranks)
+    assert [proof.unproven for proof in proofs] == [()] * 2 * num_ranks
+    if "swizzled" not in name and "alone" not in name:  # of which rows and columns are padded
+        # Scale factors of blocks that several pieces share are compared with each of these.
+        assert all(proof.num_bytes >= min(sizes) for proof in proofs)
+
+
+def test_senders_without_the_transform_prove_what_receivers_quantize() -> None:
+    """Sources and targets on different ranks, of which those of sources know no format."""
+
+    def rank(context: RankContext) -> str:
+        held = FORMATS["mxfp8-alone"]
+        if context.rank_idx < 2:
+            source = ShardedNet(Parallelism(2, tp=2), context.rank_idx, SHAPES)
+            refit.prepare_swap_model_weights(source, None, group=context.group)
+            source.fill(0)
+            swap(context, source, None, verify="checksum")
+            source.fill(1)
+            return error_of(lambda: swap(context, source, None, verify="checksum"))
+        target = ShardedNet(Parallelism(1), 0, SHAPES, rank_offset=2)
+        refit.prepare_swap_model_weights(None, target, group=context.group)
+        buffers = {name: held.hold(tuple(target.get_parameter(name).shape)) for name in QUANTIZED}
+        for name in QUANTIZED:
+            delattr(target, name)
+        transform = held.transform(buffers)
+        swap(context, None, target, transform=transform, verify="checksum")
+        finish = transform.finish
+
+        def spoil() -> None:
+            finish()
+            buffers["down"].scale.view(torch.uint8)[5] ^= 1
+
+        transform.finish = spoil
+        return error_of(lambda: swap(context, None, target, transform=transform, verify="checksum"))
+
+    texts = threads(rank, 3)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("RefitError: rank 2: down, piece ")
+    assert "scale factors: the source has checksum" in texts[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Writes that go wrong: each is a change of the product.
+
+
+def lose_scales_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks and assembled ones: data is written, scale factors stay what they were."""
+    for name in ("_store", "_finalize"):
+        real = getattr(FP8BlockReshardTransform, name)
+
+        def data_alone(self: Any, *args: Any, real: Any = real) -> None:
+            kept = {key: held.scale.clone() for key, held in self.persistent_buffers.items()}
+            real(self, *args)
+            for key, scale in kept.items():
+                self.persistent_buffers[key].scale.copy_(scale)
+
+        monkeypatch.setattr(FP8BlockReshardTransform, name, data_alone)
+
+
+def lose_data_of_assembled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transforms, "write_chosen", lambda *_: None)
+
+
+def write_scales_of_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks write their scale factors where those of the first ones are."""
+    real = scaled_buffers.scale_bounds
+
+    def first(bounds: Any, block: Any) -> Any:
+        return tuple((0, stop - start) for start, stop in real(bounds, block))
+
+    monkeypatch.setattr(transforms, "scale_bounds", first)
+
+
+def quantize_one_row_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver's own quantization is wrong."""
+    real = transforms.quantize_fp8_block
+
+    def short(values: torch.Tensor, *args: Any) -> Any:
+        values = values.clone()
+        values[-1] = 0
+        return real(values, *args)
+
+    monkeypatch.setattr(transforms, "quantize_fp8_block", short)
+
+
+def write_one_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of rows takes the place of the second, with its scale factors: a legal weight."""
+    real = FP8BlockReshardTransform._store
+
+    def twice(self: Any, key: str, values: torch.Tensor, chosen: torch.Tensor) -> None:
+        values = values.clone()
+        if key == "up":
+            values[128:256] = values[:128]
+        real(self, key, values, chosen)
+
+    monkeypatch.setattr(FP8BlockReshardTransform, "_store", twice)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, str]] = {
+    lose_scales_of_blocks: ("blocks", "scale factors: the source has"),
+    lose_data_of_assembled_blocks: ("blocks", "data: the source has"),
+    write_scales_of_the_first_block: ("mxfp8", "scale factors: the source has"),
+    quantize_one_row_less: ("blocks-late", "data: the source has"),
+    write_one_block_twice: ("blocks-late", "data: the source has"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_write_is_told_on_every_rank(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, expected = FAULTS[fault]
+
+    def rank(context: RankContext) -> str:
+        engine = Engine(context, "tp2", "single", FORMATS[name], torch.bfloat16)
+        engine.run(0)
+        context.group.all_gather(None)
+        if context.rank_idx == 0:
+            fault(monkeypatch)
+        context.group.all_gather(None)
+        text = error_of(lambda: engine.run(1))
+        context.group.all_gather(None)
+        assert is_stale(engine.target)
+        if context.rank_idx == 0:
+            monkeypatch.undo()
+        context.group.all_gather(None)
+        engine.run(2)
+        assert not is_stale(engine.target)
+        return text
+
+    texts = threads(rank, 2)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("RefitError: rank 0: "), texts[0]
+    assert expected in texts[0], texts[0]
+    assert any(f": {param}, piece " in texts[0] for param in QUANTIZED)
+
+
+def test_a_parameter_that_did_not_come_whole_is_told_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rank(context: RankContext) -> str:
+        engine = Engine(context, "tp2", "single", FORMATS["blocks"], torch.bfloat16)
+        engine.run(0)
+        if context.rank_idx == 1:
+            arrived = engine.transform._arrived
+            dropped: list[str] = []
+
+            def drop_one(param_name: str, *args: Any) -> None:
+                if param_name == "down" and not dropped:
+                    dropped.append(param_name)
+                else:
+                    arrived(param_name, *args)
+
+            monkeypatch.setattr(engine.transform, "_arrived", drop_one)
+        return error_of(lambda: engine.run(1))
+
+    texts = threads(rank, 2)
+    assert all("'down (" in text for text in texts), texts
+    assert all("rank 1" in text for text in texts if not text.startswith("RuntimeError: elements"))
+
+
+# ---------------------------------------------------------------------------------------------
+# A transform of one's own.
+
+
+class Halved(ReshardTransform):
+    """Keeps half of every value; says what it must hold if it `tells`."""
+
+    def __init__(self, held: torch.Tensor, *, tells: bool) -> None:
+        self.held = held
+        self.tells = tells
+        self.loses = False
+        self.fails = False
+
+    def should_transform(self, param_name: str) -> bool:
+        return param_name == "up"
+
+    def prepare_send(self, param_name: str, src_slice: Any, src_param: torch.Tensor) -> Any:
+        return [src_param[src_slice].contiguous()]
+
+    def prepare_recv(self, param_name: str, dst_slice: Any) -> Any:
+        return [torch.empty_like(self.held[dst_slice])]
+
+    def finalize_recv(self, param_name: str, dst_slice: Any, recv_buffers: Any) -> None:
+        if self.fails:
+            raise ValueError("no memory for halves")
+        if not self.loses:
+            self.held[dst_slice] = recv_buffers[0] / 2
+
+    def expected_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor] | None:
+        return [src_param[op.my_slice] / 2] if self.tells else super().expected_of(op, src_param)
+
+    def written_of(self, op: TransferOp) -> list[torch.Tensor] | None:
+        return [self.held[op.my_slice]] if self.tells else super().written_of(op)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_transform_of_ones_own_says_what_it_wrote(tells: bool, proofs: list[RefitProof]) -> None:
+    def rank(context: RankContext) -> str:
+        source = ShardedNet(Parallelism(2, tp=2), context.rank_idx, SHAPES)
+        target = ShardedNet(Parallelism(2), context.rank_idx, SHAPES)
+        transform = Halved(torch.zeros_like(target.up), tells=tells)
+        options: Any = {"transform": transform, "verify": "checksum"}
+        swap(context, source.fill(0), target, **options)
+        assert torch.equal(transform.held, target.expected("up", 0).bfloat16() / 2)
+        transform.loses = context.rank_idx == 1
+        return error_of(lambda: swap(context, source.fill(1), target, **options))
+
+    texts = threads(rank, 2)
+    assert [proof.unproven for proof in proofs[:2]] == [() if tells else ("up",)] * 2
+    if not tells:
+        assert texts == ["", ""]
+        return
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("RefitError: rank 1: up, piece 0")
+    assert "tensor 0: the source has checksum" in texts[0]
+
+
+def test_a_transform_that_fails_is_told_with_the_parameter_on_every_rank() -> None:
+    def rank(context: RankContext) -> str:
+        source = ShardedNet(Parallelism(2, tp=2), context.rank_idx, SHAPES)
+        target = ShardedNet(Parallelism(2), context.rank_idx, SHAPES)
+        transform = Halved(torch.zeros_like(target.up), tells=True)
+        transform.fails = context.rank_idx == 1
+        options: Any = {"transform": transform, "verify": "checksum"}
+        text = error_of(lambda: swap(context, source.fill(0), target, **options))
+        assert is_stale(target) == transform.fails
+        return text
+
+    for text in threads(rank, 2):
+        assert "up: no memory for halves" in text
