@@ -20,7 +20,11 @@ from moe_comm.resharding import (
     refit,
     verify_refit,
 )
-from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
+from moe_comm.resharding.describe.checkpoint_views import (
+    CheckpointView,
+    CheckpointViews,
+    unique_names,
+)
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.move.sources import piece_of
@@ -424,6 +428,67 @@ def test_another_shape_and_a_transposed_one() -> None:
     for text in refused([[], [view("w", torch.ones(6, 4))]], target):
         assert "of (6, 4)" in text
         assert "of (4, 6)" in text
+
+
+def finer(disk_shape: tuple[int, ...], shape: tuple[int, ...]) -> CheckpointView:
+    tensor = torch.arange(48.0).view(shape)
+    return CheckpointView("w", shape, tuple(map(whole, shape)), tensor, disk_shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6), (2, 24)])
+def test_another_shape_on_disk_with_a_common_finer_view(shape: tuple[int, ...]) -> None:
+    """As many elements, and a view of both is one of each: only the disk shapes tell."""
+    source = [[], [finer((8, 6), (2, 4, 6))]]
+    target = [[finer((2, 24), (2, 4, 6))] if shape == (2, 4, 6) else [view("w", torch.ones(shape))]]
+    for text in refused(source, [*target, []]):
+        assert "w: shapes do not add up: source rank 1 holds (2, 4, 6) (a view) of (8, 6); " in text
+        assert f"target rank 0 holds {shape} (a view) of (2, 24)" in text
+
+
+def test_a_module_of_another_shape_than_that_on_disk() -> None:
+    def rank(context: RankContext) -> str:
+        target = torch.nn.Module()
+        target.register_parameter("w", torch.nn.Parameter(torch.zeros(2, 24)))
+        target.pg_collection = Parallelism(2).groups(context.rank_idx)
+        source = CheckpointViews([finer((8, 6), (2, 4, 6))])
+        return error_of(lambda: build_local_reshard_plan(source, target, group=context.group))
+
+    for text in threads(rank, 2):
+        assert (
+            "source rank 0 holds (2, 4, 6) (a view) of (8, 6); target rank 0 holds (2, 24)" in text
+        )
+
+
+@pytest.mark.parametrize("disk_shape", [(8, 6), (48,), (2, 4, 6), (2, 4, 2, 3)])
+def test_a_finer_view_of_the_other_side_is_the_same_tensor(disk_shape: tuple[int, ...]) -> None:
+    def rank(context: RankContext) -> bool:
+        source = finer((8, 6), (2, 4, 6))
+        target = view("w", torch.zeros(disk_shape))
+        sides = CheckpointViews([source]), CheckpointViews([target])
+        Refit(*sides, "symmetric", context.group, verify="checksum").run()
+        return torch.equal(target.tensor.flatten(), source.tensor.flatten())
+
+    assert threads(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("first", ["w", "w (view 2)", "w (view 2) (view 2)"])
+def test_names_that_end_like_the_labels_of_views(first: str) -> None:
+    """Every tensor gets its own, whatever it is called and in whichever order it is named."""
+    names = ["w", "w", "w (view 2)", "w (view 2)", "w (view 2) (view 2)", "w (view 1)"]
+    names.sort(key=lambda name: name != first)
+    assert len(set(unique_names(names))) == len(names)
+
+    def rank(context: RankContext) -> bool:
+        numbers = {name: float(number) for number, name in enumerate(sorted(set(names)))}
+        source = [view(name, torch.full((3,), numbers[name])) for name in dict.fromkeys(names)]
+        # Of the label that one rank has for a view, the other has a tensor.
+        mine = names if context.rank_idx == 0 else [name for name in names if "(" in name]
+        target = [view(name, torch.zeros(3)) for name in mine]
+        sides = CheckpointViews(source), CheckpointViews(target)
+        Refit(*sides, "symmetric", context.group, verify="checksum").run()
+        return all(torch.equal(v.tensor, torch.full((3,), numbers[v.name])) for v in target)
+
+    assert threads(rank, 2) == [True, True]
 
 
 def test_elements_that_no_source_holds() -> None:

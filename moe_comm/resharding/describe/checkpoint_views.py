@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -25,6 +26,8 @@ from moe_comm.resharding.describe.tensor_table import TensorTable
 from moe_comm.tensors.memory import storage_id
 
 __all__ = ["CheckpointView", "CheckpointViews", "unique_names"]
+
+_NUMBERED = re.compile(r" \(view [0-9]+\)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +210,7 @@ class CheckpointViews(TensorSide):
                 element_size=view.tensor.element_size(),
                 owner_rank=owner_rank,
                 resolved_name=view.name,
-                view=ViewLayout(view.shape, view.dims, view.tensor.stride()),
+                view=ViewLayout(view.shape, view.dims, view.tensor.stride(), view.disk_shape),
                 place=place,
             )
             for name, view, place in zip(self._names, self._views, self._places, strict=True)
@@ -232,10 +235,14 @@ def _storages_of(state: ModuleState) -> set[int]:
 
 
 def unique_names(names: Iterable[str]) -> list[str]:
-    """Names that tell the views of one tensor apart: a number behind all but the first of equal ones."""
+    """Names that tell the views of one tensor apart: a number behind all but the first of equal ones.
+
+    A name that ends like that itself gets its number, too, so that no two tensors share one.
+    """
     counts: dict[str, int] = {}
     unique = []
     for name in names:
         count = counts[name] = counts.get(name, 0) + 1
-        unique.append(name if count == 1 else f"{name} (view {count})")
+        is_plain = count == 1 and not (name.endswith(")") and _NUMBERED.search(name))
+        unique.append(name if is_plain else f"{name} (view {count})")
     return unique

@@ -348,6 +348,8 @@ def resolve_layouts(
         layout if frame is None else chosen[frame]
         for frame, layout in zip(frames, stated_layouts, strict=True)
     ]
+    if any(holder.meta.view is not None and holder.meta.view.disk_shape for holder in holders):
+        _check_disk_shapes(name, holders, layouts, len(sources))
     held_shapes = {layout.global_shape for layout in layouts if layout is not None}
     if not held_shapes:
         return [None] * len(sources), [None] * len(destinations)
@@ -369,6 +371,28 @@ def resolve_layouts(
             cache[layout] = refined
         result.append(cache[layout])
     return result[: len(sources)], result[len(sources) :]
+
+
+def _check_disk_shapes(
+    name: str, holders: Sequence[Holder], layouts: Sequence[Layout | None], num_sources: int
+) -> None:
+    """Refuse tensors of a checkpoint that have as many elements, but other dimensions, than others.
+
+    Finer views of both may be views of each other.
+    """
+    parts = []
+    for number, ((rank, meta), layout) in enumerate(zip(holders, layouts, strict=True)):
+        disk_shape = None if meta.view is None else meta.view.disk_shape
+        if layout is not None:
+            side = "source" if number < num_sources else "target"
+            parts.append(Part(side, rank, meta, disk_shape or layout.global_shape))
+    shapes = dict.fromkeys(part.whole for part in parts)
+    if any(common_shape(pair) is None for pair in itertools.combinations(shapes, 2)):
+        raise PlanError(
+            describe_disagreement(
+                name, parts, lambda one, other: common_shape([one, other]) is not None
+            )
+        )
 
 
 def _choose(

@@ -63,11 +63,14 @@ class ViewLayout:
         global_shape: Of the whole tensor.
         dims: Per dimension, `(global_start, local_start, length)` of the indices that are held.
         strides: Of the view, in elements.
+        disk_shape: Of the whole tensor as its checkpoint has it, where `global_shape` cuts that more
+            finely and its describer has said so.
     """
 
     global_shape: tuple[int, ...]
     dims: tuple[tuple[tuple[int, int, int], ...], ...]
     strides: tuple[int, ...]
+    disk_shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass
