@@ -27,6 +27,7 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, Piece, whole
 from moe_comm.resharding.move import execution
+from moe_comm.resharding.plan import batches
 from moe_comm.resharding.plan.batches import batch_cuts, cut_into_batches
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp
@@ -184,6 +185,38 @@ def test_models_in_batches_and_the_plan_that_is_kept(monkeypatch: pytest.MonkeyP
 
     threads(rank, 2)
     assert len(plans_made) == 2 * 2  # one for each bound
+
+
+def test_too_many_batches_are_refused_with_the_least_that_will_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rank(context: RankContext, limit: int) -> str:
+        source = halves(context.rank_idx, torch.float32, by_columns=False)
+        target = halves(context.rank_idx, torch.bfloat16, by_columns=True)
+        sides = CheckpointViews(source), CheckpointViews(target)
+        fill(source, 1)
+
+        def run() -> None:
+            # The smallest counts.
+            own = limit if context.rank_idx else None
+            Refit(*sides, "symmetric", context.group, execution_batch_bytes=own).run()
+
+        text = error_of(run)
+        assert is_filled(target, 1) != text.startswith("PlanError")
+        return text
+
+    monkeypatch.setattr(batches, "MAX_BATCHES", 64)
+    num_elements = 2 * 8 * ROWS * COLUMNS // 2
+    for text in threads(rank, 2, 1):
+        assert (
+            f"execution_batch_bytes=1 makes at least {num_elements} batches of what rank 0 rec"
+            in text
+        )
+        assert "may be 64" in text
+        least = int(text.split("execution_batch_bytes >= ")[1].split(" ")[0])
+    assert least == 3 * -(-num_elements * 2 // 64)
+    assert all("PlanError" in text for text in threads(rank, 2, least - 3))
+    assert threads(rank, 2, least) == ["", ""]
 
 
 def test_both_ends_find_the_same_batches() -> None:

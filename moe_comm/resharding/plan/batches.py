@@ -5,16 +5,57 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.plan.plan_check import num_elements_of
+from moe_comm.resharding.plan.rank_metadata import RankMetadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp
 
-__all__ = ["batch_cuts", "cut_into_batches"]
+__all__ = ["batch_cuts", "check_number", "cut_into_batches"]
 
 # Quantized weights are assembled in bfloat16, whatever travels.
 _ASSEMBLED_BYTES = 2
+MAX_BATCHES = 1 << 14
+
+
+def check_number(destinations: Sequence[RankMetadata], limit: int) -> int:
+    """Bytes of a batch, whose number is then bounded on every rank. For all ranks to find alike.
+
+    A batch is an agreement of all ranks, whatever it moves: of single elements, a refit would take as many
+    milliseconds as it has elements.
+
+    Args:
+        destinations: What each rank writes.
+        limit: `execution_batch_bytes`, the smallest of all ranks.
+
+    Raises:
+        PlanError: Some rank would receive too many; the message has the least limit for these models.
+    """
+    # A rank receives one such share, and sends one to each rank at most.
+    num_shares = len(destinations) + 1
+    share = max(1, limit // num_shares)
+    num_bytes = num_batches = rank = 0
+    for each, metadata in enumerate(destinations):
+        sizes = [
+            (intervals.num_elements(kind.shape), max(_ASSEMBLED_BYTES, kind.element_size))
+            for kind in map(metadata.kinds.__getitem__, metadata.kind_idx)
+            if not kind.is_transformed
+        ]
+        count = math.ceil(sum(elements * size / max(share, size) for elements, size in sizes))
+        if count > num_batches:
+            rank, num_batches = each, count
+        num_bytes = max(num_bytes, sum(elements * size for elements, size in sizes))
+    if num_batches > MAX_BATCHES:
+        least = -(-num_bytes // MAX_BATCHES) * num_shares
+        raise PlanError(
+            f"execution_batch_bytes={limit} makes at least {num_batches} batches of what rank {rank} receives, "
+            f"of which there may be {MAX_BATCHES}: these models need execution_batch_bytes >= {least}"
+        )
+    return share
 
 
 def batch_cuts(plan: ReshardPlan, max_bytes: int) -> list[int]:

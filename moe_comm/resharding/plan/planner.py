@@ -38,7 +38,7 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
-from moe_comm.resharding.plan.batches import batch_cuts, cut_into_batches
+from moe_comm.resharding.plan.batches import batch_cuts, check_number, cut_into_batches
 from moe_comm.resharding.plan.joined_pieces import Block, block_of, join_blocks, strides_in
 from moe_comm.resharding.plan.plan_check import verify_plan
 from moe_comm.resharding.plan.rank_metadata import (
@@ -641,14 +641,14 @@ def build_local_reshard_plan(
     gathered = bootstrap.all_gather((encoded, _text(problem.error), execution_batch_bytes))
     _raise_problems([text for _, text, _ in gathered], problem)
     limits = [limit for _, _, limit in gathered if limit is not None]
-    # A rank receives one such share, and sends one to each rank at most.
-    share = max(1, min(limits) // (num_ranks + 1)) if limits else None
+    share: int | None = None
     plan: ReshardPlan | None = None
     cuts: list[int] = []
     with problem:
         by_rank = [
             (decode_rank_metadata(src), decode_rank_metadata(dst)) for (src, dst), *_ in gathered
         ]
+        share = check_number([dst for _, dst in by_rank], min(limits)) if limits else None
         plan = build_plan_from_rank_metadata(
             by_rank, rank, strict=strict, verify=verify, max_bytes=share
         )
