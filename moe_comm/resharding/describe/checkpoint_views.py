@@ -105,11 +105,11 @@ class CheckpointViews(TensorSide):
             views themselves, for storages that stay where they are.
         owner: Whose weights they are. Of a module, parameters and buffers are watched, a failed refit
             marks it stale, and its caches are refreshed after every refit. Anything else is only kept
-            alive.
+            alive, but for a module that it has as `refit_module`: that is watched in its place.
 
     Attributes:
         owner: As given.
-        module: The owner if that is a module, else one that carries marks and nothing else.
+        module: The owner if that is a module, its `refit_module`, or one that carries marks alone.
 
     Raises:
         TypeError: `describe` gives something else than views.
@@ -123,7 +123,10 @@ class CheckpointViews(TensorSide):
         owner: object = None,
     ) -> None:
         self.owner = owner
-        self.module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
+        module = (
+            owner if isinstance(owner, torch.nn.Module) else getattr(owner, "refit_module", None)
+        )
+        self.module = module if isinstance(module, torch.nn.Module) else torch.nn.Module()
         self._describe = describe if callable(describe) else None
         self._list(describe() if callable(describe) else describe)
 

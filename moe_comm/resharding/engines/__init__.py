@@ -1,4 +1,4 @@
 """Inference engines as targets of a refit: where an engine takes weights, and how a whole version reaches it.
 
-Knows: describe.
+Knows: move, describe.
 """

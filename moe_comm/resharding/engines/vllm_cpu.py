@@ -20,6 +20,7 @@ import torch
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
 from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.loader_views import TensorSpec, loader_views
+from moe_comm.resharding.move import stale
 from moe_comm.tensors.memory import storage_id
 
 __all__ = ["VllmCpuModel"]
@@ -59,6 +60,18 @@ class _Staged:
         return restored
 
 
+class _Arrival(torch.nn.Module):
+    """What refits mark in the place of the engine: stale after a failure, and that one has come whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_come = False
+
+    def refresh_cache(self) -> None:
+        """Called by a refit that has written everything."""
+        self.has_come = True
+
+
 class VllmCpuModel:
     """A vLLM model on CPUs whose weights are exchanged, a whole version at a time.
 
@@ -73,6 +86,9 @@ class VllmCpuModel:
         model: Loaded by vLLM, in this process; not quantized, without adapters and without an expert
             load balancer.
         vllm_config: vLLM's configuration of the engine.
+
+    Attributes:
+        refit_module: Hears of refits into `CheckpointViews(engine.views, engine)`.
 
     Raises:
         ImportError: This release of vLLM lacks a function that this class calls.
@@ -92,6 +108,7 @@ class VllmCpuModel:
         # Buffers have other values than a checkpoint's, where it has none for them.
         self._filled: set[int] = set()
         self._version: str | None = None
+        self.refit_module = _Arrival()
 
     @property
     def version(self) -> str | None:
@@ -126,6 +143,7 @@ class VllmCpuModel:
                 views.setdefault(view.name, []).append(view)
             self._views, self._checkpoint = views, specs
         self._missing = set(self._views)
+        self.refit_module.has_come = False
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write whole tensors of the checkpoint into staging.
@@ -153,7 +171,21 @@ class VllmCpuModel:
                 self._missing.discard(name)
 
     def moved(self) -> None:
-        """Say that a refit has written all of `views`."""
+        """Say that a refit has written all of `views`: one of `CheckpointViews(engine.views, engine)`.
+
+        Raises:
+            ValueError: The last one failed and may have written a part, or none has come since `accept`
+                and the last `commit`.
+        """
+        reason = stale.stale_reason(self.refit_module)
+        if reason is not None:
+            raise ValueError(f"the views are not whole: {reason}")
+        if not self.refit_module.has_come:
+            raise ValueError(
+                f"no refit has written the {len(self._views)} tensors of the views since they were "
+                f"accepted or served last (version {self._version}); its target must be "
+                "CheckpointViews(engine.views, engine)"
+            )
         self._missing.clear()
 
     def commit(self, version: str) -> None:
@@ -186,6 +218,7 @@ class VllmCpuModel:
             before.exchange({storage_id(each.storage) for each in self._staged})
         # The next version comes whole, too.
         self._missing = set(self._views)
+        self.refit_module.has_come = False
         self._version = version
 
     def _record(self, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointView, ...]:
