@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -14,12 +14,15 @@ from rich.progress import Progress
 from moe_comm.cli.bench.case import DTYPES
 from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes
+from moe_comm.cli.reshard.explanation import Explanation, differing_shapes, kinds_of
+from moe_comm.cli.reshard.model_sides import ModelSide, describe_both, rosters_of
 from moe_comm.cli.reshard.report import WorldReport
 from moe_comm.cli.reshard.shapes import ModelName, shape_from_options
 from moe_comm.cli.reshard.traffic import Links, Traffic
 from moe_comm.cli.reshard.world import Planner, PlanningCase
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.plan.plan_check import format_plan, verify_plans
+from moe_comm.resharding.plan.rank_metadata import told_apart, unmatched_names
 
 __all__ = ["reshard_app"]
 
@@ -139,13 +142,15 @@ def plan(
         )
         num_slot_bytes = parse_bytes(slot_bytes)
         if rank is not None:
-            _print_rank(console, case, rank, as_json=as_json)
+            _print_rank(console, Planner.of_case(case), rank, as_json=as_json)
             return
         start = time.perf_counter()
         if sample is None and case.destination.num_ranks > NUM_MAX_RANKS:
             sample = NUM_SAMPLED_RANKS
         planned_ranks = _spread(case.destination_ranks, sample or 0)
-        traffic, are_pairs_verified = _plan_ranks(console, case, planned_ranks)
+        traffic, are_pairs_verified = _plan_ranks(
+            console, lambda: Planner.of_case(case), planned_ranks, case.destination.num_ranks
+        )
         report = WorldReport(
             case=case,
             traffic=traffic,
@@ -161,6 +166,101 @@ def plan(
             console.print(report.render())
 
 
+@reshard_app.command(
+    "explain",
+    epilog=example(
+        "moe-comm reshard explain ./Qwen3-30B-A3B my_engine:rank_part --from ep4 \\",
+        "    --source-ranks 8 --destination-ranks 2 --disjoint",
+    ),
+)
+def explain(
+    source: Annotated[
+        str,
+        typer.Argument(help="Model that is read: a folder, name or class, or module:name."),
+    ],
+    destination: Annotated[str, typer.Argument(help="Model that is written, likewise.")],
+    source_layout: Annotated[
+        str | None, typer.Option("--from", help="Layout of the source: tpN, fsdpN, epN with dots.")
+    ] = None,
+    destination_layout: Annotated[
+        str | None, typer.Option("--to", help="Layout of the destination.")
+    ] = None,
+    source_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the source.")] = 1,
+    destination_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of the destination [default: as many as the source]."),
+    ] = None,
+    disjoint: Annotated[
+        bool, typer.Option(help="The destination has ranks of its own, after the source's.")
+    ] = False,
+    dtype: Annotated[
+        DtypeName | None,
+        typer.Option(help="Of the source's weights [default: its configuration's]."),
+    ] = None,
+    destination_dtype: Annotated[
+        DtypeName | None, typer.Option(help="Of the destination's, likewise.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Tensors that no destination takes are an error, too.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Plan this rank alone and list its pieces.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say what of one model becomes what of another, and what is missing.
+
+    Both are made on the meta device, rank by rank in this process: no weights are
+    loaded and no other process is started. A model is a folder with a configuration
+    of transformers, its name on the hub, or a class of transformers; or module:name of
+    yours, called with a rank and the number of ranks, which returns CheckpointViews, a
+    module, or an engine whose load_weights then says where everything goes.
+    """
+    console = wide_console()
+    with in_a_sentence("reshard"):
+        sides = (
+            ModelSide(
+                source, source_layout, source_ranks, None if dtype is None else DTYPES[dtype.value]
+            ),
+            ModelSide(
+                destination,
+                destination_layout,
+                destination_ranks or source_ranks,
+                None if destination_dtype is None else DTYPES[destination_dtype.value],
+            ),
+        )
+        offset = source_ranks if disjoint else 0
+        parts = describe_both(*sides, offset)
+        by_rank = rosters_of(*parts, offset)
+        missing, extra = unmatched_names(told_apart(by_rank))
+        planner = Planner(by_rank, strict=strict and not extra)
+        differing = differing_shapes(*parts)
+        traffic, are_pairs_verified = None, False
+        if not missing and not differing:
+            if rank is not None:
+                _print_rank(console, planner, rank, as_json=as_json)
+                return
+            ranks = range(offset, offset + sides[1].num_ranks)
+            traffic, are_pairs_verified = _plan_ranks(console, lambda: planner, ranks, len(ranks))
+        explanation = Explanation(
+            source=sides[0],
+            destination=sides[1],
+            is_disjoint=disjoint,
+            kinds=kinds_of(*parts, offset),
+            missing=missing,
+            extra=extra,
+            differing=differing,
+            traffic=traffic,
+            are_pairs_verified=are_pairs_verified,
+        )
+        if as_json:
+            typer.echo(json.dumps(explanation.to_dict(), indent=1))
+        else:
+            console.print(explanation.render(), highlight=False)
+        if traffic is None or (strict and extra):
+            raise typer.Exit(1)
+
+
 def _spread(ranks: range, count: int) -> list[int]:
     """`count` of the ranks, evenly; all of them for 0."""
     if not 0 < count < len(ranks):
@@ -169,30 +269,33 @@ def _spread(ranks: range, count: int) -> list[int]:
 
 
 def _plan_ranks(
-    console: Console, case: PlanningCase, planned_ranks: Iterable[int]
+    console: Console,
+    make_planner: Callable[[], Planner],
+    planned_ranks: Sequence[int],
+    num_destinations: int,
 ) -> tuple[Traffic, bool]:
     """Plan and verify; what moves, and whether both ends of every piece were compared."""
-    traffic = Traffic(case.num_ranks)
-    ranks = list(planned_ranks)
     # Printed to standard error: what is on standard output may be read by a program.
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("metadata", total=len(ranks))
-        planner = Planner(case)
-        if case.num_ranks <= NUM_MAX_COMPARED_RANKS and len(ranks) == len(case.destination_ranks):
-            plans = {each: planner.plan(each) for each in range(case.num_ranks)}
+        task = progress.add_task("metadata", total=len(planned_ranks))
+        planner = make_planner()
+        traffic = Traffic(planner.num_ranks)
+        is_whole = len(planned_ranks) == num_destinations
+        if planner.num_ranks <= NUM_MAX_COMPARED_RANKS and is_whole:
+            plans = {each: planner.plan(each) for each in range(planner.num_ranks)}
             verify_plans(plans)
-            for each in ranks:
+            for each in planned_ranks:
                 traffic.add_received(plans[each])
             return traffic, True
-        for each in ranks:
+        for each in planned_ranks:
             traffic.add_received(planner.plan(each))
             progress.update(task, description=f"rank {each}", advance=1)
     return traffic, False
 
 
-def _print_rank(console: Console, case: PlanningCase, rank: int, *, as_json: bool) -> None:
+def _print_rank(console: Console, planner: Planner, rank: int, *, as_json: bool) -> None:
     """One rank's plan, verified."""
-    planned = Planner(case).plan(rank)
+    planned = planner.plan(rank)
     if not as_json:
         console.print(format_plan(planned), highlight=False, markup=False, soft_wrap=True)
         return
@@ -209,4 +312,6 @@ def _print_rank(console: Console, case: PlanningCase, rank: int, *, as_json: boo
         }
         for op in (*planned.send_ops, *planned.recv_ops)
     ]
-    typer.echo(json.dumps({"rank": rank, "num_ranks": case.num_ranks, "pieces": pieces}, indent=1))
+    typer.echo(
+        json.dumps({"rank": rank, "num_ranks": planner.num_ranks, "pieces": pieces}, indent=1)
+    )

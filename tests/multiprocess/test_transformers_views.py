@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ pytest.importorskip("transformers", minversion="5.23")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from typer.testing import CliRunner
 
+from moe_comm.cli.app import app
+from moe_comm.cli.reshard.model_sides import ModelSide
 from moe_comm.resharding import PlanError, Refit, transformers_views
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.testing import RankContext, run_ranks
@@ -212,3 +216,86 @@ def test_views_follow_a_conversion_that_a_user_registers() -> None:
     views = transformers_views(model).views
     assert any(".qkv" in view.name for view in views)
     assert faults_of(views, disk) == []
+
+
+# ---------------------------------------------------------------------------------------------
+# As `moe-comm reshard explain` describes them, in one process and without weights.
+
+
+def metadata_of(
+    context: RankContext, folder: str, layouts: list[Layout]
+) -> list[list[tuple[Any, ...]]]:
+    """Per layout, what this rank tells others of a model that it has loaded."""
+    return [
+        told(
+            transformers_views(models.load(folder, "all_to_all", context, layout)).metadata(
+                0, is_written=False
+            )
+        )
+        for layout in layouts
+    ]
+
+
+def told(metas: Any) -> list[tuple[Any, ...]]:
+    """By name and place in the whole: they come in another order where a model was loaded."""
+    fields = [
+        (meta.resolved_name, meta.view.dims, meta.shape, meta.dtype, meta.view) for meta in metas
+    ]
+    return sorted(fields, key=lambda each: each[:2])
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`moe-comm reshard explain`",
+    ran="{name} on the meta device: what its ranks hold once they have loaded it",
+)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_a_model_is_explained_as_its_ranks_hold_it(folders: dict[str, str], name: str) -> None:
+    layouts = [each for each in LAYOUTS[2] if name not in WITHOUT_EP or each.ep_size == 1]
+    held = run_fresh(metadata_of, 2, folders[name], layouts)
+    for number, layout in enumerate(layouts):
+        side = ModelSide(folders[name], f"tp{layout.tp_size}.ep{layout.ep_size}", 2, torch.float32)
+        for rank, part in enumerate(side.parts(0, None, is_written=False)):
+            assert told(part.metadata.metadata()) == held[rank][number]
+
+
+def test_two_layouts_of_a_model_are_explained(folders: dict[str, str]) -> None:
+    folder = folders["qwen3_moe"]
+    ranks = ["--source-ranks", "4", "--destination-ranks", "2", "--disjoint", "--json"]
+    arguments = ["reshard", "explain", folder, folder, "--from", "ep4.tp2", "--to", "tp2", *ranks]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["missing"] == found["extra"] == []
+    assert found["are_pairs_verified"]
+    (gates,) = (each for each in found["tensors"] if each["name"].endswith("*.gate_proj.weight"))
+    assert gates["num_tensors"] == 2 * 8
+    assert gates["source"] == [
+        {"name": "model.layers.*.mlp.experts.gate_up_proj", "ranks": [0, 1, 2, 3]}
+    ]
+    disk = on_disk(folder)
+    # Every tensor once at least, and what both ranks have twice at most.
+    num_bytes = sum(tensor.nbytes for tensor in disk.values())
+    assert num_bytes <= found["total_bytes"] <= 2 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--from", "ep3"), "ep3 does not divide 2 ranks"),
+        (("--from", "pp2"), "tpN, fsdpN and epN joined by dots, or single; got 'pp2'"),
+        (("--from", "fsdp4"), "fsdp4 is for 4 ranks"),
+    ],
+)
+def test_layouts_that_are_none_of_transformers(
+    folders: dict[str, str], arguments: tuple[str, ...], message: str
+) -> None:
+    folder = folders["qwen3_moe"]
+    options = ["--source-ranks", "2", *arguments]
+    done = CliRunner().invoke(app, ["reshard", "explain", folder, folder, *options])
+    assert done.exit_code == 1
+    assert message in done.output
+    done = CliRunner().invoke(app, ["reshard", "explain", folder, "Qwen3MoeConfig"])
+    assert done.exit_code == 1
+    assert "missing: model.layers.10.input_layernorm.weight (2048,)" in done.output
+    assert "differs: lm_head.weight ((128, 64), (151936, 2048))" in done.output

@@ -15,7 +15,7 @@ from moe_comm.cli.reshard.shapes import describe
 from moe_comm.cli.reshard.traffic import GB, Links, Traffic, predict, schedule_steps
 from moe_comm.cli.reshard.world import PlanningCase
 
-__all__ = ["WorldReport", "shape_title"]
+__all__ = ["WorldReport", "pairs_table", "shape_title", "size_text"]
 
 NUM_LARGEST_PAIRS = 8
 
@@ -90,7 +90,9 @@ class WorldReport:
     def render(self) -> Group:
         """Two tables and what they are of."""
         title = Text(shape_title(self.case), style="italic")
-        return Group(title, self._summary(), self._pairs(), *self._notes())
+        return Group(
+            title, self._summary(), pairs_table(self.traffic, NUM_LARGEST_PAIRS), *self._notes()
+        )
 
     def _steps(self) -> dict[str, int]:
         return schedule_steps(self.traffic.bytes_per_pair, self.slot_bytes)
@@ -103,9 +105,9 @@ class WorldReport:
         received = traffic.received_per_rank()
         sent = traffic.sent_per_rank()
         pieces = traffic.pieces_per_rank
-        table.add_row("one model", _size(case.shape.num_bytes(case.destination_dtype)))
-        table.add_row("written to destinations", _size(traffic.total_bytes))
-        table.add_row("of it copied within a rank", _size(traffic.local_bytes))
+        table.add_row("one model", size_text(case.shape.num_bytes(case.destination_dtype)))
+        table.add_row("written to destinations", size_text(traffic.total_bytes))
+        table.add_row("of it copied within a rank", size_text(traffic.local_bytes))
         table.add_row(
             "pairs of ranks", f"{sum(src != dst for src, dst in traffic.bytes_per_pair):,}"
         )
@@ -117,7 +119,7 @@ class WorldReport:
             table.add_row("sent by a rank: mean, largest, largest / mean", _spread(sent))
         table.add_section()
         steps = self._steps()
-        slots = f"steps of {_size(self.slot_bytes)} a pair"
+        slots = f"steps of {size_text(self.slot_bytes)} a pair"
         table.add_row(f"{slots}, full-duplex", f"{steps['full_duplex']:,}")
         table.add_row(f"{slots}, half-duplex, at least", f"{steps['half_duplex']:,}")
         table.add_section()
@@ -137,18 +139,6 @@ class WorldReport:
             table.add_row(what, f"{value:,.2f} ms")
         return FoldedTable(table)
 
-    def _pairs(self) -> FoldedTable:
-        largest = sorted(self.traffic.bytes_per_pair.items(), key=lambda item: (-item[1], item[0]))[
-            :NUM_LARGEST_PAIRS
-        ]
-        table = Table(title="largest pairs", title_justify="left")
-        for name in ("from", "to", "bytes"):
-            table.add_column(name, justify="right")
-        table.add_column("")
-        for (src, dst), num_bytes in largest:
-            table.add_row(str(src), str(dst), _size(num_bytes), "same rank" if src == dst else "")
-        return FoldedTable(table)
-
     def _notes(self) -> list[Text]:
         num_all = self.case.destination.num_ranks
         planned = (
@@ -164,11 +154,24 @@ class WorldReport:
         return [Text(f"planned in {self.plan_s:.1f} s: {planned}"), Text(f"verified: {verified}")]
 
 
+def pairs_table(traffic: Traffic, count: int) -> FoldedTable:
+    """Bytes of the pairs of ranks that move most."""
+    ordered = sorted(traffic.bytes_per_pair.items(), key=lambda item: (-item[1], item[0]))
+    table = Table(title="largest pairs", title_justify="left")
+    for name in ("from", "to", "bytes"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for (src, dst), num_bytes in ordered[:count]:
+        table.add_row(str(src), str(dst), size_text(num_bytes), "same rank" if src == dst else "")
+    return FoldedTable(table)
+
+
 def _by_text(per_rank: Mapping[int, int]) -> dict[str, int]:
     return {str(rank): num_bytes for rank, num_bytes in per_rank.items()}
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
+    """Bytes for people."""
     if num_bytes >= GB:
         return f"{num_bytes / GB:,.2f} GB"
     return f"{num_bytes / 1e6:,.2f} MB"
@@ -179,4 +182,4 @@ def _spread(per_rank: Mapping[int, int]) -> str:
         return "-"
     mean = sum(per_rank.values()) / len(per_rank)
     largest = max(per_rank.values())
-    return f"{_size(mean)}, {_size(largest)}, {largest / mean:.2f}"
+    return f"{size_text(mean)}, {size_text(largest)}, {largest / mean:.2f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,11 @@ from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
-from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata, encode_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import (
+    RankMetadata,
+    decode_rank_metadata,
+    encode_rank_metadata,
+)
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 
 __all__ = ["Planner", "PlanningCase"]
@@ -75,22 +79,33 @@ class PlanningCase:
 
 
 class Planner:
-    """Plans of any rank; metadata is gathered once.
+    """Plans of any rank, from what all ranks have told each other.
 
     Args:
-        case: Model and layouts.
+        by_rank: `(source, destination)` of each rank.
+        strict: As of `build_plan_from_rank_metadata`.
     """
 
-    def __init__(self, case: PlanningCase) -> None:
-        self.case = case
+    def __init__(
+        self, by_rank: Sequence[tuple[RankMetadata, RankMetadata]], *, strict: bool = False
+    ) -> None:
+        self.num_ranks = len(by_rank)
+        self._by_rank = by_rank
+        self._strict = strict
+
+    @classmethod
+    def of_case(cls, case: PlanningCase) -> Planner:
+        """Gather the metadata of a described model once."""
         # As ranks send them to each other: a whole world of metadata objects would take gigabytes.
-        self._rosters = [
-            (
-                decode_rank_metadata(encode_rank_metadata(source)),
-                decode_rank_metadata(encode_rank_metadata(destination)),
-            )
-            for source, destination in case.gathered()
-        ]
+        return cls(
+            [
+                (
+                    decode_rank_metadata(encode_rank_metadata(source)),
+                    decode_rank_metadata(encode_rank_metadata(destination)),
+                )
+                for source, destination in case.gathered()
+            ]
+        )
 
     def plan(self, rank: int) -> ReshardPlan:
         """The plan of one rank, verified by itself.
@@ -98,6 +113,6 @@ class Planner:
         Raises:
             ValueError: The rank is not in the group, or the layouts do not fit each other.
         """
-        if not 0 <= rank < self.case.num_ranks:
-            raise ValueError(f"rank must be in [0, {self.case.num_ranks}), got {rank}")
-        return build_plan_from_rank_metadata(self._rosters, rank)
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
+        return build_plan_from_rank_metadata(self._by_rank, rank, strict=self._strict)

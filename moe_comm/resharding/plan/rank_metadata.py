@@ -33,6 +33,7 @@ __all__ = [
     "holders_of_ranks",
     "source_name_of",
     "told_apart",
+    "unmatched_names",
 ]
 
 # Fields of each parameter's own; the others make up its kind.
@@ -144,6 +145,9 @@ class RankMetadata:
                 strict=True,
             )
         ]
+
+
+_ByRank = Sequence[tuple[RankMetadata, RankMetadata]]
 
 
 def _unpacked(blob: bytes) -> Any:
@@ -332,9 +336,7 @@ def _missing(dst_name: str, rank: int, all_sources: set[str]) -> PlanError:
     return PlanError(text)
 
 
-def _check_ties(
-    by_rank: Sequence[tuple[RankMetadata, RankMetadata]], all_sources: set[str]
-) -> None:
+def _check_ties(by_rank: _ByRank, all_sources: set[str]) -> None:
     """Whether what is one tensor in a destination is one in the source, too.
 
     Raises:
@@ -377,7 +379,7 @@ def _embedding_of(name: str) -> str:
 def _repeated_embeddings(
     extra: set[str],
     all_destinations: set[str],
-    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
+    by_rank: _ByRank,
 ) -> set[str]:
     """Source output layers that hold their embedding's weight again, on another pipeline stage.
 
@@ -393,8 +395,52 @@ def _repeated_embeddings(
     return repeated
 
 
+def _all_names(by_rank: _ByRank) -> tuple[set[str], set[str]]:
+    """Names of sources and of destinations."""
+    return (
+        {name for source, _ in by_rank for name in source.resolved_names},
+        {name for _, destination in by_rank for name in destination.resolved_names},
+    )
+
+
+def _extra_sources(
+    by_rank: _ByRank, all_sources: set[str], all_destinations: set[str], tied: Mapping[str, str]
+) -> set[str]:
+    """Source parameters that no destination takes.
+
+    Args:
+        by_rank: `(source, destination)` of each rank.
+        all_sources: Names of all ranks.
+        all_destinations: Names of all ranks.
+        tied: Source names by those of destinations that are called otherwise.
+    """
+    extra = all_sources - all_destinations - set(tied.values())
+    extra -= _repeated_embeddings(extra, all_destinations, by_rank)
+    taken = all_sources - extra
+    return extra - {
+        name
+        for source, _ in by_rank
+        for tie in source.ties
+        if not taken.isdisjoint(tie)
+        for name in tie
+    }
+
+
+def unmatched_names(by_rank: _ByRank) -> tuple[list[str], list[str]]:
+    """Destination parameters that no source has, and source parameters that no destination takes.
+
+    Args:
+        by_rank: `(source, destination)` of each rank, told apart.
+    """
+    all_sources, all_destinations = _all_names(by_rank)
+    read = {name: source_name_of(name, all_sources) for name in all_destinations - all_sources}
+    tied = {name: source for name, source in read.items() if source is not None}
+    extra = _extra_sources(by_rank, all_sources, all_destinations, tied)
+    return sorted(read.keys() - tied.keys()), sorted(extra)
+
+
 def told_apart(
-    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
+    by_rank: _ByRank,
 ) -> list[tuple[RankMetadata, RankMetadata]]:
     """What ranks hold, by names that each stand for one parameter of the whole model.
 
@@ -412,7 +458,7 @@ def told_apart(
 
 
 def holders_of_ranks(
-    by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
+    by_rank: _ByRank,
     rank: int,
     *,
     strict: bool = False,
@@ -432,11 +478,7 @@ def holders_of_ranks(
             several; on every rank alike. With `strict`, also a source without a destination.
     """
     holders = HoldersByName(len(by_rank), strict=strict, max_bytes=max_bytes)
-    all_sources: set[str] = set()
-    all_destinations: set[str] = set()
-    for source, destination in by_rank:
-        all_sources.update(source.resolved_names)
-        all_destinations.update(destination.resolved_names)
+    all_sources, all_destinations = _all_names(by_rank)
     tied: dict[str, str] = {}
     for dst_name in sorted(all_destinations - all_sources):
         src_name = source_name_of(dst_name, all_sources)
@@ -447,18 +489,8 @@ def holders_of_ranks(
             raise _missing(dst_name, holder, all_sources)
         tied[dst_name] = src_name
     _check_ties(by_rank, all_sources)
-    extra = all_sources - all_destinations - set(tied.values())
-    if strict:
-        extra -= _repeated_embeddings(extra, all_destinations, by_rank)
-        taken = all_sources - extra
-        extra -= {
-            name
-            for source, _ in by_rank
-            for tie in source.ties
-            if not taken.isdisjoint(tie)
-            for name in tie
-        }
-    if strict and extra:
+    extra = _extra_sources(by_rank, all_sources, all_destinations, tied) if strict else set()
+    if extra:
         name = min(extra)
         holder = next(
             number for number, (src, _) in enumerate(by_rank) if name in src.resolved_names
