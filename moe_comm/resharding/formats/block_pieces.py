@@ -12,7 +12,7 @@ from moe_comm.resharding.formats.number_formats import Block, BlockFormat
 from moe_comm.resharding.formats.scaled_buffers import Bounds, scale_bounds
 from moe_comm.resharding.plan.transfer_op import Slices
 
-__all__ = ["BlockPiece", "Maxima"]
+__all__ = ["BlockPiece", "Maxima", "is_cut"]
 
 
 @travels
@@ -58,6 +58,11 @@ class _Place:
         return cut
 
 
+def is_cut(bounds: Bounds, block: Block) -> bool:
+    """Whether a piece has only a part of some block, so that other pieces may have the rest."""
+    return _Place(bounds, block).is_cut
+
+
 class BlockPiece:
     """A piece of a weight, which may have a part of a block of its destination only.
 
@@ -72,11 +77,6 @@ class BlockPiece:
         self._bounds = bounds
         self._block = block
         self._place = _Place(bounds, block)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether other pieces may have the rest of a block."""
-        return self._place.is_cut
 
     def maxima(self) -> Maxima:
         """What the pieces that have the rest of its blocks must know."""

@@ -22,7 +22,7 @@ from moe_comm.resharding.describe.module_tensors import (
     get_refit_tensor_dict,
     local_tensor,
 )
-from moe_comm.resharding.formats.block_pieces import BlockPiece, Maxima
+from moe_comm.resharding.formats.block_pieces import BlockPiece, Maxima, is_cut
 from moe_comm.resharding.formats.number_formats import BlockFormat, is_mxfp8_tensor
 from moe_comm.resharding.formats.scaled_buffers import ScaledBufferTransform
 from moe_comm.resharding.formats.transforms import _ensure_sendable
@@ -195,27 +195,28 @@ def _expect_blocks(
         bootstrap: The ranks.
         sent: Gets what was worked out.
     """
-    pieces: dict[_Key, tuple[TransferOp, BlockPiece]] = {}
+    ops = {}
+    for op in plan.send_ops:
+        key = (bootstrap.rank_idx, op.peer_rank, _task_id(op))
+        if (block_format := _format_at(blocks, key)) is not None:
+            bounds = tuple((part.start, part.stop) for part in op.peer_slice)
+            ops[key] = op, bounds, block_format
     maxima: list[tuple[int, int, Maxima]] = []
+    # Twice, as not all pieces need fit into memory at once in bfloat16.
     with FirstError() as first, torch.no_grad():
-        for op in plan.send_ops:
-            key = (bootstrap.rank_idx, op.peer_rank, _task_id(op))
-            block_format = _format_at(blocks, key)
-            if block_format is not None:
-                bounds = tuple((part.start, part.stop) for part in op.peer_slice)
+        for key, (op, bounds, block_format) in ops.items():
+            if is_cut(bounds, block_format.block):
                 values = _unquantized(op, sources, hooks)
-                pieces[key] = op, BlockPiece(values, bounds, block_format.block)
-                if pieces[key][1].is_cut:
-                    maxima.append((op.peer_rank, _parameter_of(key), pieces[key][1].maxima()))
+                its = BlockPiece(values, bounds, block_format.block).maxima()
+                maxima.append((op.peer_rank, _parameter_of(key), its))
     gathered = agree(bootstrap.all_gather, first.take_line(), maxima)
     of_parameter: dict[tuple[int, int], list[Maxima]] = {}
-    for rank, number, its in (each for some in gathered for each in some):
+    for rank, number, its in itertools.chain.from_iterable(gathered):
         of_parameter.setdefault((rank, number), []).append(its)
     with FirstError() as first, torch.no_grad():
-        for key, (op, piece) in pieces.items():
-            block_format = _format_at(blocks, key)
-            assert block_format is not None
-            others = of_parameter.get((key[1], _parameter_of(key)), [])
+        for key, (op, bounds, block_format) in ops.items():
+            piece = BlockPiece(_unquantized(op, sources, hooks), bounds, block_format.block)
+            others = of_parameter.get((op.peer_rank, _parameter_of(key)), [])
             expected = piece.expected(block_format, others)
             sent[key] = _proven_by_checksum(op, dict(zip(_BLOCK_PARTS, expected, strict=True)))
     agree(bootstrap.all_gather, first.take_line())
