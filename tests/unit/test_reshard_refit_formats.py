@@ -15,6 +15,7 @@ from moe_comm.resharding.formats.number_formats import (
     quantize_fp8_block,
 )
 from moe_comm.resharding.formats.transforms import FP8BlockReshardTransform, MXFP8ReshardTransform
+from moe_comm.resharding.hold import refit_pass
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import ShardedNet
@@ -247,7 +248,17 @@ class _Config:
     inference_grouped_gemm_backend = "torch"
 
 
-def test_a_target_that_asks_for_mxfp8_is_converted_once() -> None:
+def test_a_target_that_asks_for_mxfp8_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources know no transform, and yet what the target holds is proven."""
+    spoil: list[bool] = []
+    verify = refit_pass.verify_refit
+
+    def spoiled(plan: Any, source: Any, target: Any, *args: Any, **options: Any) -> Any:
+        if spoil:
+            target.decoder.up.data.view(torch.uint8)[5, 7] ^= 1
+        return verify(plan, source, target, *args, **options)
+
+    monkeypatch.setattr(refit_pass, "verify_refit", spoiled)
     shapes = {"decoder.up": ((64, 128), 0), "decoder.norm": ((8,), None)}
 
     def rank(context: RankContext) -> None:
@@ -272,7 +283,7 @@ def test_a_target_that_asks_for_mxfp8_is_converted_once() -> None:
         assert "up" not in outer._parameters
         assert isinstance(held, MXFP8Tensor) or type(held).__name__ == "MXFP8Tensor"
         refit.prepare_swap_model_weights(source, target, group=context.group)
-        refitting = refit.Refit(source, target, "symmetric", context.group)
+        refitting = refit.Refit(source, target, "symmetric", context.group, verify="checksum")
         assert target.decoder.up is held
         for seed in range(4):
             if seed == 2:
@@ -283,11 +294,16 @@ def test_a_target_that_asks_for_mxfp8_is_converted_once() -> None:
             if seed % 2:
                 refitting.run()
             else:
-                swap(context, source, target)
+                swap(context, source, target, verify="checksum")
             want = MXFP8Tensor.from_bf16(outer.expected("up", seed), backend="triton")
             assert same_bits(held.data, want.data)
             assert same_bits(held.scale, want.scale)
             assert addresses == (held.data.data_ptr(), held.scale.data_ptr())
+        inner.fill(9)
+        spoil.append(True)
+        text = error_of(refitting.run)
+        assert "decoder.up, piece " in text
+        assert "data: the source has checksum" in text
 
     threads(rank, 2)
 
