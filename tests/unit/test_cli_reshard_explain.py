@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -177,10 +178,19 @@ def test_a_module_that_is_not_there() -> None:
     assert done.output == "moe-comm reshard: no_such:thing: No module named 'no_such'\n"
 
 
-def test_a_name_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
+@pytest.mark.parametrize(
+    ("transformers", "message"),
+    [
+        (None, "a model by its configuration needs transformers"),
+        (types.SimpleNamespace(__version__="4.57"), "transformers 4.57 has no DistributedConfig"),
+    ],
+)
+def test_a_name_without_transformers(
+    transformers: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
     done = CliRunner().invoke(
         app, ["reshard", "explain", "Qwen/Qwen3-30B-A3B", f"{MODELS}:trainer"]
     )
     assert done.exit_code == 1
-    assert "moe-comm reshard: Qwen/Qwen3-30B-A3B: a model by its configuration needs" in done.output
+    assert f"moe-comm reshard: Qwen/Qwen3-30B-A3B: {message}" in done.output

@@ -151,6 +151,11 @@ class ModelSide:
                 f"{self.text}: a model by its configuration needs transformers ({error}); a function or "
                 "class of yours that makes a rank's part is written module:name"
             ) from error
+        if not hasattr(transformers, "DistributedConfig"):
+            raise ValueError(
+                f"{self.text}: transformers {transformers.__version__} has no DistributedConfig, by which "
+                "ranks are given their parts: it needs 5.23 or later"
+            )
         transformers.logging.set_verbosity_error()
         config = _config_of(transformers, self.text)
         dtype = self.dtype or getattr(config, "dtype", None) or torch.bfloat16
