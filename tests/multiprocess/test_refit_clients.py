@@ -1,4 +1,4 @@
-"""What verl and TRL call, called by their own classes.
+"""What verl, TRL, SGLang and miles call, called by their own classes.
 
 `make test-refit-clients` installs them and runs this. The ends of a stream are threads.
 """
@@ -9,13 +9,19 @@ import importlib.util
 import inspect
 import time
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moe_comm.resharding.clients.tensor_stream import TensorStream
+from moe_comm.errors import CommunicationError
+from moe_comm.resharding.clients.sglang import SglangStream
+from moe_comm.resharding.clients.tensor_stream import StreamError, TensorStream
 from moe_comm.resharding.clients.trl import TrlWeightTransfer
+from moe_comm.resharding.describe.transformers_views import disk_tensors
+from tests.helpers.sglang_rank import SglangServer
 from tests.unit.test_reshard_tensor_stream import TENSORS, Update, assert_same, run_ends, taken
 
 
@@ -125,3 +131,61 @@ def test_a_synchronization_of_trl() -> None:
     expected = revert_weight_conversion(model, model.state_dict())
     assert len(expected) == 69
     assert_same(sorted(found), sorted(expected.items()))
+
+
+@_needs("sglang")
+@pytest.mark.client(
+    "SGLang",
+    way="`--custom-weight-loader`",
+    ran="{family}, {tp_size} ranks: versions by its `WeightUpdater` and its model's loader, a rank that is killed; nothing generates",
+)
+@pytest.mark.parametrize(("family", "tp_size"), [("qwen3_moe", 2), ("mixtral", 1)])
+def test_versions_by_the_loader_of_sglang(family: str, tp_size: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers import transformers_models as models
+
+    models.quiet()
+    model = AutoModelForCausalLM.from_config(models.CONFIGS[family]())
+    model.save_pretrained(tmp_path)
+    servers = [SglangServer(tmp_path, tp_size)]
+    stream = SglangStream(
+        "127.0.0.1:0", [tp_size], lambda at, body: servers[at].post(body), timeout_s=60
+    )
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        return disk_tensors(model, model.named_parameters())
+
+    def assert_served() -> None:
+        assert servers[0].call("difference", path=str(tmp_path / "version.pt")) == [""] * tp_size
+
+    try:
+        for version in ("1", "2"):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+            torch.save({name: each.clone() for name, each in weights()}, tmp_path / "version.pt")
+            stream.send(weights(), version)
+            assert_served()
+        # A version that is not the model's, and one that ends in the middle: the one before stays.
+        dropped = [name for name, _ in weights()][-4]
+        with pytest.raises(ValueError, match="the loader fills it from no tensor"):
+            stream.send(((name, each * 2) for name, each in weights() if name != dropped), "3")
+        assert_served()
+
+        def killing() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, (name, each) in enumerate(weights()):
+                if number == 9:
+                    servers[0].ranks[-1].kill()
+                yield name, each * 2
+
+        with pytest.raises((CommunicationError, StreamError)):
+            stream.send(killing(), "4")
+        if tp_size == 2:
+            assert servers[0].ranks[0].poll() is None
+        servers[0].close()
+        servers[0] = SglangServer(tmp_path, tp_size)
+        stream.send(weights(), "5")
+        assert_served()
+    finally:
+        servers[0].close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from moe_comm.arguments import shown
 from moe_comm.resharding.describe import intervals
 from moe_comm.tensors.memory import as_resolved, check_memory
 
-__all__ = ["StreamError", "TensorStream"]
+__all__ = ["OutgoingTensors", "StreamError", "TensorStream"]
 
 _ALIGNMENT = 16  # bytes, of a tensor in a bucket
 
@@ -37,6 +37,7 @@ class TensorStream:
 
     Attributes:
         version: What came with the last stream that arrived whole; None before.
+        bucket_bytes: As given, in whole pieces of 16.
     """
 
     def __init__(
@@ -50,9 +51,8 @@ class TensorStream:
         if bucket_bytes < _ALIGNMENT:
             raise ValueError(f"bucket_bytes must be >= {_ALIGNMENT}, got {bucket_bytes}")
         self.version: str | None = None
-        self._sent_version: str | None = None
         self._group, self._root, self._device = group, root, torch.device(device)
-        self._bucket_bytes = bucket_bytes // _ALIGNMENT * _ALIGNMENT
+        self.bucket_bytes = bucket_bytes // _ALIGNMENT * _ALIGNMENT
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> int:
@@ -64,48 +64,24 @@ class TensorStream:
             TypeError: A name is no str.
             Exception: What `named` raises; those that receive are told.
         """
-        self._sent_version = version
-        names: dict[str, int] = {}
-        header: list[list[Any]] = []
-        used = 0
-        bucket = self._reserve(self._bucket_bytes)
+        outgoing = self.begin(version)
         try:
             for name, tensor in named:
-                if not isinstance(name, str):
-                    raise TypeError(f"a name of a tensor must be a str, got {shown(name)}")
-                if name in names:
-                    raise ValueError(f"{name} comes twice in one stream of tensors")
-                check_memory(name, tensor)
-                names[name] = size = tensor.numel() * tensor.element_size()
-                about = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-                for start, part in self._parts(tensor, size):
-                    num_bytes = part.numel() * part.element_size()
-                    if used + num_bytes > self._bucket_bytes:
-                        self._say(header, bucket, used)
-                        header, used = [], 0
-                    place = bucket[used : used + num_bytes].view(part.dtype).view(part.shape)
-                    place.copy_(part)
-                    header.append([*about, start, used, num_bytes])
-                    used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+                outgoing.add(name, tensor)
         except StreamError:
             raise
         except BaseException as error:
-            self._broadcast_json(
-                {"error": f"{type(error).__name__}: {error}"}, "telling of an error"
-            )
-            self._agree("")
+            outgoing.fail(error)
             raise
-        self._say(header, bucket, used)
-        self._broadcast_json({"end": len(names), "version": version}, "the end")
-        failed = self._agree("")
-        if failed:
-            raise StreamError(
-                f"ranks {failed} did not take all of {len(names)} tensors: see their errors"
-            )
-        self.version = version
-        return sum(names.values())
+        return outgoing.end()
 
-    def receive(self, version: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def begin(self, version: str | None = None) -> OutgoingTensors:
+        """Begin to send, for a caller that gets tensors one after the other; receivers wait for its end."""
+        return OutgoingTensors(self, version)
+
+    def receive(
+        self, version: str | None = None
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield name and tensor; one is what it is until the next is asked for.
 
         Stopping before the end fails the stream on every rank, once all of it has been sent.
@@ -144,29 +120,10 @@ class TensorStream:
             raise StreamError(f"ranks {failed} did not take all of {state.num_whole} tensors")
         self.version = state.version
 
-    def _parts(self, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Parts and the bytes at which they begin: one, of a tensor that fits."""
-        tensor = tensor.detach()
-        if size <= self._bucket_bytes:
-            yield 0, tensor
-            return
-        flat = as_resolved(tensor).view(-1).view(torch.uint8)
-        for start in range(0, size, self._bucket_bytes):
-            yield start, flat[start : start + self._bucket_bytes]
-
     def _reserve(self, num_bytes: int) -> torch.Tensor:
         if self._bucket.numel() < num_bytes:
             self._bucket = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._bucket
-
-    def _say(self, header: list[list[Any]], bucket: torch.Tensor, used: int) -> None:
-        if header:
-            name = header[-1][0]
-            self._broadcast_json(
-                {"parts": header, "bytes": used, "version": self._sent_version}, name
-            )
-            if used:
-                self._broadcast(bucket[:used], name)
 
     def _buckets(self, state: _Receiver) -> Iterator[tuple[list[list[Any]], torch.Tensor]]:
         """Headers and buckets, up to the end or the sender's error."""
@@ -217,6 +174,91 @@ class TensorStream:
                 f"rank {self._group.rank()}: waiting for the others at the end: {error}"
             ) from error
         return [rank for rank, mark in enumerate(marks.tolist()) if mark]
+
+
+class OutgoingTensors:
+    """A stream under way, at the rank that sends: `add` each tensor once, then `end`, or `fail`.
+
+    Args:
+        stream: Whose.
+        version: That comes with it.
+    """
+
+    def __init__(self, stream: TensorStream, version: str | None) -> None:
+        self._stream, self._version = stream, version
+        self._sizes: dict[str, int] = {}
+        self._header: list[list[Any]] = []
+        self._used = 0
+        self._limit = stream.bucket_bytes
+        self._bucket = stream._reserve(self._limit)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a tensor, which may change again when this has returned.
+
+        Raises:
+            StreamError: A rank is gone.
+            TypeError, ValueError: As `TensorStream.send`; nothing of the tensor is sent.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"a name of a tensor must be a str, got {shown(name)}")
+        if name in self._sizes:
+            raise ValueError(f"{name} comes twice in one stream of tensors")
+        check_memory(name, tensor)
+        self._sizes[name] = size = tensor.numel() * tensor.element_size()
+        about = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for start, part in self._parts(tensor.detach(), size):
+            num_bytes = part.numel() * part.element_size()
+            if self._used + num_bytes > self._limit:
+                self._send_bucket()
+            place = self._bucket[self._used : self._used + num_bytes]
+            place.view(part.dtype).view(part.shape).copy_(part)
+            self._header.append([*about, start, self._used, num_bytes])
+            self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def end(self) -> int:
+        """Send the rest, and return the number of bytes of all tensors.
+
+        Raises:
+            StreamError: A rank did not take all of them, or is gone.
+        """
+        self._send_bucket()
+        self._stream._broadcast_json({"end": len(self._sizes), "version": self._version}, "the end")
+        failed = self._stream._agree("")
+        if failed:
+            raise StreamError(
+                f"ranks {failed} did not take all of {len(self._sizes)} tensors: see their errors"
+            )
+        self._stream.version = self._version
+        return sum(self._sizes.values())
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, which those that receive raise.
+
+        Raises:
+            StreamError: A rank is gone.
+        """
+        said = {"error": f"{type(error).__name__}: {error}"}
+        self._stream._broadcast_json(said, "telling of an error")
+        self._stream._agree("")
+
+    def _parts(self, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Parts and the bytes at which they begin: one, of a tensor that fits."""
+        if size <= self._limit:
+            yield 0, tensor
+            return
+        flat = as_resolved(tensor).view(-1).view(torch.uint8)
+        for start in range(0, size, self._limit):
+            yield start, flat[start : start + self._limit]
+
+    def _send_bucket(self) -> None:
+        header, used = self._header, self._used
+        self._header, self._used = [], 0
+        if header:
+            name = header[-1][0]
+            said = {"parts": header, "bytes": used, "version": self._version}
+            self._stream._broadcast_json(said, name)
+            if used:
+                self._stream._broadcast(self._bucket[:used], name)
 
 
 class _Receiver:

@@ -329,6 +329,11 @@ class RefitWorld:
         """Trainers and engines."""
         return len(self._places)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Of all ranks over Gloo, unknown to torch.distributed; None over shared memory or after `close`."""
+        return self._ranks.process_group
+
     def rejoin(self, timeout_s: float = 300.0) -> None:
         """Go on in a new generation, with those who live and those started anew. Collective.
 
