@@ -171,13 +171,15 @@ test-transformers: build  ## Models of transformers over this package: training,
 	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
 	  tests/multiprocess/test_transformers.py tests/multiprocess/test_transformers_views.py $(TEST_ARGS)
 
-# Of verl and TRL what their classes import: what they ask for besides would fetch torch once more, and engines.
-REFIT_CLIENTS = accelerate antlr4-python3-runtime==4.9.3 datasets hydra-core msgpack multiprocess omegaconf \
-  opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions orjson peft pyvers ray tensordict transformers trl verl
-REFIT_CLIENTS_NEED = aiohttp cloudpickle codetiming dill fastapi huggingface-hub jsonschema pandas protobuf psutil pyarrow pydantic \
-  pyyaml regex requests safetensors tokenizers uvicorn xxhash
+# Of verl, TRL and SGLang what their classes import: what they ask for besides would fetch torch once more, and engines.
+REFIT_CLIENTS = accelerate antlr4-python3-runtime==4.9.3 apache-tvm-ffi==0.1.11 compressed-tensors datasets gguf hydra-core \
+  ipython msgpack multiprocess omegaconf openai opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions orjson \
+  peft pyvers ray sglang tensordict traitlets transformers trl verl
+REFIT_CLIENTS_NEED = aiohttp cloudpickle codetiming dill einops fastapi huggingface-hub jsonschema loguru msgspec pandas \
+  partial-json-parser protobuf psutil pyarrow pybase64 pydantic pyyaml pyzmq regex requests safetensors sentencepiece sniffio \
+  tokenizers uvicorn xxhash
 .PHONY: test-refit-clients
-test-refit-clients: build  ## What verl and TRL call of refits, by their own classes; fetches 200 MB
+test-refit-clients: build  ## What verl, TRL and SGLang call of refits, by their own classes; fetches 300 MB
 	$(install) --upgrade --no-deps --target build/refit-clients $(REFIT_CLIENTS:%="%$(SINCE_3_11)")
 	$(install) --upgrade --target build/refit-clients $(REFIT_CLIENTS_NEED:%="%$(SINCE_3_11)")
 	PYTHONPATH="$(CURDIR)/build/refit-clients" $(BIN)/python -m pytest -m "not slow" -rs \

@@ -23,6 +23,8 @@ KEYS = ("framework", "release", "way", "ran", "test")
 COMMANDS = {
     "transformers": "make test-transformers TEST_ARGS='-k {name}'",
     "TRL": "make test-refit-clients TEST_ARGS='-k {name}'",
+    "SGLang": "make test-refit-clients TEST_ARGS='-k {name}'",
+    "miles": "PYTHONPATH=<checkout of {release}> python -m pytest {test}",
     "verl": "make test-refit-clients TEST_ARGS='-k {name}'",
     "Megatron-Core": "make test-megatron TEST_ARGS='-k {name}'",
     "vLLM": "make test-vllm TEST_ARGS='-k {name}'",
@@ -43,7 +45,8 @@ python tools/clients.py add build/clients.xml
 python tools/clients.py page
 ```
 
-No row is of a GPU. SGLang has none: no release of it can be installed where these tests run ([sglang.md](sglang.md)).
+No row is of a GPU. Of SGLang no release generates where these tests run ([sglang.md](sglang.md)): what has a row there is its
+loading of weights, with its other needs stood in for.
 
 """
 

@@ -7,6 +7,7 @@ pytest writes what it says into the XML of `--junitxml`.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -31,9 +32,13 @@ DISTRIBUTIONS = {
 
 
 def release_of(framework: str) -> str:
-    """The version that a test imports, or the commit of DeepEP's checkout."""
+    """The version that a test imports, or the commit of the checkout of one that has no releases."""
+    checkout = None
     if framework == "DeepEP":
         checkout = os.environ["DEEP_EP_SOURCE"]  # noqa: TID251
+    elif framework == "miles":
+        (checkout,) = importlib.import_module("miles").__path__
+    if checkout is not None:
         described = ["git", "-C", checkout, "describe", "--always", "--tags", "--dirty"]
         return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
     for name in DISTRIBUTIONS[framework]:

@@ -1,6 +1,6 @@
 """What verl, TRL, SGLang and miles call, called by their own classes.
 
-`make test-refit-clients` installs them and runs this. The ends of a stream are threads.
+`make test-refit-clients` installs them and runs this; of miles, which has no releases, a checkout in PYTHONPATH. The ends of a stream are threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from moe_comm.resharding.clients.tensor_stream import StreamError, TensorStream
 from moe_comm.resharding.clients.trl import TrlWeightTransfer
 from moe_comm.resharding.describe.transformers_views import disk_tensors
 from tests.helpers.sglang_rank import SglangServer
+from tests.unit.test_reshard_sglang_stream import (
+    MilesUpdates,
+    a_world_of_one,
+    check_updates_of_miles,
+    miles_arguments,
+)
 from tests.unit.test_reshard_tensor_stream import TENSORS, Update, assert_same, run_ends, taken
+
+__all__ = ["a_world_of_one"]
 
 
 def _needs(framework: str) -> pytest.MarkDecorator:
@@ -189,3 +197,20 @@ def test_versions_by_the_loader_of_sglang(family: str, tp_size: int, tmp_path: P
         assert_served()
     finally:
         servers[0].close()
+
+
+@_needs("miles")
+@pytest.mark.client(
+    "miles",
+    way="`--custom-weight-transfer-protocol-path`",
+    ran="updates by its factory and base class, as its updater calls it; servers are threads",
+)
+@pytest.mark.usefixtures("a_world_of_one")
+def test_updates_by_the_factory_of_miles() -> None:
+    from miles.backends.training_utils.weight_update import protocol
+    from miles.utils.distributed_utils import init_gloo_group
+
+    init_gloo_group()
+    made = protocol.get_weight_transfer_protocol(miles_arguments())
+    assert isinstance(made, protocol.WeightTransferProtocol)
+    check_updates_of_miles(MilesUpdates(made))

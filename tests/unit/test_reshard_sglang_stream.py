@@ -1,18 +1,24 @@
 """Versions for SGLang's servers, whose ranks are threads here and whose models are a module with a loader.
 
-What is SGLang's own stands in tests/multiprocess/test_refit_clients.py.
+What is SGLang's and miles' own stands in tests/multiprocess/test_refit_clients.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import dataclasses
+import importlib
 import pickle
+import sys
+import types
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_comm.resharding.clients import sglang
 
@@ -208,3 +214,141 @@ def test_other_tensors_and_calls_out_of_order_are_refused(servers: Servers) -> N
             call()
     with pytest.raises(ValueError, match="num_ranks must be >= 1, got 0"):
         sglang.SglangStream("127.0.0.1:0", [0], servers.post)
+
+
+# ---------------------------------------------------------------------------------------------
+# miles
+
+MILES = "moe_comm.resharding.clients.miles"
+
+
+class MilesUpdates:
+    """What miles' `WeightUpdater` calls, with clients of two servers.
+
+    Args:
+        protocol: Made by miles' factory.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        self.protocol = protocol
+        self.servers = Servers()
+        self.version = 0
+
+    def connect(self) -> None:
+        def client(server: int) -> types.SimpleNamespace:
+            async def update_weights_from_tensor(**body: Any) -> dict[str, Any]:
+                return await asyncio.to_thread(self.servers.post, server, body)
+
+            return types.SimpleNamespace(update_weights_from_tensor=update_weights_from_tensor)
+
+        self.protocol.connect([client(0), client(1)], [2, 1], [0, 2], None, None, "all")
+        assert self.protocol.is_sender
+
+    def run(self, *buckets: Named) -> None:
+        version = self.version + 1
+        assert self.protocol.begin_sync(version, lambda **_: iter(()))
+        self.version = version
+        for bucket in buckets:
+            self.protocol.send_bucket(list(bucket.items()))
+        self.protocol.after_base_weights()
+        self.protocol.finalize(version)
+        self.protocol.after_engines_resumed()
+
+
+def miles_arguments() -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        colocate=False,
+        update_weight_transfer_mode="external",
+        custom_weight_transfer_protocol_path=f"{MILES}.MoeCommWeightTransfer",
+        update_weight_buffer_size=64,
+        rollout_num_gpus_per_engine=1,
+        moe_comm_address="127.0.0.1:0",
+        moe_comm_timeout_s=20,
+    )
+
+
+def check_updates_of_miles(updates: MilesUpdates) -> None:
+    """Three that arrive, and between them one that lacks a tensor, one of nothing, one that a loader fails."""
+    assert updates.protocol.required_placement.gather_pp
+    updates.connect()
+    good = checkpoint(1)
+    halves = dict(list(good.items())[:5]), dict(list(good.items())[5:])
+    updates.run(*halves)
+    assert_served(updates.servers, good)
+    sent = sum(tensor.nbytes for tensor in good.values())
+    assert updates.protocol.pop_metrics() == {"perf/moe_comm_bytes": float(sent)}
+    with pytest.raises(ValueError, match=r"norm.*the loader fills it from no tensor"):
+        updates.run(checkpoint(2, norm=None))
+    with pytest.raises(ValueError, match="version 3: miles has sent no tensor"):
+        updates.run()
+    updates.servers.models[0][0].trips_at = "0.gate"
+    with pytest.raises(KeyError, match=r"0\.gate"):
+        updates.run(*({name: each} for name, each in checkpoint(2).items()))
+    assert_served(updates.servers, good)
+    assert updates.protocol.pop_metrics() == {}
+    updates.servers.models[0][0].trips_at = ""
+    updates.connect()
+    updates.run(checkpoint(5))
+    assert_served(updates.servers, checkpoint(5))
+
+
+@pytest.fixture
+def a_world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    gather_pp: bool
+
+
+class Protocol:
+    required_placement = Placement(gather_pp=False)
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.is_sender: bool | None = None
+        self.update_weight_metrics: dict[str, float] = {}
+
+    def after_engines_resumed(self) -> None:
+        pass
+
+    def pop_metrics(self) -> dict[str, float]:
+        metrics, self.update_weight_metrics = self.update_weight_metrics, {}
+        return metrics
+
+
+@pytest.fixture
+def transfer_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand in for miles' base class and what it runs coroutines with, where it is not installed."""
+    names = "backends", "backends.training_utils", "backends.training_utils.weight_update"
+    of_miles = {name: types.ModuleType(name) for name in ("miles", *(f"miles.{n}" for n in names))}
+    of_miles[f"miles.{names[-1]}.protocol"] = types.SimpleNamespace(  # type: ignore[assignment]
+        WeightTransferProtocol=Protocol
+    )
+    of_miles["miles.utils"] = types.ModuleType("miles.utils")
+    of_miles["miles.utils.async_utils"] = types.SimpleNamespace(run=asyncio.run)  # type: ignore[assignment]
+    of_miles["miles.utils.distributed_utils"] = types.SimpleNamespace(  # type: ignore[assignment]
+        get_gloo_group=lambda: None
+    )
+    for name, module in of_miles.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, MILES, raising=False)
+    made = importlib.import_module(MILES).MoeCommWeightTransfer
+    monkeypatch.delitem(sys.modules, MILES)
+    return made
+
+
+@pytest.mark.usefixtures("a_world_of_one")
+def test_updates_of_miles(transfer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_updates_of_miles(MilesUpdates(transfer_class(miles_arguments())))
+    # Another trainer only takes part.
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    other = transfer_class(miles_arguments())
+    other.connect([], None, None, None, None, "all")
+    assert other.is_sender is False
+    assert other.begin_sync(1, lambda **_: iter(()))
+    other.after_base_weights()
+    other.finalize(1)

@@ -103,6 +103,8 @@ class MoeCommWeightTransfer(_Base):  # type: ignore[misc]
             return
         with self._problem:
             if not self._problem:
+                if not self._has_begun:
+                    raise ValueError(f"version {self._version}: miles has sent no tensor")
                 self.update_weight_metrics["perf/moe_comm_bytes"] = float(self._stream.end())
         if self._problem.error is not None:
             self._stream.fail(self._problem.error)
