@@ -69,6 +69,7 @@ class Servers:
     def __init__(self, **options: Any) -> None:
         self.models = [[Fused(range(2)), Fused(range(2, 4))], [Fused(range(4))]]
         self.refusal: str | None = None
+        self.num_posts = 0
         self.errors: list[BaseException] = []
         self.stream = sglang.SglangStream(
             "127.0.0.1:0", [2, 1], self.post, timeout_s=20, bucket_bytes=64, **options
@@ -78,6 +79,7 @@ class Servers:
         assert body.pop("load_format") == "moe_comm.resharding.clients.sglang.load"
         assert body.pop("selector") == "target"
         (texts,) = body.values()
+        self.num_posts += 1
         if self.refusal is not None and server == 1:
             return {"success": False, "message": self.refusal}
 
@@ -268,7 +270,7 @@ def miles_arguments() -> types.SimpleNamespace:
 
 
 def check_updates_of_miles(updates: MilesUpdates) -> None:
-    """Three that arrive, and between them one that lacks a tensor, one of nothing, one that a loader fails."""
+    """Two that arrive, and between them one that lacks a tensor, one of nothing, one refused, one that fails."""
     assert updates.protocol.required_placement.gather_pp
     updates.connect()
     good = checkpoint(1)
@@ -281,6 +283,11 @@ def check_updates_of_miles(updates: MilesUpdates) -> None:
         updates.run(checkpoint(2, norm=None))
     with pytest.raises(ValueError, match="version 3: miles has sent no tensor"):
         updates.run()
+    updates.servers.refusal, updates.servers.num_posts = "no session is open", 0
+    with pytest.raises(ValueError, match="no session is open"):
+        updates.run(*halves)
+    assert updates.servers.num_posts == 2
+    updates.servers.refusal = None
     updates.servers.models[0][0].trips_at = "0.gate"
     with pytest.raises(KeyError, match=r"0\.gate"):
         updates.run(*({name: each} for name, each in checkpoint(2).items()))
