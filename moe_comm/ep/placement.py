@@ -1,0 +1,138 @@
+"""Which logical expert lies in which slot of which rank, replicas included."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from moe_comm.arguments import as_int
+
+__all__ = ["EMPTY_SLOT", "Placement"]
+
+EMPTY_SLOT = -1
+"""Stands for the expert of a slot that has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Logical experts in the slots of every rank; several slots of one expert are replicas of it.
+
+    A slot has a local number on its rank, in the order of its list, and a number among the slots of all
+    ranks, rank by rank: the physical id of SGLang and vLLM.
+
+    Args:
+        slots: The logical expert in every slot of every rank, -1 for an empty slot. Any number of slots
+            a rank, none included.
+        num_experts: Logical experts. Each has at least one slot, and at most one on a rank.
+
+    Raises:
+        ValueError: A slot holds no id in [-1, num_experts), two slots of a rank hold the same expert, or
+            an expert has no slot; the message names rank, slot and expert.
+        TypeError: `slots` is not made of sequences of ints.
+
+    Example:
+        `Placement([[0, 1], [2, 0]], 3)`: slots 0 of rank 0 and 1 of rank 1 (3 of all) hold expert 0.
+    """
+
+    slots: tuple[tuple[int, ...], ...]
+    num_experts: int
+
+    def __init__(self, slots: Sequence[Sequence[int]], num_experts: int) -> None:
+        num_experts = as_int("num_experts", num_experts, 1)
+        held = tuple(
+            tuple(as_int(f"slots[{rank_idx}][{slot_idx}]", expert_idx) for slot_idx, expert_idx in
+                  enumerate(of_rank))
+            for rank_idx, of_rank in enumerate(slots)
+        )  # fmt: skip
+        object.__setattr__(self, "slots", held)
+        object.__setattr__(self, "num_experts", num_experts)
+        if not held:
+            raise ValueError("slots must hold a list for every rank, got none")
+        for rank_idx, of_rank in enumerate(held):
+            found: dict[int, int] = {}
+            for slot_idx, expert_idx in enumerate(of_rank):
+                if not EMPTY_SLOT <= expert_idx < num_experts:
+                    raise ValueError(
+                        f"slot {slot_idx} of rank {rank_idx} holds expert {expert_idx}, which is not "
+                        f"in [-1, {num_experts})"
+                    )
+                if expert_idx in found:
+                    raise ValueError(
+                        f"slots {found[expert_idx]} and {slot_idx} of rank {rank_idx} both hold "
+                        f"expert {expert_idx}"
+                    )
+                if expert_idx != EMPTY_SLOT:
+                    found[expert_idx] = slot_idx
+        missing = set(range(num_experts)).difference(itertools.chain(*held))
+        if missing:
+            raise ValueError(f"expert {min(missing)} of {num_experts} lies in no slot of any rank")
+
+    @classmethod
+    def of_table(
+        cls,
+        physical_to_logical: torch.Tensor | Sequence[int],
+        num_ranks: int,
+        num_experts: int | None = None,
+    ) -> Placement:
+        """The placement that a table of physical experts describes, as SGLang and vLLM keep one a layer.
+
+        Args:
+            physical_to_logical: Integers `[P]`: the logical expert of every physical one, -1 for an
+                empty slot. P is a multiple of `num_ranks`; rank r has the r-th part.
+            num_ranks: Ranks, >= 1.
+            num_experts: Logical experts; None for one more than the largest id in the table.
+
+        Raises:
+            ValueError: P is not a multiple of `num_ranks`, or as `Placement` does.
+            TypeError: The table does not hold integers.
+        """
+        table = torch.as_tensor(physical_to_logical, device="cpu")
+        num_ranks = as_int("num_ranks", num_ranks, 1)
+        if table.dtype.is_floating_point or table.dtype == torch.bool:
+            raise TypeError(f"physical_to_logical must hold integers, got {table.dtype}")
+        if table.dim() != 1 or table.numel() == 0 or table.numel() % num_ranks:
+            raise ValueError(
+                "physical_to_logical must have the shape of one layer, a multiple of "
+                f"num_ranks={num_ranks}, got {tuple(table.shape)}"
+            )
+        if num_experts is None:
+            num_experts = max(int(table.max()) + 1, 1)
+        return cls(table.view(num_ranks, -1).tolist(), num_experts)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have a list of slots."""
+        return len(self.slots)
+
+    @functools.cached_property
+    def num_slots(self) -> int:
+        """Slots of all ranks, empty ones included."""
+        return sum(map(len, self.slots))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any expert lies in more than one slot."""
+        return any(len(of_expert) > 1 for of_expert in self.slots_of_expert)
+
+    @functools.cached_property
+    def slot_rank(self) -> tuple[int, ...]:
+        """The rank of every slot."""
+        return tuple(rank_idx for rank_idx, of_rank in enumerate(self.slots) for _ in of_rank)
+
+    @functools.cached_property
+    def slot_expert(self) -> tuple[int, ...]:
+        """The logical expert of every slot, -1 for an empty one: a table of physical experts."""
+        return tuple(itertools.chain(*self.slots))
+
+    @functools.cached_property
+    def slots_of_expert(self) -> tuple[tuple[int, ...], ...]:
+        """The slots of every logical expert, ascending, so that their ranks ascend, too."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot_idx, expert_idx in enumerate(self.slot_expert):
+            if expert_idx != EMPTY_SLOT:
+                found[expert_idx].append(slot_idx)
+        return tuple(map(tuple, found))
