@@ -6,12 +6,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 
 from moe_comm.arguments import as_int
 
-__all__ = ["EMPTY_SLOT", "Placement"]
+__all__ = ["EMPTY_SLOT", "REPLICA_RULES", "Placement", "ReplicaRule"]
+
+ReplicaRule = Literal["balanced", "nearest", "hash", "given"]
+REPLICA_RULES: tuple[ReplicaRule, ...] = get_args(ReplicaRule)
+"""What says which replica of an expert takes a row; see `moe_comm.ep.replica_spec`."""
 
 EMPTY_SLOT = -1
 """Stands for the expert of a slot that has none."""
