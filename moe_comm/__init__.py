@@ -38,6 +38,7 @@ __all__ = [
     "Layout",
     "PeerFailedError",
     "PeerTimeoutError",
+    "Placement",
     "Quantization",
     "QuantizationFormat",
     "QuantizedRows",

@@ -123,6 +123,7 @@ class Endpoint(NativeEndpoint):  # type: ignore[misc]  # whose methods it has
         settings: Settings, isa: str, rail: Rail | None, checks_messages: bool
     ) -> Endpoint: ...
     def internode_bytes(self) -> tuple[int, int]: ...
+    def balance_replicas(self, replicas: layout.Replicas | None) -> None: ...
 
 class PreparedCopies:
     problem: str
@@ -193,6 +194,15 @@ class layout:
         def local_expert_idx(self) -> torch.Tensor: ...
         def num_local_experts(self, rank_idx: int) -> int: ...
 
+    class Replicas:
+        def __init__(
+            self,
+            slot_expert: list[int],
+            num_experts: int,
+            num_local_ranks: int,
+            placement: layout.Placement,
+        ) -> None: ...
+
     class Arrangement:
         num_places_per_expert: int
         def __init__(
@@ -200,7 +210,24 @@ class layout:
         ) -> None: ...
 
     @staticmethod
-    def count_choices(placement: Placement, topk_idx: torch.Tensor, row: torch.Tensor) -> None: ...
+    def count_choices(
+        placement: Placement,
+        topk_idx: torch.Tensor,
+        row: torch.Tensor,
+        replicas: Replicas | None = None,
+    ) -> None: ...
+    @staticmethod
+    def share_rows(
+        asked: torch.Tensor, replicas: Replicas, placement: Placement
+    ) -> torch.Tensor: ...
+    @staticmethod
+    def choose_slots(
+        topk_idx: torch.Tensor,
+        counts: torch.Tensor,
+        replicas: Replicas,
+        placement: Placement,
+        rank_idx: int,
+    ) -> torch.Tensor: ...
     @staticmethod
     def check_overflow(
         asked: torch.Tensor,

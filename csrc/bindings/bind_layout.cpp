@@ -11,6 +11,7 @@
 #include "layout/control.h"
 #include "layout/rail_region.h"
 #include "layout/rank_sums.h"
+#include "layout/replicas.h"
 #include "layout/row_streams.h"
 #include "layout/window.h"
 #include "layout/wire_format.h"
@@ -27,6 +28,7 @@ using layout::Arrangement;
 using layout::CapacityRule;
 using layout::CountMatrix;
 using layout::Placement;
+using layout::Replicas;
 
 const int64_t* ids_of(const TensorView& choices) {
   return reinterpret_cast<const int64_t*>(choices.data);
@@ -52,8 +54,53 @@ Placement make_placement(py::handle expert_rank, int num_ranks) {
   return Placement(std::move(owners), num_ranks);
 }
 
+std::shared_ptr<Replicas> make_replicas(const std::vector<int32_t>& slot_expert,
+                                        int num_experts,
+                                        int num_local_ranks,
+                                        const Placement& placement) {
+  MOE_CHECK(static_cast<int>(slot_expert.size()) == placement.num_experts && num_local_ranks > 0,
+            "expected an expert for each of ",
+            placement.num_experts,
+            " slots, got ",
+            slot_expert.size());
+  for (const int32_t expert_idx : slot_expert)
+    MOE_CHECK(expert_idx >= -1 && expert_idx < num_experts,
+              expert_idx,
+              " is not an expert of ",
+              num_experts);
+  return std::make_shared<Replicas>(slot_expert, num_experts, num_local_ranks, placement);
+}
+
+/// The counts of slots for those of logical experts.
+py::object share_rows(py::handle asked, const Replicas& replicas, const Placement& placement) {
+  CountMatrix shared = count_matrix(asked, placement);
+  layout::share_rows(replicas, placement, &shared);
+  const int64_t num_columns = shared.stride();
+  return vector_tensor(std::move(shared.counts), {placement.num_ranks, num_columns}, kInt32);
+}
+
+/// @param counts  What share_rows() gave.
+py::object choose_slots(py::handle topk_idx,
+                        py::handle counts,
+                        const Replicas& replicas,
+                        const Placement& placement,
+                        int rank_idx) {
+  const TensorView choices = view_tensor(topk_idx);
+  return vector_tensor(layout::choose_slots(ids_of(choices),
+                                            choices.num_rows * choices.row_elements,
+                                            replicas,
+                                            count_matrix(counts, placement).row(rank_idx),
+                                            placement.num_experts),
+                       {choices.num_rows, choices.row_elements},
+                       kInt64);
+}
+
+/// @param replicas  Null where ids are slots.
 /// @throws InvalidArgument  An id is no expert's.
-void count_choices(const Placement& placement, py::handle topk_idx, py::handle row) {
+void count_choices(const Placement& placement,
+                   py::handle topk_idx,
+                   py::handle row,
+                   const Replicas* replicas) {
   const TensorView choices = view_tensor(topk_idx);
   const TensorView counts = view_tensor(row);
   const int num_counts = layout::Row::num_counts(placement.num_ranks, placement.num_experts);
@@ -66,11 +113,14 @@ void count_choices(const Placement& placement, py::handle topk_idx, py::handle r
   const int64_t bad_idx = layout::count_choices(ids_of(choices),
                                                 choices.num_rows,
                                                 choices.row_elements,
+                                                replicas,
                                                 placement,
                                                 reinterpret_cast<int32_t*>(counts.data));
   MOE_CHECK(bad_idx < 0,
-            layout::describe_bad_expert(
-                bad_idx, choices.row_elements, ids_of(choices)[bad_idx], placement.num_experts));
+            layout::describe_bad_expert(bad_idx,
+                                        choices.row_elements,
+                                        ids_of(choices)[bad_idx],
+                                        layout::num_ids(replicas, placement)));
 }
 
 CapacityRule rule_of(int64_t expert_capacity, int on_overflow) {
@@ -133,7 +183,7 @@ py::object assign_slots(py::handle topk_idx,
                         int rank_idx) {
   const TensorView choices = view_tensor(topk_idx);
   const CountMatrix kept = count_matrix(counts, placement);
-  check_plan(kept, choices, placement, rank_idx);
+  check_plan(kept, choices, placement, arrangement.is_by_rank(), rank_idx);
   const int64_t num_slots =
       layout::num_slots_per_token(arrangement.layout, choices.row_elements, placement.num_ranks);
   std::vector<int64_t> slots(static_cast<size_t>(choices.num_rows * num_slots));
@@ -379,7 +429,20 @@ void bind_layout(py::module_& parent) {
            py::arg("expert_alignment") = 1,
            py::arg("num_places_per_expert") = 0)
       .def_readonly("num_places_per_expert", &Arrangement::rows_per_expert);
-  module.def("count_choices", &count_choices);
+  py::class_<Replicas, std::shared_ptr<Replicas>>(module, "Replicas", py::module_local())
+      .def(py::init(&make_replicas),
+           py::arg("slot_expert"),
+           py::arg("num_experts"),
+           py::arg("num_local_ranks"),
+           py::arg("placement"));
+  module.def("count_choices",
+             &count_choices,
+             py::arg("placement"),
+             py::arg("topk_idx"),
+             py::arg("row"),
+             py::arg("replicas") = nullptr);
+  module.def("share_rows", &share_rows);
+  module.def("choose_slots", &choose_slots);
   module.def("check_overflow", &check_overflow);
   module.def("keep_rows", &keep_rows);
   module.def("num_required_rows", &num_required_rows);

@@ -261,6 +261,7 @@ bool may_keep(const CountMatrix& counts,
               int64_t num_tokens,
               int64_t num_topk,
               const Placement& placement,
+              bool is_by_rank,
               int rank_idx) {
   std::vector<int32_t> asked(static_cast<size_t>(counts.stride()));
   if (counts.num_topk(rank_idx) != num_topk ||
@@ -272,11 +273,15 @@ bool may_keep(const CountMatrix& counts,
       return false;
   for (int dst_rank = 0; dst_rank < counts.num_ranks; ++dst_rank) {
     bool sends = false;
-    for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(dst_rank)])
+    int64_t num_rows = 0;
+    for (const int32_t expert_idx : placement.local_experts[static_cast<size_t>(dst_rank)]) {
       sends = sends || kept[expert_idx] > 0;
-    const int32_t num_tokens_there =
-        sends ? asked[static_cast<size_t>(counts.num_experts + dst_rank)] : 0;
-    if (counts.to_rank(rank_idx, dst_rank) != num_tokens_there)
+      num_rows += asked[static_cast<size_t>(expert_idx)];
+    }
+    const int64_t num_tokens = asked[static_cast<size_t>(counts.num_experts + dst_rank)];
+    const int64_t said = counts.to_rank(rank_idx, dst_rank);
+    // share_rows() of layout/replicas.h counts rows.
+    if (said != (sends ? num_tokens : 0) && (is_by_rank || said != (sends ? num_rows : 0)))
       return false;
   }
   return true;

@@ -173,12 +173,14 @@ std::string describe_bad_counts(const int32_t* counts,
                                 int num_ranks,
                                 int num_experts);
 
-/// Whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p topk_idx.
+/// Whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p topk_idx. How
+/// many tokens are bound for a rank matters where it receives one row of each.
 bool may_keep(const CountMatrix& counts,
               const int64_t* topk_idx,
               int64_t num_tokens,
               int64_t num_topk,
               const Placement& placement,
+              bool is_by_rank,
               int rank_idx);
 
 /// Slot of every row this rank sends. Choices beyond what @p counts says was kept of an expert get

@@ -38,11 +38,15 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
     const int64_t bad_idx = layout::count_choices(params_.topk_idx,
                                                   params_.num_tokens,
                                                   params_.num_topk,
+                                                  params_.replicas.get(),
                                                   endpoint_.placement(),
                                                   counts_.data());
     if (bad_idx >= 0)
       reject_if(layout::describe_bad_expert(
-          bad_idx, params_.num_topk, params_.topk_idx[bad_idx], num_experts));
+          bad_idx,
+          params_.num_topk,
+          params_.topk_idx[bad_idx],
+          layout::num_ids(params_.replicas.get(), endpoint_.placement())));
     int32_t* const to_rank = counts_.data() + num_experts;
     if (is_low_latency())
       mask_ranks(params_.masked_ranks, endpoint_.group(), to_rank);
@@ -69,7 +73,7 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
                                              std::move(judged.asked),
                                              endpoint_.placement(),
                                              endpoint_.rank_idx(),
-                                             params_.topk_idx,
+                                             choices(),
                                              params_.num_tokens,
                                              params_.num_topk));
   }

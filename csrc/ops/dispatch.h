@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "layout/capacity.h"
+#include "layout/replicas.h"
 #include "layout/window.h"
 #include "ops/caller_join.h"
 #include "ops/endpoint.h"
@@ -41,6 +42,7 @@ struct DispatchParams : DispatchOptions {
   const std::byte* x = nullptr;        ///< [num_tokens, source_row_bytes]
   const int64_t* topk_idx = nullptr;   ///< [num_tokens, num_topk], uncached
   const std::byte* weights = nullptr;  ///< [num_tokens, num_topk] of weight_bytes, or null
+  std::shared_ptr<const layout::Replicas> replicas;  ///< uncached; null where ids are slots
   int64_t num_tokens = 0;
   int64_t num_topk = 0;  ///< uncached
   int64_t source_row_bytes = 0;

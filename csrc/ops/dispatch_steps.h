@@ -65,6 +65,11 @@ class DispatchSteps {
     return windows_[static_cast<size_t>(endpoint_.rank_idx())];
   }
 
+  /// What this rank chose, by slot.
+  const int64_t* choices() const {
+    return params_.replicas == nullptr ? params_.topk_idx : chosen_slots_.data();
+  }
+
   void reject_if(const std::string& problem) const { exchange_.reject_if(problem, arguments()); }
 
   Endpoint& endpoint_;
@@ -167,6 +172,8 @@ class DispatchSteps {
   /// Every rank finds the same in the same rows, before it takes any row for good.
   void judge(Rows* rows) {
     take_headers(*rows);
+    if (params_.replicas != nullptr)
+      choose_replicas(&rows->counts);
     JudgedCounts judged = judge_counts(
         std::move(rows->counts), endpoint_, arrangement_, params_.capacity, params_.row_bytes);
     if (judged.overflow) {
@@ -177,6 +184,15 @@ class DispatchSteps {
     plan_ = mover().make_plan(std::move(judged));
     exchange_second_offers();
     endpoint_.remember_need(needed(endpoint_.rank_idx()));
+  }
+
+  void choose_replicas(layout::CountMatrix* counts) {
+    layout::share_rows(*params_.replicas, endpoint_.placement(), counts);
+    chosen_slots_ = layout::choose_slots(params_.topk_idx,
+                                         params_.num_tokens * params_.num_topk,
+                                         *params_.replicas,
+                                         counts->row(endpoint_.rank_idx()),
+                                         counts->num_experts);
   }
 
   /// A rank whose offer is too small obtains memory; every rank sees which those are in the same
@@ -234,7 +250,8 @@ class DispatchSteps {
     }
   }
 
-  std::string shortage_cause_;  ///< where this rank could not make its second offer
+  std::vector<int64_t> chosen_slots_;  ///< where there are replicas to choose from
+  std::string shortage_cause_;         ///< where this rank could not make its second offer
 };
 
 }  // namespace moe::ops

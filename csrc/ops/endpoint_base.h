@@ -11,6 +11,7 @@
 
 #include "core/rail.h"
 #include "core/sync.h"
+#include "layout/replicas.h"
 #include "layout/routing.h"
 #include "layout/wire_format.h"
 #include "layout/workspace.h"
@@ -54,6 +55,12 @@ class EndpointBase : public BufferBase {
  public:
   const EndpointConfig& config() const { return config_; }
   const layout::Placement& placement() const { return placement_; }
+  /// What later dispatches choose replicas from; null where they choose slots. Of the thread that
+  /// issues operations.
+  const std::shared_ptr<const layout::Replicas>& replicas() const { return replicas_; }
+  void balance_replicas(std::shared_ptr<const layout::Replicas> replicas) {
+    replicas_ = std::move(replicas);
+  }
   /// Control area that the host reads and writes, in the heap of the group. Of a rank of another
   /// node: one that nobody writes to.
   const layout::Workspace& workspace(int rank_idx) const {
@@ -165,6 +172,7 @@ class EndpointBase : public BufferBase {
 
   EndpointConfig config_;
   layout::Placement placement_;
+  std::shared_ptr<const layout::Replicas> replicas_;
   std::vector<std::shared_ptr<Window>> control_windows_;
   std::vector<layout::Workspace> workspaces_;
   std::shared_ptr<std::byte> remote_workspace_;  ///< stands for that of every remote rank

@@ -127,6 +127,8 @@ class TokenDispatcher:
                 check()
                 if buffer.is_destroyed:
                     raise ValueError("the buffer has been destroyed")
+                if buffer.config.placement is not None:
+                    raise ValueError("a dispatcher takes no buffer with a placement of replicas")
                 if found != num_experts:
                     raise ValueError(f"num_experts is {shown(num_experts)}, the buffer has {found}")
                 return f"TokenDispatcher(num_experts={found}, of a buffer)"

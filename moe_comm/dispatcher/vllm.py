@@ -115,7 +115,8 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
 
     Raises:
-        ValueError: The batched format without `num_max_tokens_per_rank`, or with local ids.
+        ValueError: The batched format without `num_max_tokens_per_rank`, or with local ids. A
+            buffer with a placement.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             raise ValueError(
                 "is_batched and has_local_ids are both True: rows of the batched format have no ids"
             )
+        if buffer.config.placement is not None:
+            raise ValueError("vLLM's experts take no buffer with a placement of replicas")
         self.buffer = buffer
         self.is_batched = is_batched
         self._has_local_ids = has_local_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 import threading
@@ -12,16 +13,19 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
-from moe_comm.arguments import as_utf8, text_of
+from moe_comm.arguments import as_utf8, check_kind, shortened, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan, PlanTensors
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions, check_options
+from moe_comm.ep.placement import Placement
 from moe_comm.ep.routing_map import list_choices
+from moe_comm.ep.slot_table import SlotTable
 from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
+from moe_comm.peers.agree import raise_unequal
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.exclusive_use import in_use, use_alone
@@ -113,11 +117,14 @@ class EpBuffer(Destroyable):
         self._has_warned = False
         self._masked_ranks: tuple[int, ...] = ()
         self._waits_at_reset: torch.Tensor | None = None
+        self._slot_table: SlotTable | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = backend_class(communicator, config)
         communicator.adopt(self)
         self.expert_rank = config.resolve_expert_rank(communicator.num_ranks)
         self.num_local_experts = int((self.expert_rank == communicator.rank_idx).sum())
+        if config.placement is not None:
+            self._place(config.placement)
         _buffers[self.buffer_id] = self
 
     @property
@@ -129,6 +136,63 @@ class EpBuffer(Destroyable):
     def backend(self) -> str:
         """Name of the backend."""
         return self._backend.name
+
+    @gathers
+    def replace_placement(self, placement: Placement) -> None:
+        """Have later dispatches find experts where `placement` says. Collective.
+
+        Operations that were called before, and handles of theirs, go on as they are: rows of a handle lie
+        in slots, which stay where they are. Which weights lie in a slot is the caller's to change.
+
+        Args:
+            placement: With the experts, and as many slots a rank, as the configuration's; empty slots
+                leave room for more replicas later. Becomes that of `config`.
+
+        Raises:
+            ValueError: The buffer has no placement, or that of some rank does not fit or differs from
+                another's; on every rank, and the present one stays.
+            TypeError: Of some rank it is none.
+            RuntimeError: Another thread is using this buffer.
+        """
+        use_alone(self._busy, "replace_placement", lambda: self._replace_placement(placement))
+
+    def _replace_placement(self, placement: Placement) -> None:
+        self._check_alive()
+        with Telling(self.communicator.reject):
+            present = self.config.placement
+            if present is None:
+                raise ValueError(
+                    "the buffer was made without a placement, which another would have to replace"
+                )
+            check_kind("placement", placement, Placement)
+            config = dataclasses.replace(self.config, placement=placement)
+            found, expected = ([*map(len, each.slots)] for each in (placement, present))
+            if found != expected:
+                raise ValueError(f"placement must have {expected} slots a rank, got {found}")
+        said = self.communicator.exchange("replace_placement", str(placement.slots).encode())
+        raise_unequal(
+            "ranks have different placements",
+            [item.decode() if item else None for item in said],
+            shortened,
+        )
+        self._place(placement)
+        self.config = config
+
+    def _place(self, placement: Placement) -> None:
+        """Turn later choices into slots, or have the backend do it where counts decide."""
+        rule = self.config.replica_rule
+        is_balanced = rule == "balanced" and placement.has_replicas
+        if rule == "balanced":
+            self._backend.balance_replicas(placement if is_balanced else None)
+        self._slot_table = None
+        if not is_balanced:
+            self._slot_table = SlotTable(
+                placement,
+                rule,
+                self.communicator.rank_idx,
+                self.communicator.num_local_ranks,
+                self.communicator.device,
+            )
 
     @rejects_unbound("dispatch", lambda args, _: args[0])
     def dispatch(
@@ -243,7 +307,11 @@ class EpBuffer(Destroyable):
             if self._masked_ranks and handle is None and options.layout is Layout.LOW_LATENCY:
                 options = options._replace(masked_ranks=self._masked_ranks)
             operation = plan = None
-            if handle is None or (plan := self._plan_of(handle)) is not None:
+            if (
+                self.config.placement is None
+                if handle is None
+                else (plan := self._plan_of(handle)) is not None
+            ):
                 operation = self._backend.dispatch_unchecked(
                     x, topk_idx, topk_weights, plan, options
                 )
@@ -312,6 +380,14 @@ class EpBuffer(Destroyable):
                     *(self.config, rows, topk_idx, topk_weights, options),
                     is_quantized=scales is not None,
                 )
+                if self._slot_table is not None:
+                    assert topk_idx is not None
+                    topk_idx = self._slot_table.take(topk_idx)
+                elif self.config.placement is not None and options.layout is Layout.RANK_MAJOR:
+                    raise ValueError(
+                        "how many rows a rank gets in RANK_MAJOR does not follow from counts: layout must be "
+                        'EXPERT_MAJOR or LOW_LATENCY where replica_rule is "balanced", got RANK_MAJOR'
+                    )
             else:
                 validation.check_cached_dispatch(
                     *(handle, rows, topk_idx, topk_weights, options),

@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 
-from moe_comm.arguments import as_int, check_bool
+from moe_comm.arguments import as_int, check_bool, check_kind
 from moe_comm.ep import budget
+from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -144,6 +145,13 @@ class EpConfig:
             bytes); combine adds bfloat16, float16, float32 and float64.
         expert_rank: int32 `[num_experts]`, the rank of every expert, any number per rank including
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
+        placement: Slots of every rank and the experts in them, replicas included; not with `expert_rank`.
+            `topk_idx` stays logical, and whatever goes by local expert goes by local slot.
+        replica_rule: Which replica of an expert takes a row, where there is a `placement`. "balanced":
+            from the counts that ranks exchange anyway, so that the largest number of rows of any rank
+            is as small as the placement allows; not with RANK_MAJOR. "nearest": on the own rank, or
+            else the own node. "hash": by the token's number, as vLLM. "given": `topk_idx` has slots of
+            all ranks. See docs/replicas.md.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
         num_low_latency_windows: Windows for rows of LOW_LATENCY that a buffer of GPUs has from its making
             on, as many as results are held at a time, and one more for rows that a combine has to copy
@@ -171,6 +179,8 @@ class EpConfig:
     num_max_tokens_per_rank: int | None = None
     dtype: torch.dtype | None = torch.bfloat16
     expert_rank: torch.Tensor | Sequence[int] | None = None
+    placement: Placement | None = None
+    replica_rule: ReplicaRule = "balanced"
     num_max_in_flight: int = 4
     num_low_latency_windows: int | None = None
     node_reduction: bool = False
@@ -215,6 +225,7 @@ class EpConfig:
                 "num_low_latency_windows needs num_max_tokens_per_rank, hidden and dtype, got "
                 f"{self.num_low_latency_windows} with {sizes[0]}, {sizes[1]} and {sizes[2]}"
             )
+        self._check_placement()
         if self.expert_rank is not None:
             placement = torch.as_tensor(self.expert_rank, device="cpu")
             if placement.dtype.is_floating_point or placement.dtype == torch.bool:
@@ -226,6 +237,33 @@ class EpConfig:
             # A private copy: the caller may go on to edit its own placement.
             frozen = placement.to(dtype=torch.int32, device="cpu", copy=True).contiguous()
             object.__setattr__(self, "expert_rank", frozen)
+
+    def _check_placement(self) -> None:
+        placement, rule = self.placement, self.replica_rule
+        if rule not in REPLICA_RULES:
+            raise ValueError(f"replica_rule must be one of {REPLICA_RULES}, got {rule!r}")
+        check_kind("placement", placement, Placement, is_optional=True)
+        if placement is None:
+            if rule != "balanced":
+                raise ValueError(f"replica_rule needs a placement, got {rule!r} and None")
+            return
+        if self.expert_rank is not None:
+            raise ValueError("experts lie by expert_rank or by placement, got both")
+        if placement.num_experts != self.num_experts:
+            raise ValueError(
+                f"placement must have num_experts = {self.num_experts}, got {placement.num_experts}"
+            )
+        check_num_experts(placement.num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all ranks; without a placement one for every expert."""
+        return self.num_experts if self.placement is None else self.placement.num_slots
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that `topk_idx` chooses among."""
+        return self.num_slots if self.replica_rule == "given" else self.num_experts
 
     @property
     def row_bytes(self) -> int:
@@ -254,11 +292,18 @@ class EpConfig:
         """The placement on a communicator of `num_ranks`, checked.
 
         Returns:
-            int32 `[num_experts]`.
+            int32 `[num_slots]`, the rank of every slot; without a `placement`, of every expert.
 
         Raises:
-            ValueError: An expert lies on a rank outside `[0, num_ranks)`.
+            ValueError: An expert lies on a rank outside `[0, num_ranks)`, or a `placement` is of another
+                number of ranks.
         """
+        if self.placement is not None:
+            if self.placement.num_ranks != num_ranks:
+                raise ValueError(
+                    f"placement is of {self.placement.num_ranks} ranks, the communicator has {num_ranks}"
+                )
+            return torch.tensor(self.placement.slot_rank, dtype=torch.int32, device="cpu")
         if self.expert_rank is None:
             return default_expert_rank(self.num_experts, num_ranks)
         placement = torch.as_tensor(self.expert_rank, device="cpu")
@@ -296,7 +341,7 @@ class EpConfig:
             num_ranks=num_ranks,
             num_tokens=self.num_max_tokens_per_rank,
             num_topk=self.num_topk,
-            num_experts=self.num_experts,
+            num_experts=self.num_slots,
             num_local_experts=int(torch.bincount(placement.to(torch.int64)).max()),
             row_bytes=self.row_bytes,
             weight_bytes=8 if self.dtype == torch.float64 else 4,

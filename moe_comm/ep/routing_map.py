@@ -104,7 +104,7 @@ def list_choices(
         TypeError: A dtype is wrong, or something is no dense tensor.
     """
     x = as_dense("x", x)
-    expected = (x.shape[0] if x.dim() else 0, config.num_experts)
+    expected = (x.shape[0] if x.dim() else 0, config.num_ids)
     routing_map = as_dense("routing_map", routing_map)
     if routing_map.shape != expected:
         raise ValueError(

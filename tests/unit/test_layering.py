@@ -297,11 +297,13 @@ USERS_OF_NATIVE = {
 # The definition stands on torch alone and knows no backend, so that it can be read and trusted on its
 # own; the reference backend is that definition and no other backend.
 SPEC = "moe_comm.ep.spec"
+REPLICA_SPEC = "moe_comm.ep.replica_spec"
 SPEC_STANDS_ON = {
     "moe_comm.arguments",
     "moe_comm.tensors.arithmetic",
     "moe_comm.ep.budget",
     "moe_comm.ep.config",
+    "moe_comm.ep.placement",
     "moe_comm.errors",
     "moe_comm.tensors.quantization",
 }
@@ -531,6 +533,11 @@ def test_the_definition_stands_on_torch_alone() -> None:
     # formats there are, a table of csrc.
     sources = SOURCES | {"moe_comm.ep.budget": "", "moe_comm.tensors.quantization": "import torch"}
     assert reachable_modules(SPEC, sources) == {SPEC} | SPEC_STANDS_ON
+    assert reachable_modules(REPLICA_SPEC, sources) == {
+        REPLICA_SPEC,
+        "moe_comm.ep.placement",
+        "moe_comm.arguments",
+    }
     reached = reachable_modules(REFERENCE, sources)
     asking = {
         m for m in reached if "moe_comm.ep.budget" in imported_modules(SOURCES[m], MODULE_NAMES)

@@ -95,6 +95,8 @@ bool read_dispatch(ops::EndpointBase& endpoint,
   ops::DispatchParams& params = call->params;
   static_cast<ops::DispatchOptions&>(params) = *options;
   params.plan = arguments.plan;
+  if (params.plan == nullptr)
+    params.replicas = endpoint.replicas();
   const auto tensors =
       are_checked
           ? view_dispatch(arguments)

@@ -93,9 +93,9 @@ ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
       count_matrix_of(counts, endpoint.num_ranks(), endpoint.config().num_experts);
   const py::gil_scoped_release no_gil;
   const auto* ids = reinterpret_cast<const int64_t*>(choices.data);
-  check_plan(copied, choices, endpoint.placement(), endpoint.rank_idx());
   const auto arrangement =
       ops::arrangement_of(endpoint, static_cast<layout::RowLayout>(layout), expert_alignment);
+  check_plan(copied, choices, endpoint.placement(), arrangement.is_by_rank(), endpoint.rank_idx());
   auto plan = ops::Plan::make(arrangement,
                               std::move(copied),
                               std::move(asked_rows),

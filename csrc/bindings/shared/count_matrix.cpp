@@ -28,12 +28,14 @@ layout::CountMatrix count_matrix_of(pybind11::handle counts, int num_ranks, int 
 void check_plan(const layout::CountMatrix& counts,
                 const TensorView& choices,
                 const layout::Placement& placement,
+                bool is_by_rank,
                 int rank_idx) {
   MOE_CHECK(layout::may_keep(counts,
                              reinterpret_cast<const int64_t*>(choices.data),
                              choices.num_rows,
                              choices.row_elements,
                              placement,
+                             is_by_rank,
                              rank_idx),
             "topk_idx and counts of a handle belong to different dispatches");
 }

@@ -17,6 +17,7 @@ layout::CountMatrix count_matrix_of(pybind11::handle counts, int num_ranks, int 
 void check_plan(const layout::CountMatrix& counts,
                 const TensorView& choices,
                 const layout::Placement& placement,
+                bool is_by_rank,
                 int rank_idx);
 
 }  // namespace moe::bindings

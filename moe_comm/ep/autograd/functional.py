@@ -161,7 +161,7 @@ def _sizes(buffer: EpBuffer) -> list[int]:
     config = buffer.config
     return [
         buffer.communicator.num_ranks,
-        config.num_experts,
+        config.num_slots,
         buffer.num_local_experts,
         config.num_topk or 0,
         config.num_max_tokens_per_rank or 0,

@@ -31,7 +31,7 @@ class Peers(Protocol):
 
     @property
     def num_local_ranks(self) -> int:
-        """Ranks of a node, consecutive ones; looked at for a `node_reduction` alone."""
+        """Ranks of a node, consecutive ones; looked at for a `node_reduction` and for replicas."""
         ...
 
     @property
@@ -109,6 +109,15 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
                 raise ValueError(
                     f"the {name} backend has no {reduction}: it must be False, got True"
                 )
+        if (
+            config.placement is not None
+            and config.replica_rule == "balanced"
+            and not backend_class.has_balanced_replicas
+        ):
+            raise ValueError(
+                f'the {name} backend does not balance replicas: replica_rule must be "nearest", "hash" '
+                'or "given", got "balanced"'
+            )
         num_local_ranks, num_ranks = communicator.num_local_ranks, communicator.num_ranks
         if config.rank_reduction and num_local_ranks != num_ranks:
             raise ValueError(

@@ -15,6 +15,7 @@ import torch
 
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.placement import Placement
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -124,13 +125,15 @@ class PlanTensors:
     Args:
         counts: int32 `[num_ranks, num_experts + num_ranks + 2]`; row r is what rank r sends and was
             kept: its choices of every expert; its tokens bound for every distinct rank (EXPERT_MAJOR
-            and LOW_LATENCY: 0 where it sends no row there); then the number of rows of rank r's
+            and LOW_LATENCY: 0 where it sends no row there; of balanced replicas, rows may be counted
+            for tokens); then the number of rows of rank r's
             result where a capacity fixed it, else -1; then its choices per token.
         slots: int64 `[num_tokens, num_slots]`, where this rank's rows went: `rank << 48 | row`, or -1
             (not a choice, or dropped). EXPERT_MAJOR and LOW_LATENCY: `num_slots = num_topk`, entry k
             belongs to choice k. RANK_MAJOR: `num_slots = min(num_topk, num_ranks)`, destination ranks
             ascending, -1 at the end.
-        topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy).
+        topk_idx: int64 `[num_tokens, num_topk]`, the caller's choices (a private copy), of slots where
+            there is a placement.
         layout: Order of received rows.
         expert_alignment: Rows per local expert are padded to a multiple of this.
         num_recv_tokens: Rows of this rank's result, padding included.
@@ -273,6 +276,8 @@ class Backend(abc.ABC):
     # Whether these of `EpConfig` do what they say; else a buffer with them is refused.
     has_node_reduction = False
     has_rank_reduction = False
+    # Whether `balance_replicas` does: "balanced" is refused else.
+    has_balanced_replicas = False
 
     def __init_subclass__(cls) -> None:
         for method, options in (
@@ -433,6 +438,17 @@ class Backend(abc.ABC):
         Every peer in the matching call raises an exception of the same type whose message names this
         rank. Sends no rows; consumes the epoch; the buffer stays usable.
         """
+
+    def balance_replicas(self, placement: Placement | None) -> None:
+        """Have later dispatches take logical experts, and give their rows to replicas as "balanced" says.
+
+        Local. Their outputs and plans are as those of a dispatch of slots, which is what they take where
+        there are no replicas to balance.
+
+        Args:
+            placement: With as many slots a rank as the configuration's; None for slots.
+        """
+        raise NotImplementedError(f"the {self.name} backend has no balanced replicas")
 
     def wait_statistics(self) -> tuple[list[int], list[int]]:
         """By rank, nanoseconds this rank has waited for it since the buffer was made, and how often.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import _host
+from moe_comm.ep import placement as placements
 from moe_comm.ep.backends import collective_capacity, local_ops, messages
 from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
@@ -28,7 +29,7 @@ from moe_comm.ep.backends.base import (
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.collective_transport import CollectiveTransport, ProgressThread
-from moe_comm.ep.backends.routing import Placement, arrangement_of
+from moe_comm.ep.backends.routing import Placement, arrangement_of, replicas_of
 from moe_comm.ep.backends.rows import arrange_scales
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.ep.gradients import clash, unite, with_applied_weights
@@ -66,6 +67,7 @@ class CollectiveBackend(Backend):
     name = "collective"
     has_node_reduction = True
     has_rank_reduction = True
+    has_balanced_replicas = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)
@@ -77,6 +79,7 @@ class CollectiveBackend(Backend):
         self._transport = CollectiveTransport(
             self._peers.group, self._peers.bootstrap, self._peers.arrival_timeout_s
         )
+        self._replicas: _host.layout.Replicas | None = None
         self._num_counts = _host.layout.num_counts(
             self._placement.num_ranks, self._placement.num_experts
         )
@@ -97,12 +100,19 @@ class CollectiveBackend(Backend):
         choices = topk_idx.to("cpu", copy=True)
         layout, expert_alignment = options.layout, options.expert_alignment
         quantization = options.quantization
+        replicas = self._replicas
         arrangement = arrangement_of(
             layout, expert_alignment, self.config, self._placement.num_ranks
         )
 
         def work() -> DispatchOutput:
-            asked, united = self._exchange_counts(call, choices, options)
+            asked, united = self._exchange_counts(call, choices, options, replicas)
+            slots = choices
+            if replicas is not None:
+                asked = _host.layout.share_rows(asked, replicas, self._placement.native)
+                slots = _host.layout.choose_slots(
+                    choices, asked, replicas, self._placement.native, self._rank_idx
+                )
             row_bytes = x.shape[1] * x.element_size()
             if quantization is not None and x_sf is None:
                 row_bytes = quantization.row_bytes(x.shape[1])
@@ -115,7 +125,7 @@ class CollectiveBackend(Backend):
                 options.capacity,
                 row_bytes=row_bytes,
             )
-            plan = self._plan(decision.counts, choices, decision.asked, layout, expert_alignment)
+            plan = self._plan(decision.counts, slots, decision.asked, layout, expert_alignment)
             return self._move_to_experts(x, x_sf, topk_weights, plan, quantization, united)
 
         return self._run(work, async_op=options.async_op)
@@ -186,6 +196,9 @@ class CollectiveBackend(Backend):
             tensors.expert_alignment,
         )
 
+    def balance_replicas(self, placement: placements.Placement | None) -> None:
+        self._replicas = replicas_of(placement, self._peers.num_local_ranks)
+
     def reject(self, operation: str, error: Exception) -> NoReturn:
         self._in_order(lambda: self._agree(operation, error))
         raise AssertionError("an agreement with an error raises it")
@@ -231,13 +244,17 @@ class CollectiveBackend(Backend):
         )
 
     def _exchange_counts(
-        self, call: str, topk_idx: torch.Tensor, options: DispatchOptions
+        self,
+        call: str,
+        topk_idx: torch.Tensor,
+        options: DispatchOptions,
+        replicas: _host.layout.Replicas | None,
     ) -> tuple[torch.Tensor, int]:
         """What every rank asks for, and says of gradients; or the error that every rank raises."""
         mine, problem = None, None
         try:
             mine = collective_capacity.ask(
-                topk_idx, self._placement, options.capacity, options.masked_ranks
+                topk_idx, self._placement, options.capacity, options.masked_ranks, replicas
             )
         except ValueError as error:
             problem = error

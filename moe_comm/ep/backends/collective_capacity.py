@@ -35,6 +35,7 @@ def ask(
     placement: Placement,
     capacity: Capacity | None,
     masked_ranks: Sequence[int] = (),
+    replicas: _host.layout.Replicas | None = None,
 ) -> torch.Tensor:
     """What a rank asks for: its row of a count matrix, int32 `[E + R + 2]`.
 
@@ -46,6 +47,7 @@ def ask(
         placement: Of the experts.
         capacity: Of the call on this rank.
         masked_ranks: LOW_LATENCY: ranks that it leaves out.
+        replicas: Where choices are of logical experts.
 
     Raises:
         ValueError: An id is outside `[-1, E)`.
@@ -55,7 +57,7 @@ def ask(
     """
     num_experts, num_ranks = placement.num_experts, placement.num_ranks
     row = torch.empty(_host.layout.num_counts(num_ranks, num_experts), dtype=torch.int32)
-    _host.layout.count_choices(placement.native, topk_idx, row)
+    _host.layout.count_choices(placement.native, topk_idx, row, replicas)
     for rank_idx in masked_ranks:
         row[num_experts + rank_idx] = -1
     row[-2], row[-1] = numbers_of(capacity)[0], topk_idx.shape[1]

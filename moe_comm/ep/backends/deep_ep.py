@@ -48,6 +48,7 @@ class DeepEpBackend(CollectiveBackend):
     name = "deep_ep"
     has_node_reduction = False
     has_rank_reduction = False
+    has_balanced_replicas = False
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)

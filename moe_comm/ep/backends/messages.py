@@ -85,7 +85,10 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
         "num_low_latency_windows": str(config.num_low_latency_windows),
         "node_reduction": str(config.node_reduction),
         "rank_reduction": str(config.rank_reduction),
-        "expert_rank": str(expert_rank.tolist()),
+        # A placement says where experts lie, and in which slots.
+        "expert_rank": str(expert_rank.tolist() if config.placement is None else None),
+        "placement": str(None if config.placement is None else config.placement.slots),
+        "replica_rule": config.replica_rule,
     }
 
 

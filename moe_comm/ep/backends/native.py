@@ -59,14 +59,14 @@ class NativeBackend(Backend):
         except ValueError as error:
             # Peers are about to compare configurations, and must hear of it.
             problem = str(error)
-            placement = default_expert_rank(config.num_experts, communicator.num_ranks)
+            placement = default_expert_rank(config.num_slots, communicator.num_ranks)
         agreed = messages.describe_config(config, self.name, placement)
         if problem:
             agreed["expert_rank"] = problem
         self._endpoint = self._create_endpoint(
             Settings(
                 group=communicator.require_native(),
-                num_experts=config.num_experts,
+                num_experts=config.num_slots,
                 num_max_tokens=-1
                 if config.num_max_tokens_per_rank is None
                 else config.num_max_tokens_per_rank,

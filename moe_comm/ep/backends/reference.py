@@ -27,6 +27,8 @@ from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.ep.gradients import clash, unite, with_applied_weights
 from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.placement import Placement
+from moe_comm.ep.replica_spec import choose_slots
 from moe_comm.errors import CapacityError
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
@@ -78,11 +80,13 @@ class ReferenceBackend(Backend):
     name = "reference"
     has_node_reduction = True
     has_rank_reduction = True
+    has_balanced_replicas = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)
         self._peers = cast("Peers", communicator)
         self._expert_rank = agree_on_config(self._peers, config, self.name)
+        self._balanced: Placement | None = None
         self._num_local_ranks = self._peers.num_local_ranks if config.node_reduction else None
 
     def dispatch(
@@ -94,7 +98,9 @@ class ReferenceBackend(Backend):
         options: DispatchOptions,
     ) -> Operation[DispatchOutput]:
         call = messages.describe_dispatch(x, x_sf, topk_weights, options)
-        bad = _bad_expert_id(topk_idx, self.config.num_experts)
+        placement = self._balanced
+        num_ids = self.config.num_slots if placement is None else placement.num_experts
+        bad = _bad_expert_id(topk_idx, num_ids)
         if bad is not None:
             self._exchange(_Contribution(call, bad))
         rows = _Rows.of(x, x_sf, options.quantization)
@@ -110,6 +116,8 @@ class ReferenceBackend(Backend):
                 gradients=options.gradients,
             )
         )
+        if placement is not None:
+            gathered = self._with_slots(gathered, placement)
         dispatch = self._dispatch_of(gathered, options.layout, options.expert_alignment)
         if dispatch.overflows:
             raise _beyond_limits(dispatch, rows.x.shape[1] * rows.x.element_size())
@@ -200,7 +208,7 @@ class ReferenceBackend(Backend):
         return arithmetic.empty_rows(plan.num_recv_tokens, hidden, dtype)
 
     def import_plan(self, tensors: PlanTensors) -> Plan:
-        shape = [self._peers.num_ranks, self.config.num_experts + self._peers.num_ranks + 2]
+        shape = [self._peers.num_ranks, self.config.num_slots + self._peers.num_ranks + 2]
         if [*tensors.counts.shape] != shape:
             raise ValueError(f"counts must be int32 {shape}, got {[*tensors.counts.shape]}")
         # What peers chose is not known here: they say it again with every call.
@@ -214,6 +222,25 @@ class ReferenceBackend(Backend):
             asked=tensors.asked,
             dispatch=None,
         )
+
+    def balance_replicas(self, placement: Placement | None) -> None:
+        self._balanced = placement
+
+    def _with_slots(
+        self, gathered: Sequence[_Contribution], placement: Placement
+    ) -> list[_Contribution]:
+        """What ranks contribute, with slots for the logical experts that they chose."""
+        slots = choose_slots(
+            [_present(rank.topk_idx) for rank in gathered],
+            placement,
+            "balanced",
+            self._peers.num_local_ranks,
+            frozenset(peer for rank in gathered for peer in rank.masked_ranks),
+        )
+        return [
+            dataclasses.replace(rank, topk_idx=of_rank)
+            for rank, of_rank in zip(gathered, slots, strict=True)
+        ]
 
     def reject(self, operation: str, error: Exception) -> NoReturn:
         self._exchange(_Contribution(operation, error))

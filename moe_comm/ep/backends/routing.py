@@ -10,9 +10,10 @@ import dataclasses
 import torch
 
 from moe_comm import _host
+from moe_comm.ep import placement as placements
 from moe_comm.ep.config import EpConfig, Layout, num_places_per_expert
 
-__all__ = ["Placement", "arrangement_of", "local_topk_idx"]
+__all__ = ["Placement", "arrangement_of", "local_topk_idx", "replicas_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +61,21 @@ def arrangement_of(
     """What decides where a window's rows lie, besides counts, in a call on a buffer of `config`."""
     return _host.layout.Arrangement(
         int(layout), expert_alignment, num_places_per_expert(config, layout, num_ranks)
+    )
+
+
+def replicas_of(
+    placement: placements.Placement | None, num_local_ranks: int
+) -> _host.layout.Replicas | None:
+    """What csrc/layout gives rows to replicas by, of nodes of consecutive ranks."""
+    if placement is None:
+        return None
+    slots = torch.tensor(placement.slot_rank, dtype=torch.int32)
+    return _host.layout.Replicas(
+        [*placement.slot_expert],
+        placement.num_experts,
+        num_local_ranks,
+        _host.layout.Placement(slots, placement.num_ranks),
     )
 
 

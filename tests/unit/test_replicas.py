@@ -1,0 +1,245 @@
+"""Dispatch and combine with replicas of experts, on ranks that are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout, _host
+from moe_comm.ep.backends.routing import Placement as Slots
+from moe_comm.ep.backends.routing import replicas_of
+from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
+from moe_comm.ep.replica_spec import choose_slots, share
+from tests.helpers.rank_threads import on_ranks
+from tests.helpers.replica_ranks import (
+    HIDDEN,
+    NUM_EXPERTS,
+    check_dispatch,
+    check_received,
+    check_same_bits,
+    config_of,
+    definition,
+    inputs,
+    random_placement,
+)
+
+LAYOUTS = {
+    rule: [*Layout] if rule != "balanced" else [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY]
+    for rule in REPLICA_RULES
+}
+
+
+def test_native_shares_are_those_of_the_definition() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        num_ranks, num_local_ranks = rng.choice(((8, 2), (8, 8), (6, 3), (5, 1), (1, 1)))
+        placement = random_placement(seed, num_ranks)
+        scale = rng.choice((3, 1000))
+        counts = [
+            [rng.randint(0, scale) ** 2 for _ in range(NUM_EXPERTS)] for _ in range(num_ranks)
+        ]
+        masked = [rank for rank in range(num_ranks) if seed % 4 == 0 and rng.random() < 0.4]
+        replicas = replicas_of(placement, num_local_ranks)
+        assert replicas is not None
+        native = Slots.of(torch.tensor(placement.slot_rank, dtype=torch.int32), num_ranks).native
+        width = placement.num_slots
+        asked = torch.zeros(num_ranks, width + num_ranks + 2, dtype=torch.int32)
+        asked[:, :NUM_EXPERTS] = torch.tensor(counts)
+        asked[0, [width + rank for rank in masked]] = -1
+        found = _host.layout.share_rows(asked, replicas, native)
+        expected = share(counts, placement, num_local_ranks, frozenset(masked))
+        assert found[:, :width].tolist() == expected
+        assert found[0, width : width + num_ranks].lt(0).nonzero().flatten().tolist() == masked
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+@pytest.mark.parametrize(
+    ("rule", "layout"), [(rule, layout) for rule in REPLICA_RULES for layout in LAYOUTS[rule]]
+)
+def test_rows_go_to_the_replicas_of_the_rule(
+    backend: str, rule: ReplicaRule, layout: Layout
+) -> None:
+    for seed, num_ranks in enumerate((1, 2, 3, 4)):
+        on_ranks(
+            num_ranks,
+            lambda comm, seed=seed: check_dispatch(comm, rule, layout, seed),
+            backend=backend,
+        )
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
+    def body(comm: Communicator) -> None:
+        drop = Capacity(num_rows=24, num_rows_per_expert=9, on_overflow="drop")
+        check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 5, capacity=drop, expert_alignment=4)
+        for masked in ((1,), (0, 3)):
+            check_dispatch(comm, "balanced", Layout.LOW_LATENCY, 6, masked=masked)
+        check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 7, quantization=FP8_BLOCK128)
+        check_dispatch(comm, "nearest", Layout.EXPERT_MAJOR, 8)
+
+    on_ranks(4, body, backend=backend)
+
+
+@pytest.mark.parametrize("rule", ["balanced", "nearest", "hash"])
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_sums_and_gradients_have_the_bits_of_those_without_replicas(
+    backend: str, rule: ReplicaRule
+) -> None:
+    on_ranks(3, lambda comm: check_same_bits(comm, rule, 3), backend=backend)
+
+
+def test_a_placement_is_replaced_and_handles_stay_what_they_are() -> None:
+    placements = [
+        Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS),
+        Placement([[5, 4, 0, -1], [0, 1, 2, 3]], NUM_EXPERTS),
+        Placement([[5, 4, 0, -1], [-1, 1, 2, 3]], NUM_EXPERTS),
+    ]
+
+    def body(comm: Communicator) -> None:
+        rank_idx = comm.rank_idx
+        x, topk_idx, weights = inputs(3, 2)
+        with EpBuffer(comm, config_of(placements[0])) as buffer:
+            results = []
+            for placement in placements:
+                if placement is not placements[0]:
+                    buffer.replace_placement(placement)
+                assert buffer.config.placement == placement
+                result = buffer.dispatch(x[rank_idx], topk_idx[rank_idx], weights[rank_idx])
+                spec = definition(placement, "balanced", topk_idx, 2, Layout.EXPERT_MAJOR)
+                check_received(result, spec.received(rank_idx, x, weights))
+                results.append((result, spec))
+            for result, spec in results:
+                received = [spec.received(peer, x).x for peer in range(2)]
+                found = buffer.combine(result.x.clone(), result.handle)
+                assert torch.equal(found, spec.sums(rank_idx, received))
+
+    on_ranks(2, body)
+
+
+def test_a_placement_that_does_not_fit_is_refused_on_every_rank() -> None:
+    placement = Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS)
+    moved = Placement([[0, 1, 2, 3], [4, 5, 1, -1]], NUM_EXPERTS)
+
+    def body(comm: Communicator) -> None:
+        with EpBuffer(comm, config_of(placement)) as buffer:
+            with pytest.raises(
+                ValueError, match=r"rank 1.*must have \[4, 4\] slots a rank, got \[4, 3\]"
+            ):
+                buffer.replace_placement(
+                    Placement([[0, 1, 2, 3], [4, 5, 0]], NUM_EXPERTS) if comm.rank_idx else moved
+                )
+            with pytest.raises(ValueError, match="ranks have different placements"):
+                buffer.replace_placement(placement if comm.rank_idx else moved)
+            with pytest.raises(TypeError, match="placement must be a Placement"):
+                buffer.replace_placement(None)  # type: ignore[arg-type]
+            assert buffer.config.placement == placement
+            x, topk_idx, _ = inputs(3, 2)
+            result = buffer.dispatch(x[comm.rank_idx], topk_idx[comm.rank_idx])
+            spec = definition(placement, "balanced", topk_idx, 2, Layout.EXPERT_MAJOR)
+            check_received(result, spec.received(comm.rank_idx, x))
+        with (
+            EpBuffer(comm, config_of(None)) as buffer,
+            pytest.raises(ValueError, match="made without a placement"),
+        ):
+            buffer.replace_placement(placement)
+
+    on_ranks(2, body)
+
+
+def test_bad_choices_and_configurations_are_refused_on_every_rank() -> None:
+    placement = random_placement(1, 2)
+    other = random_placement(2, 2)
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+
+    def body(comm: Communicator) -> None:
+        for rule, bad_id, text in (
+            (
+                "balanced",
+                NUM_EXPERTS,
+                r"rank 1.*topk_idx\[0, 1\] = 6 is not an expert id in \[-1, 6\)",
+            ),
+            (
+                "nearest",
+                NUM_EXPERTS,
+                r"rank 1.*topk_idx\[0, 1\] = 6 is not an expert id in \[-1, 6\)",
+            ),
+            ("hash", -2, r"rank 1.*topk_idx\[0, 1\] = -2 is not an expert id in \[-1, 6\)"),
+            (
+                "given",
+                placement.num_slots - 1,
+                rf"rank 1.*topk_idx\[0, 1\] = {placement.num_slots - 1} is not a slot that holds",
+            ),
+        ):
+            with EpBuffer(comm, config_of(placement, rule)) as buffer:
+                with pytest.raises(ValueError, match=text):
+                    buffer.dispatch(x, torch.tensor([[0, bad_id if comm.rank_idx else 1, -1]]))
+                if rule == "balanced":
+                    with pytest.raises(ValueError, match="does not follow from counts"):
+                        buffer.dispatch(x, torch.tensor([[0, 1, -1]]), layout=Layout.RANK_MAJOR)
+                buffer.dispatch(x, torch.tensor([[0, 1, -1]]))
+        for mine, theirs in (
+            (config_of(placement), config_of(other)),
+            (config_of(placement), config_of(placement, "hash")),
+            (config_of(placement), config_of(random_placement(1, 3))),
+        ):
+            with pytest.raises(ValueError, match=r"placement|replica_rule"):
+                EpBuffer(comm, mine if comm.rank_idx else theirs)
+
+    on_ranks(2, body)
+
+
+def test_a_backend_that_cannot_balance_says_so_on_every_rank() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="the simt backend does not balance replicas"):
+            EpBuffer(comm, config_of(random_placement(1, 2)))
+        for rule in ("nearest", "hash", "given"):
+            for layout in Layout:
+                check_dispatch(comm, rule, layout, 3)
+        check_same_bits(comm, "nearest", 3)
+
+    on_ranks(2, body, backend="simt")
+
+
+def test_what_a_configuration_must_keep() -> None:
+    placement = random_placement(1, 2)
+    with pytest.raises(ValueError, match="placement must have num_experts = 5, got 6"):
+        EpConfig(num_experts=5, num_topk=1, hidden=8, placement=placement)
+    with pytest.raises(ValueError, match="by expert_rank or by placement, got both"):
+        dataclasses.replace(config_of(placement), expert_rank=[0] * NUM_EXPERTS)
+    with pytest.raises(ValueError, match=r"replica_rule must be one of .*, got 'even'"):
+        dataclasses.replace(config_of(placement), replica_rule="even")
+    with pytest.raises(ValueError, match="replica_rule needs a placement, got 'hash' and None"):
+        EpConfig(num_experts=5, num_topk=1, hidden=8, replica_rule="hash")
+    with_slots, without = (
+        dataclasses.replace(config_of(each), num_max_tokens_per_rank=4096).heap_bytes(
+            2, layout=Layout.LOW_LATENCY
+        )
+        for each in (placement, None)
+    )
+    assert with_slots > 1.5 * without  # 6 slots of the rank that has most, where 3 experts were
+
+
+def test_a_routing_map_has_the_columns_of_its_ids() -> None:
+    placement = random_placement(3, 2)
+
+    def body(comm: Communicator) -> None:
+        x, topk_idx, _ = inputs(3, 2)
+        slots = choose_slots(topk_idx, placement, "hash", 2)
+        for rule, ids, num_ids in (
+            ("balanced", topk_idx, NUM_EXPERTS),
+            ("given", slots, placement.num_slots),
+        ):
+            # A map lists experts in ascending order.
+            ids = [each.sort(1).values for each in ids]
+            spec = definition(placement, rule, ids, 2, Layout.EXPERT_MAJOR)
+            mine = ids[comm.rank_idx]
+            routing_map = torch.zeros(len(mine), num_ids + 1, dtype=torch.bool)
+            routing_map.scatter_(1, mine + 1, True)
+            with EpBuffer(comm, config_of(placement, rule)) as buffer:
+                result = buffer.dispatch(x[comm.rank_idx], routing_map[:, 1:].contiguous())
+                check_received(result, spec.received(comm.rank_idx, x))
+
+    on_ranks(2, body)
