@@ -80,7 +80,7 @@ def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 7, quantization=FP8_BLOCK128)
         check_dispatch(comm, "nearest", Layout.EXPERT_MAJOR, 8)
 
-    on_ranks(4, body, backend=backend)
+    on_ranks(4, body, backend=backend, num_local_ranks=2)
 
 
 @pytest.mark.parametrize("rule", ["balanced", "nearest", "hash"])
