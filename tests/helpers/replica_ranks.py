@@ -172,3 +172,21 @@ def check_same_bits(comm: Communicator, rule: ReplicaRule, seed: int) -> None:
     found = sums_and_gradients(comm, config_of(placement, rule), seed)
     for one, other in zip(found, sums_and_gradients(comm, config_of(None), seed), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def check_reduced(comm: Communicator, seed: int, reduction: str) -> None:
+    """Rows that are added on their node, or on their rank, before they cross, against the definition."""
+    placement = random_placement(seed, comm.num_ranks)
+    x, topk_idx, _ = inputs(seed, comm.num_ranks)
+    spec = definition(placement, "balanced", topk_idx, comm.num_local_ranks, Layout.EXPERT_MAJOR)
+    rows = [spec.received(rank_idx, x).x for rank_idx in range(comm.num_ranks)]
+    expected = spec.sums(
+        comm.rank_idx,
+        rows,
+        num_local_ranks=comm.num_local_ranks,
+        rank_reduction=reduction == "rank_reduction",
+    )
+    with EpBuffer(comm, config_of(placement, **{reduction: True})) as buffer:
+        result = buffer.dispatch(x[comm.rank_idx], topk_idx[comm.rank_idx])
+        found = buffer.combine(result.x.clone(), result.handle)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout, _host
+from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep.backends.routing import Placement as Slots
 from moe_comm.ep.backends.routing import replicas_of
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
@@ -19,6 +20,7 @@ from tests.helpers.replica_ranks import (
     NUM_EXPERTS,
     check_dispatch,
     check_received,
+    check_reduced,
     check_same_bits,
     config_of,
     definition,
@@ -89,6 +91,20 @@ def test_sums_and_gradients_have_the_bits_of_those_without_replicas(
     backend: str, rule: ReplicaRule
 ) -> None:
     on_ranks(3, lambda comm: check_same_bits(comm, rule, 3), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_rows_are_added_on_their_rank(backend: str) -> None:
+    on_ranks(4, lambda comm: check_reduced(comm, 9, "rank_reduction"), backend=backend)
+
+
+def test_a_dispatcher_refuses_a_buffer_with_a_placement() -> None:
+    with (
+        Communicator(None) as comm,
+        EpBuffer(comm, config_of(random_placement(1, 1))) as buffer,
+        pytest.raises(ValueError, match="takes no buffer with a placement"),
+    ):
+        TokenDispatcher(NUM_EXPERTS, buffer=buffer)
 
 
 def test_a_placement_is_replaced_and_handles_stay_what_they_are() -> None:
