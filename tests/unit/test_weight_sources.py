@@ -86,6 +86,74 @@ def test_a_rank_keeps_what_it_holds_by_the_words_of_its_source() -> None:
     assert found(weights) == {"b": tensors()["b"].tolist()}
 
 
+OWNERS = {"a": (1,), "b": None, "c": (0, 2), "d": (1, 2)}
+
+
+class OwnedSource:
+    """As vLLM 0.33 has it: of a base that has both ways; a rank yields what it owns."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.tensors, self.is_full = rank, tensors(), True
+        self.owners: dict[str, tuple[int, ...] | None] = dict(OWNERS)
+
+    @property
+    def metadata(self) -> list[Any]:
+        return [
+            types.SimpleNamespace(
+                name=name, dtype=each.dtype, shape=tuple(each.shape), owners=self.owners[name]
+            )
+            for name, each in self.tensors.items()
+        ]
+
+    def implements_iter_full(self) -> bool:
+        return self.is_full
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in self.tensors.items():
+            its = self.owners[name]
+            if its is None or self.rank in its:
+                yield name, each
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("of shards nothing is taken")
+
+
+def test_owners_yield_and_keep_what_they_own() -> None:
+    kept: list[str] = []
+    for rank in range(3):
+        weights = trainer_weights(OwnedSource(rank), rank, 3)
+        assert list(weights.tensors()) == list("abcd")
+        weights.refresh()
+        for name, values in found(weights).items():
+            assert values == tensors()[name].tolist()
+            assert rank in (OWNERS[name] or range(3))
+            kept.append(name)
+    assert sorted(kept) == list("abcd")
+
+
+def test_owners_that_change_change_what_is_kept() -> None:
+    source = OwnedSource(1)
+    weights = trainer_weights(source, 1, 3)
+    weights.tensors()
+    source.owners = {**source.owners, "a": (0,)}
+    weights.tensors()
+    weights.refresh()
+    assert "a" not in found(weights)
+
+
+def test_an_owner_that_is_no_trainer_is_refused() -> None:
+    weights = trainer_weights(OwnedSource(0), 0, 2)
+    with pytest.raises(ValueError, match=r"^c: trainers \(0, 2\) own it .* there are 2$"):
+        weights.tensors()
+
+
+def test_a_source_of_shards_alone_is_refused() -> None:
+    source = OwnedSource(0)
+    source.is_full = False
+    with pytest.raises(NotImplementedError, match=r"^OwnedSource yields shards alone \(iter_lo"):
+        trainer_weights(source, 0, 3)
+
+
 @pytest.mark.parametrize(
     ("odd", "says"),
     [

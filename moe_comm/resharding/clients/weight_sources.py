@@ -40,9 +40,11 @@ def trainer_weights(source: Any, rank: int, num_ranks: int) -> TrainerWeights:
             `metadata` (a method or a property) and is iterated by `iter_full()` or by itself. Of vLLM's
             `ModuleSource` over a model of transformers the model is taken, in the parts that ranks hold.
         rank: Of the trainers.
-        num_ranks: Trainers; each keeps its share of the full tensors of a `WeightSource`.
+        num_ranks: Trainers; each keeps its share of the full tensors of a `WeightSource`, of those that
+            have `owners` in its metadata only its own.
 
     Raises:
+        NotImplementedError: `source` yields its shards alone (`iter_local()`).
         TypeError: `source` is nothing of this.
         Exception: As `transformers_views`, or what the source raises.
     """
@@ -54,16 +56,25 @@ def trainer_weights(source: Any, rank: int, num_ranks: int) -> TrainerWeights:
         module = getattr(source, "_module", None)
         if isinstance(module, torch.nn.Module) and hasattr(module, "save_pretrained"):
             return _Parts(transformers_views(module))
-    if hasattr(source, "metadata") and (hasattr(source, "iter_full") or _iterates(source)):
-        return _FullTensors(source, rank, num_ranks)
+    if hasattr(source, "metadata"):
+        if _yields_full(source):
+            return _FullTensors(source, rank, num_ranks)
+        if hasattr(source, "iter_local"):
+            raise NotImplementedError(
+                f"{type(source).__name__} yields shards alone (iter_local()); a source must yield full "
+                "tensors (iter_full()), or be the sharded model itself, or CheckpointViews of it"
+            )
     raise TypeError(
         "source must be a WeightSource that yields full tensors, a model of transformers or "
         f"CheckpointViews, got {shown(source)}"
     )
 
 
-def _iterates(source: Any) -> bool:
-    return callable(getattr(source, "__iter__", None))
+def _yields_full(source: Any) -> bool:
+    # A source of vLLM 0.33 has iter_full() in any case, which need not be implemented.
+    if hasattr(source, "implements_iter_full"):
+        return bool(source.implements_iter_full())
+    return hasattr(source, "iter_full") or callable(getattr(source, "__iter__", None))
 
 
 class _Parts:
@@ -95,6 +106,7 @@ class _FullTensors:
         self._source = source
         self._rank, self._num_ranks = rank, num_ranks
         self._tensors: dict[str, TensorSpec] = {}
+        self._owners: dict[str, tuple[int, ...] | None] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self.side = CheckpointViews([])
 
@@ -102,13 +114,20 @@ class _FullTensors:
         metadata = self._source.metadata
         listed: Iterable[Any] = metadata() if callable(metadata) else metadata
         tensors: dict[str, TensorSpec] = {}
+        owners: dict[str, tuple[int, ...] | None] = {}
         for each in listed:
             if each.name in tensors:
                 raise ValueError(f"{each.name}: comes twice in the metadata of the source")
             tensors[each.name] = TensorSpec(tuple(each.shape), each.dtype)
-        if list(tensors.items()) != list(self._tensors.items()):
+            its = owners[each.name] = getattr(each, "owners", None)
+            if its is not None and max(its) >= self._num_ranks:
+                raise ValueError(
+                    f"{each.name}: trainers {its} own it by the metadata of the source, there are "
+                    f"{self._num_ranks}"
+                )
+        if list(tensors.items()) != list(self._tensors.items()) or owners != self._owners:
             held = getattr(self._source, "held_names", lambda: None)()
-            mine = frozenset(list(tensors)[self._rank :: self._num_ranks] if held is None else held)
+            mine = frozenset(self._share(owners) if held is None else held)
             self._kept = {
                 name: torch.empty(spec.shape, dtype=spec.dtype)
                 for name, spec in tensors.items()
@@ -120,8 +139,15 @@ class _FullTensors:
                 )
                 for name, each in self._kept.items()
             ]
-            self.side, self._tensors = CheckpointViews(views), tensors
+            self.side, self._tensors, self._owners = CheckpointViews(views), tensors, owners
         return self._tensors
+
+    def _share(self, owners: dict[str, tuple[int, ...] | None]) -> Iterator[str]:
+        """Names that this rank keeps, of all owners in turn."""
+        for idx, (name, its) in enumerate(owners.items()):
+            ranks = range(self._num_ranks) if its is None else its
+            if ranks[idx % len(ranks)] == self._rank:
+                yield name
 
     def refresh(self) -> None:
         """Take all that the source yields, also after a mistake: other ranks wait in making it.
@@ -130,7 +156,11 @@ class _FullTensors:
             ValueError: It yields another tensor than its metadata says; the tensor is named.
         """
         problem = FirstError()
-        expected = iter(self._tensors.items())
+        expected = (
+            (name, spec)
+            for name, spec in self._tensors.items()
+            if (its := self._owners[name]) is None or self._rank in its
+        )
         for name, tensor in self._iterate():
             with problem:
                 self._take(name, tensor, next(expected, None))
