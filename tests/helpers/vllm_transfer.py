@@ -1,9 +1,10 @@
 """Weights from trainers to vLLM by vLLM's own calls: tokens are those of the trainers.
 
-VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m tests.helpers.vllm_transfer FOLDER
+python -m tests.helpers.vllm_transfer FOLDER engine WORKERS eager|compiled
 
-The engine is in this process, and does what trainer 0 says. Trainers are in two others, which it starts
-(FOLDER RANK INFO).
+The engine is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) or in others, and does what trainer 0
+says: by `LLM`'s own calls, or with several tensor-parallel workers by `collective_rpc`. Trainers are in
+two others, which this one starts (FOLDER RANK INFO).
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 class EngineClient:
     """vLLM's weight calls, said to the engine's process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_workers: int) -> None:
         self._peer = Client(str(folder / "engine"))
+        self._num_workers = num_workers
         self.refuses = False
 
     def say(self, call: str, *arguments: Any) -> Any:
@@ -59,7 +61,7 @@ class EngineClient:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # A list has one for every worker of all data-parallel ranks.
-        self.say("update_weights", {"update_info": [update_info]})
+        self.say("update_weights", {"update_info": [update_info] * self._num_workers})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.say("finish_weight_update", weight_version)
@@ -115,7 +117,7 @@ def train(folder: Path, rank: int, info: dict[str, Any]) -> None:
 
     store = dist.FileStore(str(folder / "trainers"), NUM_TRAINERS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_TRAINERS)
-    client: Any = EngineClient(folder) if rank == 0 else None
+    client: Any = EngineClient(folder, info["num_engines"]) if rank == 0 else None
     wish = MoeCommTrainerInitInfo(info, rank=rank, timeout_s=LIMIT_S, arrival_timeout_s=LIMIT_S)
 
     def start(source: Any) -> Any:
@@ -142,25 +144,26 @@ def train(folder: Path, rank: int, info: dict[str, Any]) -> None:
         check(engine, parts, step, version=None if step else 5)
     engine.shutdown()
 
-    source = Source(whole)
+    source, rows = Source(whole), 128 // info["num_engines"]
     engine = start(source)
     check(engine, whole, 10)
     before = served()
     source.left_out = QUERY
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.qkv_proj\.weight\[0:128, "):
+        with pytest.raises(ValueError, match=rf"self_attn\.qkv_proj\.weight\[0:{rows}, "):
             engine.send_weights()
     source.left_out, source.wrong = "", KEY
     with pytest.raises(ValueError, match=rf"{KEY}: .* of shape \(128, 64\) came, .* \(64, 128\)"):
         engine.send_weights()
     source.wrong = ""
     assert served() == before
-    if rank == 0:
+    if rank == 0 and info["num_engines"] == 1:  # vLLM has other answers of several after an error
         with pytest.raises(RuntimeError, match="no version has come"):
             client.say("start_weight_update")
             client.finish_weight_update("nothing")
         assert client.say("get_weight_version") != "nothing"
-    check(engine, whole, 11)
+    for step in range(11, 15):
+        check(engine, whole, step)
     engine.shutdown()
 
     if rank == 0:
@@ -170,13 +173,13 @@ def train(folder: Path, rank: int, info: dict[str, Any]) -> None:
     if rank == 0:
         client.refuses = False
     engine = start(NewSource(whole))
-    check(engine, whole, 12)
+    check(engine, whole, 15)
     engine.shutdown()
     if rank == 0:
         client.say("end")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, num_workers: int = 1, is_eager: bool = True) -> None:
     """The engine, and what hosts the world."""
     import vllm
     from vllm.config import WeightTransferConfig
@@ -187,7 +190,8 @@ def main(folder: Path) -> None:
         dtype="float32",
         max_model_len=128,
         max_num_seqs=8,
-        enforce_eager=True,
+        enforce_eager=is_eager,
+        tensor_parallel_size=num_workers,
         enable_prefix_caching=False,
         weight_transfer_config=WeightTransferConfig(backend="moe_comm"),
     )
@@ -198,9 +202,22 @@ def main(folder: Path) -> None:
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
+    def by_rpc(call: str, *arguments: Any) -> None:
+        has_info = call in ("init_weight_transfer_engine", "update_weights")
+        llm.collective_rpc(call, kwargs=arguments[0] if has_info else {})
+        if call == "finish_weight_update":
+            llm.update_weight_version(*arguments)
+
+    def do(call: str, *arguments: Any) -> Any:
+        if call == "generate":
+            return serve()
+        if num_workers > 1 and call != "get_weight_version":
+            return by_rpc(call, *arguments)
+        return getattr(llm, call)(*arguments)
+
     with (
         Listener(str(folder / "engine")) as listener,
-        RefitWorld.host("127.0.0.1:0", num_trainers=NUM_TRAINERS, num_engines=1) as host,
+        RefitWorld.host("127.0.0.1:0", num_trainers=NUM_TRAINERS, num_engines=num_workers) as host,
     ):
         command = [sys.executable, "-m", "tests.helpers.vllm_transfer", str(folder)]
         trainers = [
@@ -212,7 +229,7 @@ def main(folder: Path) -> None:
                 while (said := peer.recv())[0] != "end":
                     call, arguments = said
                     try:
-                        answer = serve() if call == "generate" else getattr(llm, call)(*arguments)
+                        answer = do(call, *arguments)
                     except Exception as error:  # noqa: BLE001 - the trainer looks at it
                         peer.send((True, str(error)))
                     else:
@@ -225,7 +242,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        train(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    if sys.argv[2] == "engine":
+        main(Path(sys.argv[1]), num_workers=int(sys.argv[3]), is_eager=sys.argv[4] == "eager")
     else:
-        main(Path(sys.argv[1]))
+        train(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -38,13 +38,31 @@ def test_whole_versions_are_served(tmp_path: Path, mode: str) -> None:
     run("vllm_refit", str(tmp_path), mode)
 
 
-@pytest.mark.client(
-    "vLLM",
-    way='`WeightTransferConfig(backend="moe_comm")`',
-    ran="refits from two expert-parallel trainers by `LLM`'s own calls: greedy tokens, failures",
+@pytest.mark.parametrize(
+    ("processes", "workers", "mode"),
+    [
+        pytest.param(
+            *case,
+            marks=pytest.mark.client(
+                "vLLM",
+                way='`WeightTransferConfig(backend="moe_comm")`',
+                ran=f"refits from two expert-parallel trainers by {ran}: greedy tokens, failures",
+            ),
+        )
+        for *case, ran in (
+            ("0", "1", "eager", "`LLM`'s own calls"),
+            ("1", "2", "compiled", "`collective_rpc`, into two tensor-parallel workers, compiled"),
+        )
+    ],
 )
-def test_trainers_refit_by_vllms_own_calls(tmp_path: Path) -> None:
-    run("vllm_transfer", str(tmp_path))
+def test_trainers_refit_by_vllms_own_calls(
+    tmp_path: Path, processes: str, workers: str, mode: str
+) -> None:
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": processes}
+    if workers == "2":
+        # Else vLLM wants a NUMA node for each.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|0"
+    run("vllm_transfer", str(tmp_path), "engine", workers, mode, **environment)
 
 
 @pytest.mark.client(
@@ -56,14 +74,15 @@ def test_trainers_refit_a_server(tmp_path: Path) -> None:
     run("vllm_http_transfer", str(tmp_path))
 
 
-def run(program: str, *arguments: str) -> None:
-    """In a process of its own: an engine leaves a process group behind."""
+def run(program: str, *arguments: str, **environment: str) -> str:
+    """What it says; in a process of its own: an engine leaves a process group behind."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.helpers.{program}", *arguments],
-        env=dict(os.environ) | ENVIRONMENT,  # noqa: TID251
+        env=dict(os.environ) | ENVIRONMENT | environment,  # noqa: TID251
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-8000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout

@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,7 +37,8 @@ _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
 register_weight_transfer()
 _GRACE_S = 10.0
 """So long a call of the client and the part of this rank in the world wait for each other's error."""
-ResultT = TypeVar("ResultT")
+_MOST_STARTS = 3
+"""Of an update: one may be open, and vLLM may say of the next start what came of a call before."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -353,21 +354,29 @@ class MoeCommTrainerWeightTransferEngine(_base.TrainerWeightTransferEngine):  # 
         """Tell all that wait for this world's ranks."""
         RefitWorld.refuse(self._info.world, "trainer", self._info.rank, why, timeout_s=_GRACE_S)
 
-    def _beside(self, ask: Callable[[], object], take_part: Callable[[], ResultT]) -> ResultT:
-        """Take part in the world, while rank 0 also asks vLLM to."""
+    def _beside(
+        self, ask: Callable[[], object], take_part: Callable[[], None]
+    ) -> BaseException | None:
+        """Take part in the world, while rank 0 also asks vLLM to.
+
+        Returns:
+            What the client raised. Workers have done all the same what they were asked, since all of them
+                took part: after an error vLLM takes what its other workers answered for their answers to
+                the next calls.
+        """
         if not self.is_sender:
-            return take_part()
+            take_part()
+            return None
         pool = concurrent.futures.ThreadPoolExecutor(1, "moe_comm client")
         asked = pool.submit(ask)
         pool.shutdown(wait=False)
         try:
-            result = take_part()
+            take_part()
         except BaseException:
             # So that the next call of the client finds this one ended.
             concurrent.futures.wait([asked], _GRACE_S)
             raise
-        asked.result()
-        return result
+        return asked.exception()
 
     def _describe(self, world: RefitWorld) -> None:
         """Tell what this rank holds, and plan for it. Collective."""
@@ -427,7 +436,7 @@ class MoeCommTrainerWeightTransferEngine(_base.TrainerWeightTransferEngine):  # 
                 world.close()
                 raise
         try:
-            self._beside(
+            failed = self._beside(
                 lambda: self.client.update_weights({"version": named}),
                 lambda: self._refit(world, named),
             )
@@ -435,17 +444,21 @@ class MoeCommTrainerWeightTransferEngine(_base.TrainerWeightTransferEngine):  # 
             self._is_lost = True
             raise
         if self.is_sender:
-            self.client.finish_weight_update(weight_version=str(named))
+            try:
+                self.client.finish_weight_update(weight_version=str(named))
+            except Exception as error:
+                raise (failed or error) from error
         return named
 
     def _start(self) -> None:
         """Have vLLM begin an update, after one that a trainer began and did not end, too."""
-        try:
-            self.client.start_weight_update()
-        except Exception:  # noqa: BLE001 - of whatever the client raises; the second one is raised
+        for _ in range(_MOST_STARTS - 1):
+            with contextlib.suppress(Exception):  # whatever the client raises; the last is raised
+                self.client.start_weight_update()
+                return
             with contextlib.suppress(Exception):  # which it always raises
                 self.client.update_weights({"abandon": True})
-            self.client.start_weight_update()
+        self.client.start_weight_update()
 
     def _refit(self, world: RefitWorld, version: Version) -> None:
         """Take part in a refit. Collective."""
