@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 LIMIT_S = 900
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,32 @@ def test_trainers_refit_by_vllms_own_calls(
 )
 def test_trainers_refit_a_server(tmp_path: Path) -> None:
     run("vllm_http_transfer", str(tmp_path))
+
+
+@pytest.mark.client(
+    "vLLM",
+    way="the example",
+    ran="post-training: a refit every few steps; both trainers and the engine killed in the middle of one",
+)
+def test_the_example_goes_on_after_deaths() -> None:
+    """The engine's tokens are compared with the trainers' after every refit, and after every death."""
+    arguments = ["--steps", "12", "--learning-rate", "3e-3", "--kill", "8:engine"]
+    said = run("killed_post_training", *arguments)
+    kinds = r"version \d+: [\d.]+ MB in|trainer|the engine|better"
+    lines = re.findall(rf"^(?:{kinds}).*\n", said, re.MULTILINE)
+    expected = [
+        r"version 0: .*\nversion 2: .*\n",
+        r"trainer 1 was killed\ntrainer 0: PeerFailedError: .*\(rank 1 is trainer 1\)\n",
+        r"the engine serves version 2, whole\nversion 4: .*\n",
+        r"trainer 0 was killed\ntrainer 1: PeerFailedError: .*\(rank 0 is trainer 0\)\n",
+        r"the engine serves version 4, whole\nversion 6: .*\n",
+        # It may also have died behind the refit: that is killed at a random moment.
+        r"(trainer 1: .*\n)?(version 8: .*\n)?(trainer [01]: .*\n)+",
+        r"the engine does not answer .*: it is started anew\n",
+        r"version 8: .*\nversion 10: .*\nversion 12: .*\n",
+        r"better: the reward rose from 0\.\d+ to [01]\.\d+\n",
+    ]
+    assert re.fullmatch("".join(expected), "".join(lines)), said
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
