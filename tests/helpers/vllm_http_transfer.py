@@ -92,14 +92,13 @@ def main(folder: Path) -> None:
                 assert (first, second) == (step, step)
                 assert served() == tokens
             for said, _ in send(3, QUERY):
-                assert said.startswith(
-                    "ValueError: rank 2: model.layers.0.self_attn.qkv_proj.weight["
-                )
+                what = "ValueError: rank 2: model.layers.0.self_attn.qkv_proj.weight["
+                assert said.startswith(what), said
             assert served() == tokens
             trainers[1].kill()
             trainers[1].wait()
             ((said, _),) = send(4, ranks=(0,))
-            assert "PeerFailedError" in said
+            assert "PeerFailedError" in said, said
             assert "rank 1 is trainer 1" in said
             assert served() == tokens
             trainers[1] = start(1)
