@@ -74,13 +74,14 @@ def main(folder: Path) -> None:
                 text=True,
             )
 
-        def send(step: int, left_out: str = "", ranks: tuple[int, ...] = (0, 1)) -> list[Any]:
-            for rank in ranks:
-                told: Any = trainers[rank].stdin
-                told.write(json.dumps([step, left_out]) + "\n")
-                told.flush()
-            heard: list[Any] = [trainers[rank].stdout for rank in ranks]
-            return [json.loads(each.readline()) for each in heard]
+        def refit(step: int, left_out: str = "", ranks: tuple[int, ...] = (0, 1)) -> list[Any]:
+            with server.paused():
+                for rank in ranks:
+                    told: Any = trainers[rank].stdin
+                    told.write(json.dumps([step, left_out]) + "\n")
+                    told.flush()
+                heard: list[Any] = [trainers[rank].stdout for rank in ranks]
+                return [json.loads(each.readline()) for each in heard]
 
         def served() -> list[list[int]]:
             return server.generate(PROMPTS, NUM_TOKENS)
@@ -88,22 +89,22 @@ def main(folder: Path) -> None:
         try:
             trainers += [start(rank) for rank in range(2)]
             for step in (1, 2):
-                (first, tokens), (second, _) = send(step)
-                assert (first, second) == (step, step)
+                (first, tokens), (second, _) = refit(step)
+                assert (first, second) == (step, step), (first, second)
                 assert served() == tokens
-            for said, _ in send(3, QUERY):
+            for said, _ in refit(3, QUERY):
                 what = "ValueError: rank 2: model.layers.0.self_attn.qkv_proj.weight["
                 assert said.startswith(what), said
             assert served() == tokens
             trainers[1].kill()
             trainers[1].wait()
-            ((said, _),) = send(4, ranks=(0,))
+            ((said, _),) = refit(4, ranks=(0,))
             assert "PeerFailedError" in said, said
             assert "rank 1 is trainer 1" in said
             assert served() == tokens
             trainers[1] = start(1)
-            (first, tokens), (second, _) = send(5)
-            assert (first, second) == (3, 3)
+            (first, tokens), (second, _) = refit(5)
+            assert (first, second) == (3, 3), (first, second)
             assert served() == tokens
         finally:
             for trainer in trainers:

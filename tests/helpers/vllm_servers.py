@@ -105,6 +105,20 @@ class Server:
             answers = pool.map(lambda prompt: self._complete(prompt, num_tokens), prompts)
             return [answer["choices"][0]["token_ids"] for answer in answers]
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No data-parallel rank is in a step, nor waits for others that are, while this is open."""
+        self._post("/pause?mode=wait", b"", {})
+        try:
+            yield
+        finally:
+            self._post("/resume", b"", {})
+
+    def _post(self, path: str, body: bytes, headers: dict[str, str]) -> Any:
+        request = urllib.request.Request(self.url + path, body, headers)
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return json.load(answer)
+
     def _complete(self, prompt: list[int], num_tokens: int) -> Any:
         body = {
             "model": "tiny",
@@ -114,13 +128,8 @@ class Server:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            return json.load(answer)
+        headers = {"Content-Type": "application/json"}
+        return self._post("/v1/completions", json.dumps(body).encode(), headers)
 
 
 @contextlib.contextmanager
