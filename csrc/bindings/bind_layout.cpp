@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -63,6 +64,7 @@ std::shared_ptr<Replicas> make_replicas(const std::vector<int32_t>& slot_expert,
             placement.num_experts,
             " slots, got ",
             slot_expert.size());
+  MOE_CHECK(std::ranges::is_sorted(placement.expert_rank), "slots must ascend by rank");
   for (const int32_t expert_idx : slot_expert)
     MOE_CHECK(expert_idx >= -1 && expert_idx < num_experts,
               expert_idx,

@@ -1,6 +1,7 @@
 #include "layout/replicas.h"
 
 #include <algorithm>
+#include <span>
 
 namespace moe::layout {
 
@@ -10,23 +11,10 @@ Replicas::Replicas(const std::vector<int32_t>& slot_expert,
                    const Placement& placement)
     : num_experts(num_experts_in),
       num_local_ranks(num_local_ranks_in),
-      slots(static_cast<size_t>(num_experts_in)),
-      moves(static_cast<size_t>(placement.num_ranks) * static_cast<size_t>(placement.num_ranks)) {
-  for (size_t slot = 0; slot < slot_expert.size(); ++slot)
-    if (slot_expert[slot] >= 0)
-      slots[static_cast<size_t>(slot_expert[slot])].push_back(static_cast<int32_t>(slot));
-  for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx) {
-    const auto& of_expert = slots[static_cast<size_t>(expert_idx)];
-    if (of_expert.size() > 1)
+      slots(placement.expert_rank, slot_expert, placement.num_ranks, num_experts_in) {
+  for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx)
+    if (slots.of_expert(expert_idx).size() > 1)
       several.push_back(expert_idx);
-    for (const int32_t source : of_expert)
-      for (const int32_t target : of_expert)
-        if (source != target)
-          moves[static_cast<size_t>(placement.expert_rank[static_cast<size_t>(source)] *
-                                        placement.num_ranks +
-                                    placement.expert_rank[static_cast<size_t>(target)])]
-              .emplace_back(source, target);
-  }
 }
 
 int64_t count_choices(const int64_t* topk_idx,
@@ -47,7 +35,7 @@ int64_t count_choices(const int64_t* topk_idx,
   }
   int32_t* const to_rank = counts + placement.num_experts;
   for (int expert_idx = 0; expert_idx < replicas->num_experts; ++expert_idx)
-    for (const int32_t slot : replicas->slots[static_cast<size_t>(expert_idx)]) {
+    for (const int32_t slot : replicas->slots.of_expert(expert_idx)) {
       int32_t& most = to_rank[placement.expert_rank[static_cast<size_t>(slot)]];
       most =
           static_cast<int32_t>(std::min<int64_t>(num_tokens, int64_t{most} + counts[expert_idx]));
@@ -56,11 +44,6 @@ int64_t count_choices(const int64_t* topk_idx,
 }
 
 namespace {
-
-/// The mean of @p num_parts that make @p total, rounded up.
-int64_t mean(int64_t total, int64_t num_parts) {
-  return (total + num_parts - 1) / num_parts;
-}
 
 /// One matrix on its way from experts to slots.
 class Sharing {
@@ -71,8 +54,7 @@ class Sharing {
         counts_(*counts),
         num_ranks_(counts->num_ranks),
         is_masked_(static_cast<size_t>(num_ranks_)),
-        rows_(static_cast<size_t>(placement.num_experts)),
-        loads_(static_cast<size_t>(num_ranks_)) {
+        rows_(static_cast<size_t>(placement.num_experts)) {
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
       for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
         if (counts_.to_rank(src_rank, rank_idx) == CountMatrix::kMasked)
@@ -81,7 +63,7 @@ class Sharing {
 
   void run() {
     place_at_home();
-    balance();
+    replicas_.slots.level(rows_.data(), is_masked_.data());
     std::vector<int32_t> logical(static_cast<size_t>(num_ranks_) *
                                  static_cast<size_t>(replicas_.num_experts));
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
@@ -89,7 +71,7 @@ class Sharing {
       std::copy_n(row, replicas_.num_experts, logical.data() + offset(src_rank));
       std::fill_n(row, placement_.num_experts, 0);
       for (int expert_idx = 0; expert_idx < replicas_.num_experts; ++expert_idx) {
-        const auto& slots = replicas_.slots[static_cast<size_t>(expert_idx)];
+        const auto slots = replicas_.slots.of_expert(expert_idx);
         if (slots.size() == 1)
           row[slots.front()] = logical[static_cast<size_t>(offset(src_rank) + expert_idx)];
       }
@@ -101,24 +83,14 @@ class Sharing {
   }
 
  private:
-  using Moves = std::vector<std::pair<int32_t, int32_t>>;
-
   int64_t offset(int src_rank) const { return int64_t{src_rank} * replicas_.num_experts; }
   bool is_masked(int rank_idx) const { return is_masked_[static_cast<size_t>(rank_idx)] != 0; }
   int owner(int32_t slot) const { return placement_.expert_rank[static_cast<size_t>(slot)]; }
   int64_t& rows(int32_t slot) { return rows_[static_cast<size_t>(slot)]; }
-  int64_t& load(int rank_idx) { return loads_[static_cast<size_t>(rank_idx)]; }
-  const Moves& moves(int from_rank, int to_rank) const {
-    return replicas_.moves[static_cast<size_t>(from_rank * num_ranks_ + to_rank)];
-  }
-  bool has_move(int from_rank, int to_rank) {
-    return std::ranges::any_of(moves(from_rank, to_rank),
-                               [&](const auto& move) { return rows(move.first) > 0; });
-  }
 
   /// Every row at the slot on its own rank, else the lowest on its node, else the lowest; -1 where
   /// all are masked.
-  int32_t home(int src_rank, const std::vector<int32_t>& slots) const {
+  int32_t home(int src_rank, std::span<const int32_t> slots) const {
     int32_t on_node = -1;
     int32_t lowest = -1;
     for (const int32_t slot : slots) {
@@ -142,78 +114,16 @@ class Sharing {
            ++expert_idx) {
         if (row[expert_idx] == 0)
           continue;
-        const int32_t slot = home(src_rank, replicas_.slots[static_cast<size_t>(expert_idx)]);
+        const int32_t slot = home(src_rank, replicas_.slots.of_expert(expert_idx));
         if (slot >= 0)
           rows(slot) += row[expert_idx];
       }
     }
-    for (size_t slot = 0; slot < rows_.size(); ++slot)
-      load(owner(static_cast<int32_t>(slot))) += rows_[slot];
-  }
-
-  void balance() {
-    int64_t total = 0;
-    for (const int64_t each : loads_)
-      total += each;
-    const auto num_masked = std::ranges::count(is_masked_, 1);
-    int64_t limit = mean(total, std::max<int64_t>(1, num_ranks_ - num_masked));
-    for (;;) {
-      const auto most = std::ranges::max_element(loads_);
-      if (*most <= limit)
-        return;
-      const int first = static_cast<int>(most - loads_.begin());
-      const int end = find_chain(first, limit);
-      if (end >= 0) {
-        move_along(first, end, limit);
-        continue;
-      }
-      int64_t reached = 0;
-      for (const int rank_idx : queue_)
-        reached += load(rank_idx);
-      limit = mean(reached, static_cast<int64_t>(queue_.size()));
-    }
-  }
-
-  /// The nearest rank that has less than @p limit, or -1. before_ has the way back, queue_ all
-  /// ranks that were reached.
-  int find_chain(int first, int64_t limit) {
-    before_.assign(static_cast<size_t>(num_ranks_), -1);
-    before_[static_cast<size_t>(first)] = first;
-    queue_.assign(1, first);
-    for (size_t i = 0; i < queue_.size(); ++i) {
-      for (int peer_rank = 0; peer_rank < num_ranks_; ++peer_rank) {
-        if (before_[static_cast<size_t>(peer_rank)] >= 0 || is_masked(peer_rank) ||
-            !has_move(queue_[i], peer_rank))
-          continue;
-        before_[static_cast<size_t>(peer_rank)] = queue_[i];
-        queue_.push_back(peer_rank);
-        if (load(peer_rank) < limit)
-          return peer_rank;
-      }
-    }
-    return -1;
-  }
-
-  void move_along(int first, int end, int64_t limit) {
-    int64_t amount = std::min(load(first) - limit, limit - load(end));
-    Moves chain;
-    for (int rank_idx = end; rank_idx != first; rank_idx = before_[static_cast<size_t>(rank_idx)]) {
-      const Moves& possible = moves(before_[static_cast<size_t>(rank_idx)], rank_idx);
-      chain.push_back(*std::ranges::max_element(
-          possible, {}, [&](const auto& move) { return rows(move.first); }));
-      amount = std::min(amount, rows(chain.back().first));
-    }
-    for (const auto& [source, target] : chain) {
-      rows(source) -= amount;
-      rows(target) += amount;
-    }
-    load(first) -= amount;
-    load(end) += amount;
   }
 
   /// @param logical  Choices of the expert, of rank r at r times the number of experts.
   void share_expert(int expert_idx, int32_t* logical) {
-    const auto& slots = replicas_.slots[static_cast<size_t>(expert_idx)];
+    const auto slots = replicas_.slots.of_expert(expert_idx);
     for (const int distance : {1, replicas_.num_local_ranks, num_ranks_}) {
       for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
         int32_t& left = logical[offset(src_rank)];
@@ -247,10 +157,7 @@ class Sharing {
   CountMatrix& counts_;
   int num_ranks_;
   std::vector<uint8_t> is_masked_;
-  std::vector<int64_t> rows_;   ///< of every slot
-  std::vector<int64_t> loads_;  ///< of every rank
-  std::vector<int> before_;
-  std::vector<int> queue_;
+  std::vector<int64_t> rows_;  ///< of every slot
 };
 
 }  // namespace
@@ -273,7 +180,7 @@ std::vector<int64_t> choose_slots(const int64_t* topk_idx,
       chosen[static_cast<size_t>(i)] = -1;
       continue;
     }
-    const auto& slots = replicas.slots[static_cast<size_t>(expert_idx)];
+    const auto slots = replicas.slots.of_expert(static_cast<int>(expert_idx));
     size_t& run = next[static_cast<size_t>(expert_idx)];
     while (run + 1 < slots.size() && left[static_cast<size_t>(slots[run])] == 0)
       ++run;

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
+#include "layout/rank_leveling.h"
 #include "layout/routing.h"
 
 namespace moe::layout {
@@ -17,11 +17,9 @@ namespace moe::layout {
 /// 0 and 1 get 3 and 2 rows, rank 0's first three choices and the others.
 struct Replicas {
   int num_experts = 0;
-  int num_local_ranks = 1;                  ///< of a node, consecutive ones
-  std::vector<std::vector<int32_t>> slots;  ///< per expert, ascending; so do their ranks
-  std::vector<int32_t> several;             ///< experts that have several, ascending
-  /// [num_ranks, num_ranks]: pairs of slots that rows can go from and to, of experts ascending.
-  std::vector<std::vector<std::pair<int32_t, int32_t>>> moves;
+  int num_local_ranks = 1;  ///< of a node, consecutive ones
+  ReplicaSlots slots;
+  std::vector<int32_t> several;  ///< experts that have several, ascending
 
   /// @param slot_expert  [slots], -1 for an empty one; every expert has a slot.
   Replicas(const std::vector<int32_t>& slot_expert,

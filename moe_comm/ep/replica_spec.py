@@ -104,13 +104,14 @@ def balance(
     """Rows of every slot under "balanced": no rank has more than the placement makes necessary.
 
     Every row begins at a slot on its own rank, or else at the lowest on its own node, or else at the
-    lowest of all. A limit begins at the mean of ranks, rounded up. While a rank has more rows than
-    that (the one that has most, and of several the first), rows go from it along the shortest chain of
-    ranks to one that has fewer: from rank to rank of the chain as many rows of an expert that has rows
-    on the one and a slot on the other, of several the one with most rows there, then the lowest. Chains
-    are found by breadth, ranks ascending. Where no chain leads to such a rank, the ranks that chains lead
-    to cannot give rows to others, and the limit becomes their mean, rounded up: so it is never more than
-    has to be.
+    lowest of all. A limit begins at the mean of ranks, rounded up. Ranks in ascending order, each until
+    it has no more rows than the limit, hand rows on: a search by breadth goes from the rank to those that
+    have a slot of an expert with rows on a rank that was found, slots of that rank ascending, then slots
+    of the expert. To each rank below the limit that is found go along that way as many rows as the first
+    has too many, as the last has room for and as each slot on the way has. The search goes on as long as
+    the first has too many and all these slots have rows left; else another begins. Where a search finds no
+    further rank, none of those that it found can give rows to others, and the limit becomes their mean,
+    rounded up: so it is never more than has to be.
 
     Args:
         counts: `[R][E]`: rows of every rank for every expert.
@@ -138,46 +139,54 @@ def balance(
     for slot, count in enumerate(rows):
         loads[owners[slot]] += count
     limit = -(-sum(loads) // max(1, placement.num_ranks - len(masked_ranks)))
-    # Slots of replicas, by the ranks that a row can go from and to.
-    moves: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for unmasked in usable:
-        for source, target in itertools.permutations(unmasked, 2):
-            moves.setdefault((owners[source], owners[target]), []).append((source, target))
-    while max(loads) > limit:
-        first = loads.index(max(loads))
-        before = {first: first}
-        queue = [first]
-        end = -1
-        for rank_idx in queue:
-            for peer in range(placement.num_ranks):
-                if peer in before:
-                    continue
-                if any(rows[source] > 0 for source, _ in moves.get((rank_idx, peer), ())):
-                    before[peer] = rank_idx
-                    queue.append(peer)
-                    if loads[peer] < limit:
-                        end = peer
-                        break
-            if end >= 0:
-                break
-        if end < 0:
-            limit = -(-sum(loads[rank_idx] for rank_idx in queue) // len(queue))
-            continue
-        chain = []
-        amount = min(loads[first] - limit, limit - loads[end])
-        rank_idx = end
-        while rank_idx != first:
-            # max() takes the first of equals, and experts ascend.
-            move = max(moves[before[rank_idx], rank_idx], key=lambda move: rows[move[0]])
-            chain.append(move)
-            amount = min(amount, rows[move[0]])
-            rank_idx = before[rank_idx]
-        for source, target in chain:
-            rows[source] -= amount
-            rows[target] += amount
-        loads[first] -= amount
-        loads[end] += amount
+    for first in range(placement.num_ranks):
+        while loads[first] > limit:
+            found = _hand_on(first, limit, rows, loads, placement, usable)
+            if found:
+                limit = -(-sum(loads[rank_idx] for rank_idx in found) // len(found))
     return rows
+
+
+def _hand_on(
+    first: int,
+    limit: int,
+    rows: list[int],
+    loads: list[int],
+    placement: Placement,
+    usable: Sequence[Sequence[int]],
+) -> list[int]:
+    """One search of `balance`, which moves `rows` and `loads`.
+
+    Returns:
+        The ranks that it found, or none if it ended before it had found all.
+    """
+    owners, experts = placement.slot_rank, placement.slot_expert
+    ways: dict[int, list[tuple[int, int]]] = {first: []}  # pairs of slots that rows go from and to
+    found = [first]
+    for rank_idx in found:
+        for source in range(placement.num_slots):
+            if owners[source] != rank_idx or experts[source] < 0:
+                continue
+            for target in usable[experts[source]]:
+                end = owners[target]
+                if rows[source] == 0 or end in ways:
+                    continue
+                way = ways[end] = [*ways[rank_idx], (source, target)]
+                found.append(end)
+                if loads[end] >= limit:
+                    continue
+                sources = [pair[0] for pair in way]
+                amount = min(
+                    loads[first] - limit, limit - loads[end], *(rows[slot] for slot in sources)
+                )
+                for giver, taker in way:
+                    rows[giver] -= amount
+                    rows[taker] += amount
+                loads[first] -= amount
+                loads[end] += amount
+                if loads[first] <= limit or not all(rows[slot] for slot in sources):
+                    return []
+    return found
 
 
 def share(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
 import moe_comm
 from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout, Quantization
 from moe_comm.ep.placement import Placement, ReplicaRule
-from moe_comm.ep.replica_spec import choose_slots
+from moe_comm.ep.replica_spec import balance, choose_slots
 from moe_comm.ep.spec import Dispatch, Received
 from moe_comm.testing.case_data import as_sent
 from moe_comm.testing.cases import seeded
@@ -28,6 +29,20 @@ def random_placement(seed: int, num_ranks: int) -> Placement:
         rng.shuffle(of_rank)
     slots[-1].append(-1)
     return Placement(slots, NUM_EXPERTS)
+
+
+def rows_by_rank(
+    placement: Placement,
+    counts: Sequence[Sequence[int]],
+    num_local_ranks: int = 1,
+    masked: frozenset[int] = frozenset(),
+) -> list[int]:
+    """Rows of every rank under "balanced"; `counts` as in `balance`, of the first ranks."""
+    rows = balance(counts, placement, num_local_ranks, masked)
+    loads = [0] * placement.num_ranks
+    for rank_idx, count in zip(placement.slot_rank, rows, strict=True):
+        loads[rank_idx] += count
+    return loads
 
 
 def inputs(seed: int, num_ranks: int) -> tuple[list[torch.Tensor], ...]:

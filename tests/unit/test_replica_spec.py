@@ -10,6 +10,7 @@ import torch
 
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.replica_spec import balance, choose_slots, share
+from tests.helpers.replica_ranks import rows_by_rank
 
 
 def _random_placement(rng: random.Random, num_ranks: int, num_experts: int) -> Placement:
@@ -47,10 +48,7 @@ def test_no_rank_has_more_rows_than_the_placement_makes_necessary(seed: int) -> 
     counts = [[rng.choice((0, 0, 1, 7, 100)) for _ in range(num_experts)] for _ in range(num_ranks)]
     masked = frozenset(rank for rank in range(num_ranks) if seed % 3 == 0 and rng.random() < 0.3)
     allowed = [rank for rank in range(num_ranks) if rank not in masked]
-    rows = balance(counts, placement, rng.choice((1, num_ranks)), masked)
-    loads = [0] * num_ranks
-    for slot, count in enumerate(rows):
-        loads[placement.slot_rank[slot]] += count
+    loads = rows_by_rank(placement, counts, rng.choice((1, num_ranks)), masked)
     totals = [sum(counts[rank][expert] for rank in allowed) for expert in range(num_experts)]
     assert max(loads) == _least_largest_load(totals, placement, allowed)
     assert all(loads[rank] == 0 for rank in masked)
@@ -59,6 +57,31 @@ def test_no_rank_has_more_rows_than_the_placement_makes_necessary(seed: int) -> 
     for rank_idx, expert in itertools.product(range(num_ranks), range(num_experts)):
         slots = placement.slots_of_expert[expert]
         assert sum(shares[rank_idx][slot] for slot in slots) == counts[rank_idx][expert]
+
+
+def _closed_mean(placement: Placement, rows: list[int], loads: list[int]) -> int:
+    """Mean, rounded up, of the ranks that rows of the fullest rank could go to, from slot to slot: no
+    division gives less, as none of their rows has a slot elsewhere."""
+    found = [loads.index(max(loads))]
+    for rank_idx in found:
+        for source, expert in enumerate(placement.slot_expert):
+            if placement.slot_rank[source] == rank_idx and rows[source] > 0:
+                ends = {placement.slot_rank[slot] for slot in placement.slots_of_expert[expert]}
+                found += sorted(ends.difference(found))
+    return -(-sum(loads[rank_idx] for rank_idx in found) // len(found))
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(64, 8), (256, 32), (128, 48)])
+def test_no_division_of_a_large_placement_is_better(num_experts: int, num_ranks: int) -> None:
+    for seed in range(4):
+        rng = random.Random(seed)
+        placement = _random_placement(rng, num_ranks, num_experts)
+        counts = [
+            [int(rng.paretovariate(0.7)) - 1 for _ in range(num_experts)] for _ in range(num_ranks)
+        ]
+        rows = balance(counts, placement, 8)
+        loads = rows_by_rank(placement, counts, 8)
+        assert max(loads) == _closed_mean(placement, rows, loads)
 
 
 def test_rows_stay_at_home_where_loads_are_equal() -> None:

@@ -1,0 +1,171 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/host_device.h"
+
+namespace moe::layout {
+
+/// Slots by expert and by rank, as RankLeveling reads them. Slots are numbered over all ranks.
+struct ReplicaTable {
+  int num_ranks = 0;
+  const int32_t* slot_rank = nullptr;     ///< [num_slots]
+  const int32_t* slot_expert = nullptr;   ///< [num_slots], -1 for an empty one
+  const int32_t* expert_begin = nullptr;  ///< [num_experts + 1], into expert_slots
+  const int32_t* expert_slots = nullptr;  ///< of every expert, ascending
+  const int32_t* rank_begin = nullptr;    ///< [num_ranks + 1], into shared_slots
+  const int32_t* shared_slots = nullptr;  ///< of every rank, ascending: those of replicated experts
+};
+
+/// Moves rows between slots of the same expert until the largest number of rows of any rank is as
+/// small as the slots allow, exactly.
+///
+/// Ranks are neighbors where they have slots of one expert. In ascending order, every rank with
+/// more rows than a limit, at first the mean rounded up, hands what is above it on to the nearest
+/// rank below it, tried in the order of slots; whom that passes keeps its number. Where all that it
+/// reaches are full, their rows have nowhere else to go, and the limit becomes the mean of these
+/// ranks, rounded up. A rank that is left out has no rows, gets none, and counts in no mean. One
+/// thread does it. replica_spec.balance() of moe_comm/ep is the definition.
+///
+/// Example: 3 ranks with slots of experts [0], [0, 1] and [1], 9 rows of expert 0 and 3 of expert
+/// 1, at first [9, 0, 3, 0]. The limit is 4: rank 0 hands 1 row to rank 1, and 3 more while rank 1
+/// hands its 3 of expert 1 to rank 2. What ranks 0 and 1 have then cannot go there: the limit
+/// becomes 5, and the result is [5, 4, 0, 3].
+struct RankLeveling {
+  /// Numbers of 4 bytes to work in.
+  MOE_HOST_DEVICE static constexpr int64_t num_words(int num_ranks) {
+    return int64_t{4} * num_ranks;
+  }
+
+  ReplicaTable table;
+  int64_t* slot_rows;  ///< [num_slots], any split of every expert's rows
+  int64_t* rank_rows;  ///< [num_ranks], their sums by rank; -1: left out
+  int32_t* words;      ///< [num_words(num_ranks)], of any values
+  int64_t limit = 0;
+
+  /// @return the largest number of rows of any rank.
+  MOE_HOST_DEVICE int64_t run() {
+    int num_present = 0;
+    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
+      const bool is_present = rank_rows[rank_idx] >= 0;
+      limit += is_present ? rank_rows[rank_idx] : 0;
+      num_present += is_present;
+      last_search()[rank_idx] = is_present ? -1 : INT32_MAX;
+    }
+    limit = num_present == 0 ? 0 : mean(limit, num_present);
+    int32_t search = 0;
+    int64_t most = 0;
+    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx)
+      while (rank_rows[rank_idx] > limit)
+        hand_on(rank_idx, search++);
+    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx)
+      most = rank_rows[rank_idx] > most ? rank_rows[rank_idx] : most;
+    return most;
+  }
+
+ private:
+  MOE_HOST_DEVICE int32_t* queue() const { return words; }
+  /// Which search found a rank last; of one that is left out, the greatest number.
+  MOE_HOST_DEVICE int32_t* last_search() const { return words + table.num_ranks; }
+  /// The slot whose rows come to a rank, and the one of the same expert that they come to.
+  MOE_HOST_DEVICE int32_t* giver() const { return words + 2 * table.num_ranks; }
+  MOE_HOST_DEVICE int32_t* taker() const { return words + 3 * table.num_ranks; }
+  MOE_HOST_DEVICE static int64_t mean(int64_t num_rows, int num_ranks) {
+    return (num_rows + num_ranks - 1) / num_ranks;
+  }
+
+  /// Breadth first from @p root, as long as what was found on the way still holds. Raises the limit
+  /// where all that were found are full: what moved on the way moved between slots of one expert,
+  /// of which every one has been found.
+  MOE_HOST_DEVICE void hand_on(int root, int32_t search) {
+    int num_found = 1;
+    queue()[0] = root;
+    last_search()[root] = search;
+    for (int at = 0; at < num_found; ++at)
+      for (int i = table.rank_begin[queue()[at]]; i < table.rank_begin[queue()[at] + 1]; ++i) {
+        const int32_t slot = table.shared_slots[i];
+        const int32_t* const begins = table.expert_begin + table.slot_expert[slot];
+        for (int j = begins[0]; j < begins[1] && slot_rows[slot] > 0; ++j) {
+          const int32_t other = table.expert_slots[j];
+          const int32_t rank_idx = table.slot_rank[other];
+          if (last_search()[rank_idx] >= search)
+            continue;
+          last_search()[rank_idx] = search;
+          giver()[rank_idx] = slot;
+          taker()[rank_idx] = other;
+          queue()[num_found++] = rank_idx;
+          if (rank_rows[rank_idx] < limit && !move(root, rank_idx))
+            return;
+        }
+      }
+    int64_t num_rows = 0;
+    for (int at = 0; at < num_found; ++at)
+      num_rows += rank_rows[queue()[at]];
+    limit = mean(num_rows, num_found);
+  }
+
+  /// Hands rows on from @p root to the rank that was just found.
+  /// @return whether @p root has more, and every rank on the way has something left to hand on.
+  MOE_HOST_DEVICE bool move(int root, int found) {
+    int64_t num_rows = rank_rows[root] - limit;
+    if (num_rows > limit - rank_rows[found])
+      num_rows = limit - rank_rows[found];
+    for (int on = found; on != root; on = table.slot_rank[giver()[on]])
+      if (num_rows > slot_rows[giver()[on]])
+        num_rows = slot_rows[giver()[on]];
+    rank_rows[root] -= num_rows;
+    rank_rows[found] += num_rows;
+    bool goes_on = rank_rows[root] > limit;
+    for (int on = found; on != root; on = table.slot_rank[giver()[on]]) {
+      slot_rows[giver()[on]] -= num_rows;
+      slot_rows[taker()[on]] += num_rows;
+    }
+    for (int on = found; on != root; on = table.slot_rank[giver()[on]])
+      goes_on = goes_on && slot_rows[giver()[on]] > 0;
+    return goes_on;
+  }
+};
+
+/// The arrays of a ReplicaTable, made once for a placement.
+class ReplicaSlots {
+ public:
+  /// @param slot_rank    [num_slots], ascending
+  /// @param slot_expert  [num_slots], -1 for an empty one
+  ReplicaSlots(std::vector<int32_t> slot_rank,
+               std::vector<int32_t> slot_expert,
+               int num_ranks,
+               int num_experts);
+
+  int num_ranks() const { return static_cast<int>(rank_begin_.size()) - 1; }
+  int num_experts() const { return static_cast<int>(expert_begin_.size()) - 1; }
+  /// The slots of one expert, ascending; so do their ranks.
+  std::span<const int32_t> of_expert(int expert_idx) const {
+    const int32_t* const begins = expert_begin_.data() + expert_idx;
+    return {expert_slots_.data() + begins[0], expert_slots_.data() + begins[1]};
+  }
+  ReplicaTable table() const;
+
+  /// The rows of every expert in equal parts to its slots; what is over, a row each to the first.
+  /// @param expert_rows  [num_experts]
+  /// @return [num_slots]
+  std::vector<int64_t> split_evenly(const int64_t* expert_rows) const;
+
+  /// See RankLeveling.
+  /// @param slot_rows  [num_slots], any split of every expert's rows; overwritten
+  /// @param left_out   [num_ranks], not 0 for a rank whose slots have no rows and get none; or null
+  /// @return the largest number of rows of any rank.
+  int64_t level(int64_t* slot_rows, const uint8_t* left_out = nullptr) const;
+
+ private:
+  std::vector<int32_t> slot_rank_;
+  std::vector<int32_t> slot_expert_;
+  std::vector<int32_t> expert_begin_;
+  std::vector<int32_t> expert_slots_;
+  std::vector<int32_t> rank_begin_;
+  std::vector<int32_t> shared_slots_;
+};
+
+}  // namespace moe::layout
