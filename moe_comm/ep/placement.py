@@ -85,6 +85,9 @@ class Placement:
     ) -> Placement:
         """The placement that a table of physical experts describes, as SGLang and vLLM keep one a layer.
 
+        Of several slots of one expert on a rank, which vLLM's policy makes, the first counts: the others
+        are empty here, as they would take nothing off it.
+
         Args:
             physical_to_logical: Integers `[P]`: the logical expert of every physical one, -1 for an
                 empty slot. P is a multiple of `num_ranks`; rank r has the r-th part.
@@ -106,7 +109,12 @@ class Placement:
             )
         if num_experts is None:
             num_experts = max(int(table.max()) + 1, 1)
-        return cls(table.view(num_ranks, -1).tolist(), num_experts)
+        slots = table.view(num_ranks, -1).tolist()
+        for of_rank in slots:
+            for slot_idx, expert_idx in enumerate(of_rank):
+                if expert_idx in of_rank[:slot_idx]:
+                    of_rank[slot_idx] = EMPTY_SLOT
+        return cls(slots, num_experts)
 
     @property
     def num_ranks(self) -> int:

@@ -36,6 +36,13 @@ def test_a_table_may_have_empty_slots_and_more_experts_than_it_names() -> None:
         Placement.of_table([2, -1, 0, 1], 2, 4)
 
 
+def test_an_expert_twice_on_a_rank_of_a_table_lies_in_the_first_slot() -> None:
+    placement = Placement.of_table([0, 2, 0, 0, -1, -1, 1, 2], 2)
+    assert placement.slots == ((0, 2, -1, -1), (-1, -1, 1, 2))
+    with pytest.raises(ValueError, match="slot 3 of rank 1 holds expert -2, which is not in"):
+        Placement.of_table([0, 1, 0, 1, 0, -1, -1, -2], 2)
+
+
 @pytest.mark.parametrize(
     ("slots", "num_experts", "message"),
     [
