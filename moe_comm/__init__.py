@@ -51,6 +51,7 @@ __all__ = [
     "combine",
     "dequantize",
     "dispatch",
+    "plan_placement",
     "quantize",
 ]
 

@@ -210,6 +210,18 @@ class layout:
         ) -> None: ...
 
     @staticmethod
+    def plan_placement(
+        loads: torch.Tensor,
+        present: torch.Tensor | None,
+        *,
+        num_experts: int,
+        num_ranks: int,
+        num_slots: int,
+        ranks_per_node: int,
+        move_price: float,
+        scatter: float,
+    ) -> torch.Tensor: ...
+    @staticmethod
     def count_choices(
         placement: Placement,
         topk_idx: torch.Tensor,

@@ -21,6 +21,7 @@ from moe_comm.ep.handles import DispatchHandle as DispatchHandle
 from moe_comm.ep.handles import DispatchResult as DispatchResult
 from moe_comm.ep.handles import WaitStatistics as WaitStatistics
 from moe_comm.ep.placement import Placement as Placement
+from moe_comm.ep.planner import plan_placement as plan_placement
 from moe_comm.errors import CapacityError as CapacityError
 from moe_comm.errors import CommunicationError as CommunicationError
 from moe_comm.errors import EvictedError as EvictedError

@@ -10,6 +10,7 @@
 #include "heap/window_allocator.h"
 #include "layout/capacity.h"
 #include "layout/control.h"
+#include "layout/placement_plan.h"
 #include "layout/rail_region.h"
 #include "layout/rank_sums.h"
 #include "layout/replicas.h"
@@ -235,6 +236,37 @@ py::tuple row_streams(py::handle topk_idx,
       vector_tensor(std::move(of_choices), {choices.num_rows, choices.row_elements}, kInt64));
 }
 
+/// Plans every layer.
+/// @param loads    float64 [layers, experts]
+/// @param present  int32 [layers, ranks * any number of slots], or None
+/// @return int32 [layers, ranks * slots]
+py::object plan_placement(py::handle loads, py::handle present, const layout::PlanRules& rules) {
+  const TensorView given = view_tensor(loads, "loads");
+  const TensorView held = view_tensor(present, "present");
+  MOE_CHECK(given.element_bytes == 8 && given.row_elements == rules.num_experts,
+            "loads must be float64 [layers, ",
+            rules.num_experts,
+            "], got rows of ",
+            given.row_bytes(),
+            " bytes");
+  const auto num_slots = static_cast<size_t>(int64_t{rules.num_ranks} * rules.num_slots);
+  const auto num_experts = static_cast<size_t>(rules.num_experts);
+  const auto num_held = static_cast<size_t>(present.is_none() ? 0 : held.row_elements);
+  std::vector<int32_t> slots(static_cast<size_t>(given.num_rows) * num_slots);
+  {
+    const py::gil_scoped_release no_gil;
+    const layout::PlacementPlanner planner(rules);
+    for (size_t i = 0; i < static_cast<size_t>(given.num_rows); ++i) {
+      const auto* const layer_loads = reinterpret_cast<const double*>(given.data);
+      const auto* const layer_present = reinterpret_cast<const int32_t*>(held.data);
+      const layout::SlotExperts plan = planner.plan({layer_loads + i * num_experts, num_experts},
+                                                    {layer_present + i * num_held, num_held});
+      std::copy(plan.begin(), plan.end(), slots.begin() + static_cast<ptrdiff_t>(i * num_slots));
+    }
+  }
+  return vector_tensor(std::move(slots), {given.num_rows, static_cast<int64_t>(num_slots)}, kInt32);
+}
+
 layout::ScaleMap scale_map(int row_layout,
                            int64_t num_rows,
                            int64_t num_rows_per_expert,
@@ -437,6 +469,30 @@ void bind_layout(py::module_& parent) {
            py::arg("num_experts"),
            py::arg("num_local_ranks"),
            py::arg("placement"));
+  module.def(
+      "plan_placement",
+      [](py::handle loads,
+         py::handle present,
+         int num_experts,
+         int num_ranks,
+         int num_slots,
+         int ranks_per_node,
+         double move_price,
+         double scatter) {
+        return plan_placement(
+            loads,
+            present,
+            {num_experts, num_ranks, num_slots, ranks_per_node, move_price, scatter});
+      },
+      py::arg("loads"),
+      py::arg("present"),
+      py::kw_only(),
+      py::arg("num_experts"),
+      py::arg("num_ranks"),
+      py::arg("num_slots"),
+      py::arg("ranks_per_node"),
+      py::arg("move_price"),
+      py::arg("scatter"));
   module.def("count_choices",
              &count_choices,
              py::arg("placement"),

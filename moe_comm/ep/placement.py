@@ -116,6 +116,14 @@ class Placement:
                     of_rank[slot_idx] = EMPTY_SLOT
         return cls(slots, num_experts)
 
+    @classmethod
+    def of_valid(cls, slots: Sequence[Sequence[int]], num_experts: int) -> Placement:
+        """The same as `Placement(slots, num_experts)` of slots that are known to be right."""
+        placement = object.__new__(cls)
+        object.__setattr__(placement, "slots", tuple(map(tuple, slots)))
+        object.__setattr__(placement, "num_experts", num_experts)
+        return placement
+
     @property
     def num_ranks(self) -> int:
         """Ranks that have a list of slots."""

@@ -266,6 +266,7 @@ LAYER_OF_PREFIX = {prefix: idx for idx, layer in enumerate(PYTHON_LAYERS) for pr
 USERS_OF_NATIVE = {
     "moe_comm._host": (
         "moe_comm.ep.budget",
+        "moe_comm.ep.planner",
         "moe_comm.peers.communicator",
         "moe_comm.peers.elastic",
         "moe_comm.peers.native_group",
