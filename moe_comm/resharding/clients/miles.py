@@ -16,18 +16,13 @@ import torch.distributed as dist
 
 from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.gather_objects import gather_objects_of_group
+from moe_comm.resharding.clients.frameworks import class_of, module_of
 from moe_comm.resharding.clients.sglang import SglangStream, own_address
 
 __all__ = ["MoeCommWeightTransfer"]
 
-_base: Any = None
-try:
-    _base = importlib.import_module("miles.backends.training_utils.weight_update.protocol")
-except ModuleNotFoundError as error:
-    # Nobody but miles makes one; a part that miles lacks is an error.
-    if error.name != "miles":
-        raise
-_Base: Any = object if _base is None else _base.WeightTransferProtocol
+_base = module_of("miles.backends.training_utils.weight_update.protocol")
+_Base: Any = class_of(_base, "WeightTransferProtocol")
 
 
 class MoeCommWeightTransfer(_Base):  # type: ignore[misc]

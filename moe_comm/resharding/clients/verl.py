@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib
 import socket
 import uuid
 from collections.abc import AsyncIterator, Iterable
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from moe_comm.resharding.clients.frameworks import class_of, module_of
 from moe_comm.resharding.clients.tensor_stream import StreamError, TensorStream
 
 __all__ = ["BACKEND", "MoeCommCheckpointEngine"]
@@ -20,14 +20,8 @@ __all__ = ["BACKEND", "MoeCommCheckpointEngine"]
 BACKEND = "moe_comm"
 """Name in verl's registry: `checkpoint_engine.backend`."""
 
-_base: Any = None
-try:
-    _base = importlib.import_module("verl.checkpoint_engine.base")
-except ModuleNotFoundError as error:
-    # Who imports this without verl has no registry either; a part that verl lacks is an error.
-    if error.name != "verl":
-        raise
-_Base: Any = object if _base is None else _base.CheckpointEngine
+_base = module_of("verl.checkpoint_engine.base")
+_Base: Any = class_of(_base, "CheckpointEngine")
 
 
 class MoeCommCheckpointEngine(_Base):  # type: ignore[misc]

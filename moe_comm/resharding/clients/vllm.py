@@ -1,6 +1,6 @@
 """vLLM's weight transfer over this package: the class in its workers, and the one in trainers.
 
-Needs vLLM, of which it uses the base classes. vLLM finds the worker's class by the package's plugin; a trainer imports
+Needs vLLM, whose base classes it extends. vLLM finds the worker's class by the package's plugin; a trainer imports
 this for `MoeCommTrainerInitInfo`, which registers both. Workers and trainers are the ranks of a `RefitWorld`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import torch
 
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.agree import FirstError, first_line
+from moe_comm.resharding.clients.frameworks import class_of, module_of
 from moe_comm.resharding.clients.vllm_names import register_weight_transfer
 from moe_comm.resharding.clients.weight_sources import TrainerWeights, trainer_weights
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
@@ -33,7 +33,7 @@ __all__ = [
     "MoeCommWeightTransferEngine",
 ]
 
-_base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
+_base = module_of("vllm.distributed.weight_transfer.base")
 register_weight_transfer()
 _GRACE_S = 10.0
 """So long a call of the client and the part of this rank in the world wait for each other's error."""
@@ -42,7 +42,7 @@ _MOST_STARTS = 3
 
 
 @dataclasses.dataclass(kw_only=True)
-class MoeCommInitInfo(_base.WeightTransferInitInfo):  # type: ignore[misc]
+class MoeCommInitInfo(class_of(_base, "WeightTransferInitInfo")):  # type: ignore[misc]
     """What a worker is given: `RefitHost.info`, and what the trainers' init info says besides.
 
     Args:
@@ -81,7 +81,7 @@ class MoeCommInitInfo(_base.WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclasses.dataclass(kw_only=True)
-class MoeCommUpdateInfo(_base.WeightTransferUpdateInfo):  # type: ignore[misc]
+class MoeCommUpdateInfo(class_of(_base, "WeightTransferUpdateInfo")):  # type: ignore[misc]
     """What a worker is given for every update.
 
     Args:
@@ -94,7 +94,7 @@ class MoeCommUpdateInfo(_base.WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 @dataclasses.dataclass
-class MoeCommTrainerInitInfo(_base.TrainerInitInfo):  # type: ignore[misc]
+class MoeCommTrainerInitInfo(class_of(_base, "TrainerInitInfo")):  # type: ignore[misc]
     """What every trainer rank is given, with `rank`, its own among the trainers.
 
     Args:
@@ -144,7 +144,7 @@ class _Served:
             raise RuntimeError(f"version {self._model.version} has been handed over")
 
 
-class MoeCommWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
+class MoeCommWeightTransferEngine(class_of(_base, "WeightTransferEngine")):  # type: ignore[misc]
     """The worker's end: an engine's rank of a `RefitWorld`, whose versions are served whole.
 
     `update_weights` is where a version comes and is handed over, on all workers or, as far as nothing was
@@ -279,7 +279,7 @@ class MoeCommWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[m
         return self._world
 
 
-class MoeCommTrainerWeightTransferEngine(_base.TrainerWeightTransferEngine):  # type: ignore[misc]
+class MoeCommTrainerWeightTransferEngine(class_of(_base, "TrainerWeightTransferEngine")):  # type: ignore[misc]
     """A trainer rank's end: a trainer of a `RefitWorld`. Rank 0 calls vLLM by the client.
 
     Made by `trainer_init` on every trainer rank.
