@@ -172,7 +172,9 @@ bool HeapPages::begin_writes() {
 
 void HeapPages::end_writes(bool is_failed) {
   const std::lock_guard lock(mutex_);
-  if (--num_writers_ == 0 && !is_failed)
+  --num_writers_;
+  // Others may still write: what this one's peers wrote must not wait for them, who may fail.
+  if (window_ && !is_failed)
     for_edges([](std::byte* memory, const std::byte* place, size_t bytes) {
       sync::read_shared(memory, place, bytes);
     });

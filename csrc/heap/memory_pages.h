@@ -31,6 +31,11 @@ void check_private_memory(const std::vector<MemoryRange>& pages);
 /// where it was. Absent in forked children, as the heap is.
 class HeapPages final : public SharedPages {
  public:
+  /// Abandons memory that is still shared.
+  ~HeapPages() override { abandon(); }
+  HeapPages(const HeapPages&) = delete;
+  HeapPages& operator=(const HeapPages&) = delete;
+
   /// Copies the memory to @p window and has its whole pages show the window's. Nobody may write to
   /// it meanwhile.
   /// @param window  Of heap_bytes(memory).

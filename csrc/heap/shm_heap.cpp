@@ -299,7 +299,10 @@ std::vector<std::shared_ptr<HeapPages>> MemfdHeap::share(const std::vector<Memor
     throw;
   }
   const std::lock_guard lock(shared_mutex_);
-  std::erase_if(shared_, [](const auto& entry) { return entry.second.expired(); });
+  std::erase_if(shared_, [](const auto& entry) {
+    const auto pages = entry.second.lock();
+    return !pages || !pages->window();
+  });
   for (const auto& each : shared)
     shared_[reinterpret_cast<uintptr_t>(each->memory().data)] = each;
   num_shared_.fetch_add(shared.size(), std::memory_order_release);

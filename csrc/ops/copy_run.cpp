@@ -1,6 +1,5 @@
 #include "ops/copy_run.h"
 
-#include <optional>
 #include <utility>
 
 #include "core/text.h"
@@ -19,24 +18,6 @@ using layout::RowStatus;
 // a megabyte.
 constexpr int64_t kStopNs = 100'000'000;
 
-/// Ends what PreparedCopies::begin_writes() began.
-class SharedWrites {
- public:
-  explicit SharedWrites(PreparedCopies& prepared) : prepared_(&prepared) {}
-  SharedWrites(const SharedWrites&) = delete;
-  SharedWrites& operator=(const SharedWrites&) = delete;
-  ~SharedWrites() {
-    if (prepared_ != nullptr)
-      prepared_->end_writes(true);
-  }
-
-  /// Everything is there.
-  void end() { std::exchange(prepared_, nullptr)->end_writes(false); }
-
- private:
-  PreparedCopies* prepared_;
-};
-
 }  // namespace
 
 CopyRun::CopyRun(BatchedCopy& engine,
@@ -47,6 +28,11 @@ CopyRun::CopyRun(BatchedCopy& engine,
       rows_(static_cast<size_t>(engine.num_ranks())) {
   check_closed();
   begin();
+}
+
+CopyRun::~CopyRun() {
+  if (is_writing_)
+    prepared_->end_writes(true);
 }
 
 void CopyRun::check_closed() {
@@ -61,13 +47,12 @@ CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
   PreparedCopies& prepared = *given;
   if (!prepared.problem().empty())
     reject({}, RowStatus::kInvalidArgument, prepared.problem());
-  std::optional<SharedWrites> writes;
   try {
     while (!prepared.has_table(group_.memory()) || !prepared.begin_writes()) {
       prepared.take_table();
       prepared.make_table(group_.memory(), engine_.take_table_number());
     }
-    writes.emplace(prepared);
+    is_writing_ = true;
     for_active_peers([&](int peer_rank) {
       if (prepared.needs_slots(peer_rank))
         engine_.make_slots(peer_rank);
@@ -89,7 +74,8 @@ CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
   move(route);
   release_done();
   await_done(route);
-  writes->end();
+  prepared.end_writes(false);
+  is_writing_ = false;
   complete();
   const int64_t end_ns = sync::now_ns();
   CopyStats stats;

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -114,6 +117,69 @@ def _refits(comm: moe_comm.Communicator) -> None:
 
 def test_memory_is_written_in_place_up_to_its_edges_and_private_again() -> None:
     on_ranks(2, _refits)
+
+
+def _two_engines(comm: moe_comm.Communicator) -> None:
+    exchange = Exchange(comm)
+    # Of the last element, and of memory that is not shared: slots tell that the run has begun.
+    other = BatchedCopy(comm, slot_bytes=1 << 12)
+    apart = torch.zeros(64, dtype=torch.int32)
+    ends = [(1, exchange.values[-1:], 1), (2, apart, 1)]
+    receives = [(1, exchange.target[-1:], 0), (2, apart, 0)]
+    if comm.rank_idx == 0:
+        prepared = other.prepare(ends, [])
+        exchange.run(1)
+        other.run(prepared)
+        return
+    prepared = other.prepare([], receives)
+    shared = share_in_place(exchange.weights, comm)
+    num_allocations = comm.heap_stats().num_allocations
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(other.run, prepared)
+        deadline = time.monotonic() + 30
+        while comm.heap_stats().num_allocations < num_allocations + 2:
+            assert time.monotonic() < deadline
+            assert not waits.done()
+            time.sleep(0.001)
+        with pytest.raises(ValueError, match="cannot be unshared while peers write to them"):
+            shared.close()
+        # Compares up to the edges, which the other run still holds.
+        exchange.run(1)
+        waits.result()
+    assert int(exchange.target[-1]) == int(exchange.values[-1])
+    shared.close()
+    assert not shared_lines(exchange.target)
+
+
+def test_engines_share_edges_and_close_waits_for_the_last_of_them() -> None:
+    on_ranks(2, _two_engines)
+
+
+def test_pages_that_cannot_be_private_again_are_given_to_nobody(
+    communicator: moe_comm.Communicator,
+) -> None:
+    # So large that the allocator gives its memory back to the system.
+    net = Weights(10 << 20)
+    native = communicator.require_native()
+    storage = net.storage.untyped_storage()
+    live_bytes = communicator.heap_stats().live_bytes
+    pages = native.share([(storage.data_ptr(), storage.nbytes())])
+    del pages
+    assert shared_lines(net.storage)
+    assert communicator.heap_stats().live_bytes >= live_bytes + storage.nbytes()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_largest_storage_at_an_address_is_shared(
+    communicator: moe_comm.Communicator, is_reversed: bool
+) -> None:
+    memory = np.zeros(1 << 16, dtype=np.int32)
+    parts = [torch.from_numpy(memory[: 3 << 12]), torch.from_numpy(memory)]
+    net = nn.Module()
+    for idx, part in enumerate(reversed(parts) if is_reversed else parts):
+        net.register_buffer(f"part{idx}", part)
+    with share_in_place(net, communicator) as shared:
+        assert shared.num_bytes == memory.nbytes
 
 
 def test_what_no_page_lies_in_stays_private(communicator: moe_comm.Communicator) -> None:

@@ -158,10 +158,9 @@ class SharedWeights:
 
     def __init__(self, pages: Iterable[_Pages], storages: list[_Storage]) -> None:
         self.num_bytes = sum(storage.num_bytes for storage in storages)
-        shared = list(zip(pages, storages, strict=True))
-        self._close = weakref.finalize(self, _unshare, shared)
+        self._shared = list(zip(pages, storages, strict=True))
         # The system takes the memory of a process that ends.
-        self._close.atexit = False
+        weakref.finalize(self, _unshare, self._shared).atexit = False
 
     def close(self) -> None:
         """Make the memory private again. Local, idempotent; nothing may write to it meanwhile.
@@ -170,7 +169,7 @@ class SharedWeights:
             ValueError: A refit is writing to it.
             CapacityError: The machine has no memory for it.
         """
-        self._close()
+        _unshare(self._shared)
 
     def __enter__(self) -> SharedWeights:
         return self
@@ -253,8 +252,11 @@ def share_in_place(side: RefitSide, communicator: Communicator) -> SharedWeights
             raise ValueError(f"{name} cannot be shared: {problem}")
         storage = plain.untyped_storage()
         address, num_bytes = storage.data_ptr(), storage.nbytes()
+        # NumPy arrays over the same memory may be of different sizes.
+        if address in found and found[address].num_bytes >= num_bytes:
+            continue
         if native.has_pages(address, num_bytes) and native.find(address, num_bytes) is None:
-            found.setdefault(address, _Storage(storage, address, num_bytes, name))
+            found[address] = _Storage(storage, address, num_bytes, name)
     storages = [found[address] for address in sorted(found)]
     for lower, upper in itertools.pairwise(storages):
         if lower.address + lower.num_bytes > upper.address:
