@@ -159,6 +159,7 @@ def test_one_rank_lists_its_pieces() -> None:
         (("shaped", "Engine"), (), "says nothing of its name and shape in a checkpoint"),
         (("nothing", "trainer"), (), "it made a str"),
         (("none", "trainer"), (), f"{MODELS} has no none"),
+        (("__name__", "trainer"), (), "must be a function or class, it is a str"),
         (("trainer", "trainer"), ("--rank", "2"), "rank must be in [0, 1), got 2"),
         (("shaped", "shaped"), ("--from", "tp3"), "does not divide 1 ranks"),
     ],

@@ -138,6 +138,11 @@ class ModelSide:
             if not hasattr(factory, each):
                 raise ValueError(f"{self.text}: {module_name} has no {name}")
             factory = getattr(factory, each)
+        is_maker = callable(factory)
+        if not is_maker:
+            raise ValueError(
+                f"{self.text} must be a function or class, it is a {type(factory).__name__}"
+            )
         layout = () if self.layout is None else (self.layout,)
         make: Any = factory
         return lambda rank: make(rank, self.num_ranks, *layout)
