@@ -129,6 +129,7 @@ def _two_engines(comm: moe_comm.Communicator) -> None:
     if comm.rank_idx == 0:
         prepared = other.prepare(ends, [])
         exchange.run(1)
+        comm.bootstrap.all_gather(None)  # rank 1 has compared
         other.run(prepared)
         return
     prepared = other.prepare([], receives)
@@ -145,6 +146,7 @@ def _two_engines(comm: moe_comm.Communicator) -> None:
             shared.close()
         # Compares up to the edges, which the other run still holds.
         exchange.run(1)
+        comm.bootstrap.all_gather(None)
         waits.result()
     assert int(exchange.target[-1]) == int(exchange.values[-1])
     shared.close()
