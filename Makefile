@@ -172,7 +172,7 @@ test-transformers: build  ## Models of transformers over this package: training,
 	  tests/multiprocess/test_transformers.py tests/multiprocess/test_transformers_views.py $(TEST_ARGS)
 
 # Of verl, TRL and SGLang what their classes import: what they ask for besides would fetch torch once more, and engines.
-REFIT_CLIENTS = accelerate antlr4-python3-runtime==4.9.3 apache-tvm-ffi==0.1.11 compressed-tensors datasets gguf hydra-core \
+REFIT_CLIENTS = accelerate antlr4-python3-runtime==4.9.3 apache-tvm-ffi compressed-tensors datasets gguf hydra-core \
   ipython msgpack multiprocess omegaconf openai opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions orjson \
   peft pyvers ray sglang tensordict traitlets transformers trl verl
 REFIT_CLIENTS_NEED = aiohttp cloudpickle codetiming dill einops fastapi huggingface-hub jsonschema loguru msgspec pandas \

@@ -224,7 +224,8 @@ def share_in_place(side: RefitSide, communicator: Communicator) -> SharedWeights
     than a page, or in the heap already, stays what it is.
 
     Forked children do not have the memory, as they have none of the heap: start workers by "spawn". Nothing
-    else may write to it while this call runs.
+    else may write to these storages while this call or a refit runs, and they must not be resized before
+    they are private again.
 
     Args:
         side: A module or `CheckpointViews`; its tensors are plain CPU tensors, or DTensors over such.
