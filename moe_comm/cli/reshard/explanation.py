@@ -68,10 +68,9 @@ def kinds_of(
     ] = []  # name, side, rank, and what the rank calls the place
     for side, parts in enumerate((sources, destinations)):
         for rank, (metadata, own_names) in enumerate(parts, side * destination_offset):
-            for name, number in zip(metadata.resolved_names, metadata.kind_idx, strict=True):
-                meta = metadata.kinds[number]
+            for name, meta in metadata.named_kinds():
                 if meta.view is not None:
-                    shapes[name] = meta.view.disk_shape or meta.view.global_shape
+                    shapes[name] = meta.view.whole_shape
                 shapes.setdefault(name, meta.shape)
                 held.append((name, side, rank, _pattern(own_names.get(name, "views"))))
     kinds: dict[tuple[str, Shape], TensorKind] = {}
@@ -90,10 +89,9 @@ def differing_shapes(
     shapes: tuple[dict[str, Shape], dict[str, Shape]] = ({}, {})
     for found, parts in zip(shapes, (sources, destinations), strict=True):
         for metadata, _ in parts:
-            for name, number in zip(metadata.resolved_names, metadata.kind_idx, strict=True):
-                view = metadata.kinds[number].view
-                if view is not None:
-                    found.setdefault(name, view.disk_shape or view.global_shape)
+            for name, meta in metadata.named_kinds():
+                if meta.view is not None:
+                    found.setdefault(name, meta.view.whole_shape)
     pairs = {
         name: (shape, shapes[1][name]) for name, shape in shapes[0].items() if name in shapes[1]
     }

@@ -259,15 +259,13 @@ def _checkpoint_of(text: str, parts: Sequence[RankPart]) -> dict[str, TensorSpec
     """
     specs: dict[str, TensorSpec] = {}
     for metadata, _ in parts:
-        for name, number in zip(metadata.resolved_names, metadata.kind_idx, strict=True):
-            kind = metadata.kinds[number]
+        for name, kind in metadata.named_kinds():
             if kind.view is None:
                 raise ValueError(
                     f"{text}: {name} says nothing of its name and shape in a checkpoint, which the "
                     "loader of the other side would get: give CheckpointViews"
                 )
-            shape = kind.view.disk_shape or kind.view.global_shape
-            specs.setdefault(name, TensorSpec(shape, kind.dtype))
+            specs.setdefault(name, TensorSpec(kind.view.whole_shape, kind.dtype))
     return specs
 
 

@@ -108,7 +108,7 @@ def _buckets(
             raise TypeError(f"side must be CheckpointViews or None, got a {type(side).__name__}")
         for view in () if side is None else side.views:
             dtype = str(view.tensor.dtype).removeprefix("torch.")
-            mine.setdefault(view.name, (dtype, view.disk_shape or view.shape))
+            mine.setdefault(view.name, (dtype, view.whole_shape))
     gather = functools.partial(gather_objects_of_group, group)
     told: list[Any] = agree(gather, problem.take_line(), (bucket_bytes, list(mine.items())))
     raise_different("ranks make different buckets", [{"bucket_bytes": its} for its, _ in told])

@@ -246,7 +246,7 @@ def _take(model: Any, said: Mapping[str, Any]) -> None:
         received: Iterable[tuple[str, torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in received:
-            specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            specs[name] = TensorSpec.of(tensor)
             yield name, tensor
 
     with _join(said["info"], "engine", said["rank"], said["timeout_s"]) as world:
@@ -306,11 +306,12 @@ class _Before:
         now = dict(_tensors(model))
         for name, value in self._values.items():
             found = now.get(name)
-            if found is None or (found.shape, found.dtype) != (value.shape, value.dtype):
-                has = "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+            was = TensorSpec.of(value)
+            if found is None or TensorSpec.of(found) != was:
+                has = "nothing" if found is None else TensorSpec.of(found)
                 raise _NoVersionError(
-                    f"{name}: is {has} after a version that failed, and was {value.dtype} of shape "
-                    f"{tuple(value.shape)}: the model holds neither version"
+                    f"{name}: is {has} after a version that failed, and was {was}: the model holds neither "
+                    "version"
                 )
             found.copy_(value)
 

@@ -389,11 +389,7 @@ class MoeCommTrainerWeightTransferEngine(class_of(_base, "TrainerWeightTransferE
                 num_trainers = int(self._info.world["num_trainers"])
                 self._weights = trainer_weights(self.source, self._info.rank, num_trainers)
             tensors = dict(self._weights.tensors())
-        told = [
-            (name, str(spec.dtype).removeprefix("torch."), list(spec.shape))
-            for name, spec in tensors.items()
-        ]
-        world.gather(told, problem.take())
+        world.gather([(name, *spec) for name, spec in tensors.items()], problem.take())
         world.gather(None)
         assert self._weights is not None
         world.prepare(self._weights.side, verify=self._info.verify)
@@ -489,7 +485,7 @@ def _checkpoint_of(told: list[Any]) -> dict[str, TensorSpec]:
     """Put together what trainers hold.
 
     Args:
-        told: Per rank, name, dtype and shape of every tensor; empty of an engine.
+        told: Per rank, name, shape and dtype of every tensor; empty of an engine.
 
     Raises:
         ValueError: Two ranks say different things of one tensor, or no rank has any.
@@ -497,13 +493,12 @@ def _checkpoint_of(told: list[Any]) -> dict[str, TensorSpec]:
     checkpoint: dict[str, TensorSpec] = {}
     first: dict[str, int] = {}
     for rank, its in enumerate(told):
-        for name, dtype, shape in its:
-            spec = TensorSpec(tuple(shape), getattr(torch, dtype))
+        for name, *said in its:
+            spec = TensorSpec(*said)
             known = checkpoint.setdefault(name, spec)
             if known != spec:
                 raise ValueError(
-                    f"{name}: is {known.dtype} of shape {known.shape} on trainer {first[name]}, and "
-                    f"{spec.dtype} of shape {spec.shape} on trainer {rank}"
+                    f"{name}: is {known} on trainer {first[name]}, and {spec} on trainer {rank}"
                 )
             first.setdefault(name, rank)
     if not checkpoint:

@@ -90,7 +90,7 @@ class _Parts:
         if state is not self._state:
             self._state = state
             self._tensors = {
-                view.name: TensorSpec(view.disk_shape or view.shape, view.tensor.dtype)
+                view.name: TensorSpec(view.whole_shape, view.tensor.dtype)
                 for view in self.side.views
             }
         return self._tensors
@@ -118,7 +118,7 @@ class _FullTensors:
         for each in listed:
             if each.name in tensors:
                 raise ValueError(f"{each.name}: comes twice in the metadata of the source")
-            tensors[each.name] = TensorSpec(tuple(each.shape), each.dtype)
+            tensors[each.name] = TensorSpec.of(each)
             its = owners[each.name] = getattr(each, "owners", None)
             if its is not None and max(its) >= self._num_ranks:
                 raise ValueError(
@@ -187,9 +187,6 @@ class _FullTensors:
         spec = expected[1]
         if tensor is None:
             raise ValueError(f"{name}: the source holds it by its own words, and yields None")
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise ValueError(
-                f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} came, the metadata of the "
-                f"source has {spec.dtype} of shape {spec.shape}"
-            )
+        if (found := TensorSpec.of(tensor)) != spec:
+            raise ValueError(f"{name}: {found} came, the metadata of the source has {spec}")
         kept.copy_(tensor.detach())

@@ -55,6 +55,11 @@ class CheckpointView:
     tensor: torch.Tensor
     disk_shape: tuple[int, ...] | None = None
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, as the checkpoint has it."""
+        return self.disk_shape or self.shape
+
     def __post_init__(self) -> None:
         lengths = tuple(intervals.total_length(held) for held in self.dims)
         if len(self.dims) != len(self.shape) or lengths != tuple(self.tensor.shape):

@@ -59,10 +59,18 @@ _of_pools = threading.RLock()
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a checkpoint, without its values."""
+    """A tensor of a checkpoint, without its values. Its text is that of messages."""
 
     shape: Shape
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: TensorSpec | torch.Tensor) -> TensorSpec:
+        """Return that of a tensor, or of anything with a shape and a dtype."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
 
 
 class _Geometry(NamedTuple):
@@ -625,9 +633,7 @@ def loader_views(
             name, or it refuses one.
     """
     required, allowed = list(targets), list(optional)
-    specs = {
-        name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()
-    }
+    specs = {name: TensorSpec.of(tensor) for name, tensor in checkpoint.items()}
     recorder = _Recorder([*required, *allowed])
     named = recorder.tensors(specs)
     with torch.no_grad(), recorder, recorder.in_this_thread():

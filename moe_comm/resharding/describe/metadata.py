@@ -72,6 +72,11 @@ class ViewLayout:
     strides: tuple[int, ...]
     disk_shape: tuple[int, ...] | None = None
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, as its checkpoint has it as far as the describer has said so."""
+        return self.disk_shape or self.global_shape
+
 
 @dataclasses.dataclass
 class ParameterMetadata:

@@ -90,10 +90,10 @@ def disk_tensors(
             )
             size = intervals.num_elements(view.shape)
             if part.numel() == size:
-                yield view.name, part.reshape(view.disk_shape or view.shape)
+                yield view.name, part.reshape(view.whole_shape)
                 continue
             if view.name not in unfinished:
-                shape = view.disk_shape or view.shape
+                shape = view.whole_shape
                 unfinished[view.name] = (tensor.new_empty(shape), size)
             target, missing = unfinished.pop(view.name)
             held = [torch.cat([torch.arange(at, at + n) for at, _, n in dim]) for dim in view.dims]

@@ -133,9 +133,7 @@ class VllmCpuModel:
             NotImplementedError: The loader does arithmetic on a tensor.
             ValueError: A tensor is missing, has a wrong name or a wrong shape.
         """
-        specs = {
-            name: TensorSpec(tuple(each.shape), each.dtype) for name, each in checkpoint.items()
-        }
+        specs = {name: TensorSpec.of(each) for name, each in checkpoint.items()}
         if list(specs.items()) != list(self._checkpoint.items()):
             found = self._record(specs)
             views: dict[str, list[CheckpointView]] = {}
@@ -158,11 +156,8 @@ class VllmCpuModel:
             spec = self._checkpoint.get(name)
             if spec is None:
                 raise ValueError(f"{name}: not among the {len(self._checkpoint)} accepted tensors")
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                raise ValueError(
-                    f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} came, {spec.dtype} of shape "
-                    f"{spec.shape} was accepted"
-                )
+            if (found := TensorSpec.of(tensor)) != spec:
+                raise ValueError(f"{name}: {found} came, {spec} was accepted")
             if name in self._views:
                 if name not in self._missing:
                     raise ValueError(f"{name}: comes a second time in one version")

@@ -42,7 +42,7 @@ def check_number(destinations: Sequence[RankMetadata], limit: int) -> int:
     for each, metadata in enumerate(destinations):
         sizes = [
             (intervals.num_elements(kind.shape), max(_ASSEMBLED_BYTES, kind.element_size))
-            for kind in map(metadata.kinds.__getitem__, metadata.kind_idx)
+            for _, kind in metadata.named_kinds()
             if not kind.is_transformed
         ]
         count = math.ceil(sum(elements * size / max(share, size) for elements, size in sizes))

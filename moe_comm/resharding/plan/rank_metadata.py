@@ -108,6 +108,11 @@ class RankMetadata:
         """The kind of one parameter, by its name in the whole model."""
         return self.kinds[self.kind_idx[self.resolved_names.index(name)]]
 
+    def named_kinds(self) -> Iterator[tuple[str, ParameterMetadata]]:
+        """Name in the whole model and kind of every parameter, in the rank's order."""
+        kinds = map(self.kinds.__getitem__, self.kind_idx)
+        return zip(self.resolved_names, kinds, strict=True)
+
     def renamed(self, names: Mapping[str, str]) -> RankMetadata:
         """The same with other names in the whole model."""
         if not names:
