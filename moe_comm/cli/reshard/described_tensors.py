@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.parallelism import Parallelism
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "TensorList",
     "dtype_of",
     "ep_idx",
+    "held_dims",
     "stage_layers",
     "stage_of",
 ]
@@ -310,6 +313,27 @@ def _attention_sizes(shape: MoEShape, tp: int) -> list[tuple[str, tuple[int, ...
     if shape.has_qk_norm:
         sizes += [("q_layernorm", (head_dim,), -1), ("k_layernorm", (head_dim,), -1)]
     return sizes
+
+
+def held_dims(
+    tensor: DescribedTensor, parallelism: Parallelism, rank: int
+) -> tuple[tuple[int, ...], tuple[Intervals, ...]]:
+    """Shape of the whole tensor, and per dimension the indices that a rank holds."""
+    sizes = list(tensor.shape)
+    dims: list[Intervals] = [intervals.whole(size) for size in sizes]
+    dim = tensor.partition_dim
+    if dim >= 0:
+        tp_size = parallelism.etp if tensor.is_expert else parallelism.tp
+        length = sizes[dim] // tensor.partition_stride
+        dims[dim] = tuple(
+            Interval((part * tp_size + rank % tp_size) * length, part * length, length)
+            for part in range(tensor.partition_stride)
+        )
+        sizes[dim] *= tp_size
+    if tensor.is_fused:
+        dims[0] = (Interval(ep_idx(parallelism, rank) * sizes[0], 0, sizes[0]),)
+        sizes[0] *= parallelism.ep
+    return tuple(sizes), tuple(dims)
 
 
 def ep_idx(parallelism: Parallelism, rank: int) -> int:

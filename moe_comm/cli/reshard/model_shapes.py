@@ -18,7 +18,7 @@ from moe_comm.cli.reshard.described_tensors import (
     MoEShape,
     TensorList,
     dtype_of,
-    ep_idx,
+    held_dims,
     stage_layers,
     stage_of,
 )
@@ -238,19 +238,11 @@ def _places(
     module: ShapedModel, tensor: DescribedTensor, name_hash: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where in the table each row begins, and the column numbers, both of the whole model."""
-    parallelism = module.parallelism
-    tp_size = parallelism.etp if tensor.is_expert else parallelism.tp
-    indices = [torch.arange(size) for size in tensor.shape]
-    sizes = list(tensor.shape)
-    dim = tensor.partition_dim
-    if dim >= 0:
-        segment = sizes[dim] // tensor.partition_stride
-        number = indices[dim] // segment * tp_size + module.rank % tp_size
-        indices[dim] = number * segment + indices[dim] % segment
-        sizes[dim] *= tp_size
-    if tensor.is_fused:
-        indices[0] += ep_idx(parallelism, module.rank) * sizes[0]
-        sizes[0] *= parallelism.ep
+    sizes, dims = held_dims(tensor, module.parallelism, module.rank)
+    indices = [
+        torch.cat([torch.arange(start, start + length) for start, _, length in held])
+        for held in dims
+    ]
     row = torch.zeros(1, dtype=torch.int64)
     for index, size in zip(indices[:-1], sizes[:-1], strict=True):
         row = (row[:, None] * size + index[None, :]).view(-1)

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.cli.bench.reshard.case import FULL_TENSORS
-from moe_comm.cli.reshard.described_tensors import ep_idx
+from moe_comm.cli.reshard.described_tensors import held_dims
 from moe_comm.cli.reshard.model_shapes import ShapedModel
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
-from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
 from moe_comm.resharding.describe.parallelism import Parallelism
 
@@ -34,25 +33,11 @@ def stack_experts(module: ShapedModel) -> None:
 def views_of(module: ShapedModel) -> list[CheckpointView]:
     """Say what a rank holds in the names and shapes of the whole model."""
     tensors = dict(named_refit_tensors(module))
-    parallelism, rank = module.parallelism, module.rank
     views = []
-    for tensor in module.shape.tensors(parallelism, rank):
-        sizes = list(tensor.shape)
-        dims: list[Intervals] = [(Interval(0, 0, size),) for size in sizes]
-        dim = tensor.partition_dim
-        if dim >= 0:
-            tp_size = parallelism.etp if tensor.is_expert else parallelism.tp
-            length = sizes[dim] // tensor.partition_stride
-            dims[dim] = tuple(
-                Interval((part * tp_size + rank % tp_size) * length, part * length, length)
-                for part in range(tensor.partition_stride)
-            )
-            sizes[dim] *= tp_size
-        if tensor.is_fused:
-            dims[0] = (Interval(ep_idx(parallelism, rank) * sizes[0], 0, sizes[0]),)
-            sizes[0] *= parallelism.ep
+    for tensor in module.shape.tensors(module.parallelism, module.rank):
+        shape, dims = held_dims(tensor, module.parallelism, module.rank)
         held = tensors[tensor.name].detach()
-        views.append(CheckpointView(tensor.resolved_name, tuple(sizes), tuple(dims), held))
+        views.append(CheckpointView(tensor.resolved_name, shape, dims, held))
     return views
 
 
