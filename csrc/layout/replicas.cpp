@@ -6,16 +6,11 @@
 namespace moe::layout {
 
 Replicas::Replicas(const std::vector<int32_t>& slot_expert,
-                   int num_experts_in,
+                   int num_experts,
                    int num_local_ranks_in,
                    const Placement& placement)
-    : num_experts(num_experts_in),
-      num_local_ranks(num_local_ranks_in),
-      slots(placement.expert_rank, slot_expert, placement.num_ranks, num_experts_in) {
-  for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx)
-    if (slots.of_expert(expert_idx).size() > 1)
-      several.push_back(expert_idx);
-}
+    : num_local_ranks(num_local_ranks_in),
+      slots(placement.expert_rank, slot_expert, placement.num_ranks, num_experts) {}
 
 int64_t count_choices(const int64_t* topk_idx,
                       int64_t num_tokens,
@@ -28,13 +23,13 @@ int64_t count_choices(const int64_t* topk_idx,
   std::fill_n(counts, placement.num_experts + placement.num_ranks, 0);
   for (int64_t i = 0; i < num_tokens * num_topk; ++i) {
     const int64_t expert_idx = topk_idx[i];
-    if (expert_idx >= 0 && expert_idx < replicas->num_experts)
+    if (expert_idx >= 0 && expert_idx < replicas->num_experts())
       ++counts[expert_idx];
     else if (expert_idx != -1)
       return i;
   }
   int32_t* const to_rank = counts + placement.num_experts;
-  for (int expert_idx = 0; expert_idx < replicas->num_experts; ++expert_idx)
+  for (int expert_idx = 0; expert_idx < replicas->num_experts(); ++expert_idx)
     for (const int32_t slot : replicas->slots.of_expert(expert_idx)) {
       int32_t& most = to_rank[placement.expert_rank[static_cast<size_t>(slot)]];
       most =
@@ -65,25 +60,21 @@ class Sharing {
     place_at_home();
     replicas_.slots.level(rows_.data(), is_masked_.data());
     std::vector<int32_t> logical(static_cast<size_t>(num_ranks_) *
-                                 static_cast<size_t>(replicas_.num_experts));
+                                 static_cast<size_t>(num_experts()));
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
       int32_t* const row = counts_.row(src_rank);
-      std::copy_n(row, replicas_.num_experts, logical.data() + offset(src_rank));
+      std::copy_n(row, num_experts(), logical.data() + offset(src_rank));
       std::fill_n(row, placement_.num_experts, 0);
-      for (int expert_idx = 0; expert_idx < replicas_.num_experts; ++expert_idx) {
-        const auto slots = replicas_.slots.of_expert(expert_idx);
-        if (slots.size() == 1)
-          row[slots.front()] = logical[static_cast<size_t>(offset(src_rank) + expert_idx)];
-      }
     }
-    for (const int32_t expert_idx : replicas_.several)
+    for (int expert_idx = 0; expert_idx < num_experts(); ++expert_idx)
       share_expert(expert_idx, logical.data() + expert_idx);
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
       say_ranks(counts_.row(src_rank));
   }
 
  private:
-  int64_t offset(int src_rank) const { return int64_t{src_rank} * replicas_.num_experts; }
+  int num_experts() const { return replicas_.num_experts(); }
+  int64_t offset(int src_rank) const { return int64_t{src_rank} * num_experts(); }
   bool is_masked(int rank_idx) const { return is_masked_[static_cast<size_t>(rank_idx)] != 0; }
   int owner(int32_t slot) const { return placement_.expert_rank[static_cast<size_t>(slot)]; }
   int64_t& rows(int32_t slot) { return rows_[static_cast<size_t>(slot)]; }
@@ -110,8 +101,7 @@ class Sharing {
   void place_at_home() {
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
       const int32_t* const row = counts_.row(src_rank);
-      for (int expert_idx = 0; expert_idx < replicas_.num_experts && !is_masked(src_rank);
-           ++expert_idx) {
+      for (int expert_idx = 0; expert_idx < num_experts() && !is_masked(src_rank); ++expert_idx) {
         if (row[expert_idx] == 0)
           continue;
         const int32_t slot = home(src_rank, replicas_.slots.of_expert(expert_idx));
@@ -124,21 +114,26 @@ class Sharing {
   /// @param logical  Choices of the expert, of rank r at r times the number of experts.
   void share_expert(int expert_idx, int32_t* logical) {
     const auto slots = replicas_.slots.of_expert(expert_idx);
-    for (const int distance : {1, replicas_.num_local_ranks, num_ranks_}) {
-      for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
-        int32_t& left = logical[offset(src_rank)];
-        for (const int32_t slot : slots) {
-          if (is_masked(src_rank) || src_rank / distance != owner(slot) / distance)
-            continue;
-          const auto amount = static_cast<int32_t>(std::min<int64_t>(left, rows(slot)));
-          counts_.row(src_rank)[slot] += amount;
-          left -= amount;
-          rows(slot) -= amount;
-        }
-      }
-    }
+    if (slots.size() > 1)
+      for (const int distance : {1, replicas_.num_local_ranks, num_ranks_})
+        share_near(slots, distance, logical);
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
       counts_.row(src_rank)[slots.front()] += logical[offset(src_rank)];
+  }
+
+  /// Gives slots rows of ranks that are no further than @p distance consecutive ranks reach.
+  void share_near(std::span<const int32_t> slots, int distance, int32_t* logical) {
+    for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
+      int32_t& left = logical[offset(src_rank)];
+      for (const int32_t slot : slots) {
+        if (is_masked(src_rank) || src_rank / distance != owner(slot) / distance)
+          continue;
+        const auto amount = static_cast<int32_t>(std::min<int64_t>(left, rows(slot)));
+        counts_.row(src_rank)[slot] += amount;
+        left -= amount;
+        rows(slot) -= amount;
+      }
+    }
   }
 
   void say_ranks(int32_t* row) const {
@@ -172,7 +167,7 @@ std::vector<int64_t> choose_slots(const int64_t* topk_idx,
                                   const int32_t* counts,
                                   int num_slots) {
   std::vector<int32_t> left(counts, counts + num_slots);
-  std::vector<size_t> next(static_cast<size_t>(replicas.num_experts));
+  std::vector<size_t> next(static_cast<size_t>(replicas.num_experts()));
   std::vector<int64_t> chosen(static_cast<size_t>(num_choices));
   for (int64_t i = 0; i < num_choices; ++i) {
     const int64_t expert_idx = topk_idx[i];

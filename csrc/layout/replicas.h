@@ -16,21 +16,21 @@ namespace moe::layout {
 /// Example: 2 ranks have expert 0 in slots 0 and 1. Rank 0 chooses it 5 times, rank 1 never: slots
 /// 0 and 1 get 3 and 2 rows, rank 0's first three choices and the others.
 struct Replicas {
-  int num_experts = 0;
   int num_local_ranks = 1;  ///< of a node, consecutive ones
   ReplicaSlots slots;
-  std::vector<int32_t> several;  ///< experts that have several, ascending
 
   /// @param slot_expert  [slots], -1 for an empty one; every expert has a slot.
   Replicas(const std::vector<int32_t>& slot_expert,
            int num_experts,
            int num_local_ranks,
            const Placement& placement);
+
+  int num_experts() const { return slots.num_experts(); }
 };
 
 /// How many ids choices are among.
 inline int num_ids(const Replicas* replicas, const Placement& placement) {
-  return replicas == nullptr ? placement.num_experts : replicas->num_experts;
+  return replicas == nullptr ? placement.num_experts : replicas->num_experts();
 }
 
 /// As count_choices() of layout/routing.h where @p replicas is null. Else counts of logical
