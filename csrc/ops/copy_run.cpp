@@ -1,7 +1,5 @@
 #include "ops/copy_run.h"
 
-#include <utility>
-
 #include "core/text.h"
 #include "group/peer_wait.h"
 
