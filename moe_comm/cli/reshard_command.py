@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -32,6 +32,15 @@ NUM_MAX_COMPARED_RANKS = 32
 NUM_MAX_RANKS = 64
 NUM_SAMPLED_RANKS = 16
 
+SourceRanks: TypeAlias = Annotated[int, typer.Option(min=1, help="Ranks of the source.")]
+DestinationRanks: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ranks of the destination [default: as many as the source]."),
+]
+Disjoint: TypeAlias = Annotated[
+    bool, typer.Option(help="The destination has ranks of its own, after the source's.")
+]
+
 reshard_app = typer.Typer(
     help="Plan how weights move between two layouts.",
     epilog=example("moe-comm reshard plan --from tp2.ep4 --to tp4"),
@@ -53,14 +62,9 @@ def plan(
         str, typer.Option("--from", help="Layout of the source: tpN, ppN, epN, etpN with dots.")
     ],
     destination: Annotated[str, typer.Option("--to", help="Layout of the destination.")],
-    source_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the source.")] = 8,
-    destination_ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of the destination [default: as many as the source]."),
-    ] = None,
-    disjoint: Annotated[
-        bool, typer.Option(help="The destination has ranks of its own, after the source's.")
-    ] = False,
+    source_ranks: SourceRanks = 8,
+    destination_ranks: DestinationRanks = None,
+    disjoint: Disjoint = False,
     model: Annotated[ModelName, typer.Option(help="Sizes to start from.")] = ModelName.DEEPSEEK_V3,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
     dense_layers: Annotated[
@@ -185,14 +189,9 @@ def explain(
     destination_layout: Annotated[
         str | None, typer.Option("--to", help="Layout of the destination.")
     ] = None,
-    source_ranks: Annotated[int, typer.Option(min=1, help="Ranks of the source.")] = 1,
-    destination_ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of the destination [default: as many as the source]."),
-    ] = None,
-    disjoint: Annotated[
-        bool, typer.Option(help="The destination has ranks of its own, after the source's.")
-    ] = False,
+    source_ranks: SourceRanks = 1,
+    destination_ranks: DestinationRanks = None,
+    disjoint: Disjoint = False,
     dtype: Annotated[
         DtypeName | None,
         typer.Option(help="Of the source's weights [default: its configuration's]."),
