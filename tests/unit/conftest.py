@@ -8,6 +8,8 @@ import pytest
 
 from moe_comm import Communicator
 from moe_comm.peers.bootstrap import RankThreads
+from moe_comm.resharding.hold import refit
+from tests.helpers.threaded_refits import count_plans
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +17,17 @@ def communicator() -> Iterator[Communicator]:
     """Of one rank, for all tests of a module."""
     with Communicator(RankThreads(1)[0]) as made:
         yield made
+
+
+@pytest.fixture
+def no_refit_caches() -> Iterator[None]:
+    """Nothing that refits of other tests have kept."""
+    refit.clear_all_caches()
+    yield
+    refit.clear_all_caches()
+
+
+@pytest.fixture
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What `count_plans` counts."""
+    return count_plans(monkeypatch)

@@ -11,25 +11,16 @@ from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
 from moe_comm.cli.options import parse_bytes
-from moe_comm.cli.reshard.model_shapes import MoEShape, roster
+from moe_comm.cli.reshard.model_shapes import roster
 from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
 from moe_comm.cli.reshard.shapes import ModelName
 from moe_comm.cli.reshard.traffic import Links, Traffic, predict, schedule_steps
 from moe_comm.resharding.describe.parallelism import Parallelism
+from tests.helpers.explained_models import SHAPE
 
 SIZES = (
     *("--model", "mixtral-8x7b", "--layers", "2", "--hidden", "64", "--heads", "8"),
     *("--query-groups", "4", "--experts", "8", "--expert-ffn", "32", "--vocab", "64"),
-)
-SHAPE = MoEShape(
-    num_layers=2,
-    hidden=64,
-    num_heads=8,
-    num_query_groups=4,
-    num_experts=8,
-    expert_ffn=32,
-    vocab=64,
-    has_expert_bias=False,
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,12 +33,7 @@ from moe_comm.resharding.plan.transfer_op import TransferOp
 from moe_comm.testing import RankContext
 from tests.helpers.threaded_refits import count_plans, error_of, nets, threads
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 class Staged(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from moe_comm.resharding import (
     format_plan,
     get_or_create_service,
     is_stale,
-    refit,
     verify_refit,
 )
 from moe_comm.resharding.describe.checkpoint_views import (
@@ -45,12 +43,7 @@ from tests.helpers.checkpoint_layouts import (
 )
 from tests.helpers.threaded_refits import count_plans, error_of, threads
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 def view(name: str, tensor: torch.Tensor, shape: Any = None, **starts: int) -> CheckpointView:

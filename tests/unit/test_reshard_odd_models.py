@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,12 +23,7 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.sharded_nets import ShardedNet
 from tests.helpers.threaded_refits import error_of, nets, swap
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 def _threads(fn: Any) -> list[Any]:

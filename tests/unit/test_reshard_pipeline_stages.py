@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
-from moe_comm.resharding import refit
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata_extraction import extract_module_metadata
 from moe_comm.resharding.describe.parallelism import Parallelism
@@ -16,12 +15,7 @@ from moe_comm.resharding.planner import build_plan_from_rosters, index_metadata_
 from moe_comm.testing import RankContext
 from tests.helpers.threaded_refits import error_of, swap, threads
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 class _Stage(nn.Module):

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,19 +23,9 @@ from moe_comm.resharding.plan import planner
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
-from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads
+from tests.helpers.threaded_refits import error_of, nets, swap, threads
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
-
-
-@pytest.fixture
-def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return count_plans(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 # ---------------------------------------------------------------------------------------------

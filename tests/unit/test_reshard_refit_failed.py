@@ -28,13 +28,11 @@ from tests.helpers.threaded_refits import error_of, nets, swap, threads
 
 
 @pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
+def _no_garbage_collection(no_refit_caches: None) -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
     gc.enable()
-    refit.clear_all_caches()
 
 
 class LostCable(SymmetricCopyService):

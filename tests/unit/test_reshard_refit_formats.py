@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,20 +18,10 @@ from moe_comm.resharding.hold import refit_pass
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import ShardedNet
-from tests.helpers.threaded_refits import count_plans, error_of, nets, swap, threads
+from tests.helpers.threaded_refits import error_of, nets, swap, threads
 from tests.helpers.weights import same_bits
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
-
-
-@pytest.fixture
-def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return count_plans(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from moe_comm.resharding.hold import refit_group, refit_pass, refit_services
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
 from tests.helpers.threaded_refits import (
-    count_plans,
     error_of,
     nets,
     refuse_offloaded,
@@ -25,17 +23,7 @@ from tests.helpers.threaded_refits import (
     threads,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
-
-
-@pytest.fixture
-def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return count_plans(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 class Counting(SymmetricCopyService):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,11 +20,7 @@ class _TerminatedError(BaseException):
     """What a handler of SIGTERM raises."""
 
 
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 def test_peers_that_compare_checksums_hear_of_a_rank_in_recover(

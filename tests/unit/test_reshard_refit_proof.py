@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,11 +29,7 @@ SHAPES = {"up": ((320, 192), 0), "down": ((96, 320), 1), "norm": ((8,), None)}
 QUANTIZED = {"up", "down"}
 
 
-@pytest.fixture(autouse=True)
-def _no_caches() -> Iterator[None]:
-    refit.clear_all_caches()
-    yield
-    refit.clear_all_caches()
+pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 
 @pytest.fixture
