@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,11 @@ def test_one_rank_lists_its_pieces() -> None:
         (("nothing", "trainer"), (), "it made a str"),
         (("none", "trainer"), (), f"{MODELS} has no none"),
         (("__name__", "trainer"), (), "must be a function or class, it is a str"),
+        (
+            ("trainer", "trainer"),
+            ("--from", "tp1"),
+            "is called with (rank, number of ranks, tp1): too",
+        ),
         (("trainer", "trainer"), ("--rank", "2"), "rank must be in [0, 1), got 2"),
         (("shaped", "shaped"), ("--from", "tp3"), "does not divide 1 ranks"),
     ],
@@ -177,6 +183,15 @@ def test_a_module_that_is_not_there() -> None:
     done = CliRunner().invoke(app, ["reshard", "explain", "no_such:thing", "no_such:thing"])
     assert done.exit_code == 1
     assert done.output == "moe-comm reshard: no_such:thing: No module named 'no_such'\n"
+
+
+def test_a_module_that_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torn_models.py").write_text("def maker(rank, num_ranks:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = CliRunner().invoke(app, ["reshard", "explain", "torn_models:maker", "no_such:thing"])
+    assert done.exit_code == 1
+    assert done.output.startswith("moe-comm reshard: torn_models:maker: ")
+    assert "(torn_models.py, line 1)" in done.output
 
 
 @pytest.mark.parametrize(

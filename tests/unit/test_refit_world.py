@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm.errors import CapacityError, PeerFailedError
 from moe_comm.peers import role_rendezvous
 from moe_comm.resharding import CheckpointView, CheckpointViews, RefitWorld, mark_stale
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.hold import refit_world
+from moe_comm.resharding.hold.heap_parameters import SharedWeights
 from tests.helpers.refit_worlds import make_net, run, threads
 
 SIZES = {"num_trainers": 2, "num_engines": 2}
@@ -116,6 +118,31 @@ def test_one_that_refuses_ends_the_wait_of_all_and_the_next_attempt_works(
     assert [each.generation for each in joined] == [1] * 4
     for each in joined:
         each.close()
+
+
+def test_a_rank_whose_memory_stays_shared_has_left_all_the_same(
+    info: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(_: SharedWeights) -> None:
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(SharedWeights, "close", close)
+    worlds = []  # none leaves by being forgotten
+
+    def one(role: Any, rank: int) -> str:
+        joined = RefitWorld.join(info, role, rank, timeout_s=30.0)
+        worlds.append(joined)
+        joined.prepare(make_net(role, rank, 2, has_pages=True), shares_memory=role == "engine")
+        if (role, rank) == ("engine", 1):
+            with pytest.raises(CapacityError, match="no memory"):
+                joined.close()
+            return ""
+        with pytest.raises(PeerFailedError, match="engine 1") as failure:
+            joined.refit(7 if role == "trainer" else None)
+        return str(failure.value)
+
+    told_of = threads([functools.partial(one, *place) for place in PLACES])
+    assert all("left" in text for text in told_of[:3])
 
 
 @pytest.mark.parametrize("phase", ["begin", "commit"])

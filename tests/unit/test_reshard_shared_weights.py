@@ -16,7 +16,7 @@ from torch import nn
 
 import moe_comm
 from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyStats
-from moe_comm.resharding.hold.heap_parameters import share_in_place
+from moe_comm.resharding.hold.heap_parameters import place_in_heap, share_in_place
 from tests.helpers.rank_threads import on_ranks
 
 NUM_ELEMENTS = (3 << 14) + 77
@@ -182,6 +182,19 @@ def test_the_largest_storage_at_an_address_is_shared(
         net.register_buffer(f"part{idx}", part)
     with share_in_place(net, communicator) as shared:
         assert shared.num_bytes == memory.nbytes
+
+
+@torch.inference_mode()
+def test_weights_of_inference_mode_are_shared_where_they_are(
+    communicator: moe_comm.Communicator,
+) -> None:
+    net = Weights()
+    assert net.storage.is_inference()
+    with share_in_place(net, communicator) as shared:
+        assert shared.num_bytes == net.storage.nbytes
+        assert shared_lines(net.storage)
+    with pytest.raises(ValueError, match="lower cannot be moved into the heap: it was made in inf"):
+        place_in_heap(net, communicator)
 
 
 def test_what_no_page_lies_in_stays_private(communicator: moe_comm.Communicator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -132,7 +133,7 @@ class ModelSide:
             sys.path.insert(0, "")
         try:
             factory = importlib.import_module(module_name)
-        except ImportError as error:
+        except (ImportError, SyntaxError) as error:
             raise ValueError(f"{self.text}: {error}") from error
         for each in name.split("."):
             if not hasattr(factory, each):
@@ -145,6 +146,13 @@ class ModelSide:
             )
         layout = () if self.layout is None else (self.layout,)
         make: Any = factory
+        try:
+            inspect.signature(make).bind(0, self.num_ranks, *layout)
+        except TypeError as error:
+            asked = ", ".join(("rank", "number of ranks", *layout))
+            raise ValueError(f"{self.text} is called with ({asked}): {error}") from error
+        except ValueError:
+            pass  # It is of C++ and does not say what it takes.
         return lambda rank: make(rank, self.num_ranks, *layout)
 
     def _transformers_maker(self) -> Callable[[int], Any]:

@@ -86,6 +86,8 @@ def _spans(module: torch.nn.Module) -> list[_Span]:
     for name, tensor in named_refit_tensors(module):
         plain = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         problem = _problem_with(plain)
+        if problem is None and plain.is_inference():
+            problem = "it was made in inference mode, which forbids to change where it lies"
         if problem is not None:
             raise ValueError(f"{name} cannot be moved into the heap: {problem}")
         if plain.numel() > 0:
@@ -110,8 +112,6 @@ def _problem_with(tensor: torch.Tensor) -> str | None:
         return f"its layout is {'quantized' if tensor.is_quantized else tensor.layout}"
     if hasattr(tensor, "__tensor_flatten__"):
         return f"a {type(tensor).__name__} is made of other tensors"
-    if tensor.is_inference():
-        return "it was made in inference mode, which forbids to change where it lies"
     problem = problem_with_memory(tensor)
     return None if problem is None else f"it {problem}"
 

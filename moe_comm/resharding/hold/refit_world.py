@@ -107,6 +107,12 @@ class _WorldRanks:
             what = "the ranks of a world could not speak to each other"
             raise failure_of(group, what, error, operation="refit", phase="rows") from error
 
+    def leave(self) -> None:
+        """Leave this generation. Local, idempotent."""
+        communicator, self.communicator, self.process_group = self.communicator, None, None
+        if communicator is not None:
+            communicator.destroy()
+
 
 class RefitHost:
     """The rendezvous of a world, in whichever process shall outlive the others. Made by `RefitWorld.host`.
@@ -406,13 +412,12 @@ class RefitWorld:
         self.service = GlooCopyService(group)
 
     def _leave(self) -> None:
-        self._unshare()
-        service = self.__dict__.pop("service", None)
-        if service is not None:
-            service.close()
-        if self._ranks.communicator is not None:
-            self._ranks.communicator.destroy()
-        self._ranks.communicator = self._ranks.process_group = None
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(self._ranks.leave)
+            service = self.__dict__.pop("service", None)
+            if service is not None:
+                leaving.callback(service.close)
+            self._unshare()
 
     def _unshare(self) -> None:
         shared, self._shared = self._shared, None
