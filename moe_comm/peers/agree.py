@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from moe_comm.arguments import text_of
-from moe_comm.errors import PeerFailedError, PeerTimeoutError
+from moe_comm.errors import CapacityError, PeerFailedError, PeerTimeoutError
 
 __all__ = [
     "FirstError",
@@ -42,7 +42,14 @@ _MAX_RANKS = 8
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+    for kind in (
+        CapacityError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    )
 }
 
 

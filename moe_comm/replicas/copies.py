@@ -95,8 +95,8 @@ class ReplicaCopies(Destroyable):
                 first dimension has no more; None for all in one step. Equal on every rank.
 
         Raises:
-            ValueError: Plans or weights do not fit together or differ between ranks, or a heap has no
-                room; on every rank.
+            ValueError: Plans or weights do not fit together or differ between ranks; on every rank.
+            CapacityError: A heap has no room; likewise.
             TypeError: Something has another type; likewise.
             PeerFailedError: A peer died, left or gave up.
             PeerTimeoutError: A peer did not come.
@@ -179,8 +179,9 @@ class ReplicaCopies(Destroyable):
                 afterwards, unless one row of a slot has more; None for no bound. Equal on every rank.
 
         Raises:
-            ValueError: Placements or gradients do not fit together or differ between ranks, or a heap
-                has no room; on every rank, before anything is written.
+            ValueError: Placements or gradients do not fit together or differ between ranks; on every
+                rank, before anything is written.
+            CapacityError: A heap has no room; likewise.
             TypeError: Something has another type; likewise.
             PeerFailedError: A peer died, left or gave up. Gradients are undefined.
             PeerTimeoutError: A peer did not come, or stopped; likewise.
