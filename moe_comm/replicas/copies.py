@@ -16,7 +16,7 @@ from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.replicas.gradients import GradientReduction
-from moe_comm.replicas.plan import ReplicaPlan
+from moe_comm.replicas.plan import ReplicaPlan, replicated
 from moe_comm.replicas.prefetch import Prefetch
 from moe_comm.replicas.slots import SlotTensors, check_step_bytes, placement_stated
 from moe_comm.resharding.copy_services.batched_copy import BatchedCopy
@@ -112,7 +112,7 @@ class ReplicaCopies(Destroyable):
                 **placement_stated("wanted", plan.wanted),
                 **slots.stated("weights"),
             }
-            found = Prefetch(self, plan, slots, step_bytes)
+            found = Prefetch(self, plan.moves, slots, step_bytes)
             found.prepare()
         self.agree("prefetch", first, stated)
         assert found is not None
@@ -147,7 +147,7 @@ class ReplicaCopies(Destroyable):
                 **slots.stated("gradients"),
             }
             found = GradientReduction(
-                self, placement, slots, to_all=to == "all", step_bytes=step_bytes
+                self, replicated(placement), slots, to_all=to == "all", step_bytes=step_bytes
             )
         self.agree("reduce_gradients", first, stated)
         assert found is not None

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from moe_comm.ep.placement import Placement
 from moe_comm.replicas.prefetch import Copying, StagingArea
-from moe_comm.replicas.slots import SlotTensors, batches_of, pieces_of
+from moe_comm.replicas.slots import Piece, SlotTensors, batches_of, pieces_of
 from moe_comm.resharding.copy_services.batched_copy import CopyItem
 
 __all__ = ["GradientReduction"]
 
 Slots = Sequence[tuple[int, int]]
-"""Rank and local slot of an expert's owner and replicas."""
+"""Rank and local slot of an expert's owner, and of each of its replicas."""
 
 
-class _Sum(NamedTuple):
-    """What is added on this rank: a piece of the owner's slot, and where those of replicas arrive."""
+class _Sum:
+    """What is added on this rank.
 
-    owner: torch.Tensor
-    parts: list[torch.Tensor]
+    Args:
+        owner: A piece of the owner's slot.
+
+    Attributes:
+        arrivals: Of the replicas in the order of slots: task id, first byte where it arrives, rank.
+        parts: What arrives.
+    """
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        self.owner = owner
+        self.arrivals: list[tuple[int, int, int]] = []
+        self.parts: list[torch.Tensor] = []
+
+    def take_parts(self, memory: StagingArea) -> None:
+        """Let the parts lie in `memory`."""
+        self.parts = [memory.view(begin, self.owner) for _, begin, _ in self.arrivals]
+
+    def items(self) -> list[CopyItem]:
+        """What is received."""
+        return [
+            (task_id, part, rank_idx)
+            for part, (task_id, _, rank_idx) in zip(self.parts, self.arrivals, strict=True)
+        ]
 
     def add(self) -> None:
         """Add in the order of slots, in float32 at least."""
@@ -39,82 +58,86 @@ class GradientReduction:
     """Gradients of one layer whose replicas are added into their owners, any number of times.
 
     Made by `ReplicaCopies.prepare_reduction`. Holds the tensors.
+
+    Args:
+        copies: The ranks.
+        experts: Those that have replicas, which lie on other ranks than their owners.
+        slots: The gradients.
+        to_all: Whether replicas get the sums.
+        step_bytes: Most bytes that a rank receives at once, unless one row has more.
     """
 
     def __init__(
         self,
         copies: Copying,
-        placement: Placement,
+        experts: Sequence[Slots],
         slots: SlotTensors,
         *,
         to_all: bool,
         step_bytes: int | None,
     ) -> None:
         self._copies = copies
-        self._slots = slots
-        rank_idx = copies.communicator.rank_idx
-        first_slots = [0]
-        for held in placement.slots:
-            first_slots.append(first_slots[-1] + len(held))
-        experts: list[Slots] = [
-            [(placement.slot_rank[s], s - first_slots[placement.slot_rank[s]]) for s in of_expert]
-            for of_expert in placement.slots_of_expert
-            if len(of_expert) > 1
-        ]
-        units = [
-            (slots_of, piece) for piece in pieces_of(slots, step_bytes) for slots_of in experts
-        ]
+        self._to_all = to_all
+        most = max(map(len, experts), default=1)
+        piece_bytes = None if step_bytes is None else max(1, step_bytes // max(1, most - 1))
+        units = [(held, piece) for piece in pieces_of(slots, piece_bytes) for held in experts]
         batch_of = batches_of(
             (
                 [
-                    (slots_of[0][0], (len(slots_of) - 1) * piece.num_bytes),
-                    *((rank, piece.num_bytes) for rank, _ in slots_of[1:]),
+                    (held[0][0], (len(held) - 1) * piece.num_bytes),
+                    *((rank_idx, piece.num_bytes) for rank_idx, _ in held[1:]),
                 ]
-                for slots_of, piece in units
+                for held, piece in units
             ),
             step_bytes,
         )
         num_batches = max(batch_of, default=-1) + 1
         # Sums of a batch go out while what the next one adds comes in.
         num_runs = num_batches + (to_all and num_batches > 0)
-        sends: list[list[CopyItem]] = [[] for _ in range(num_runs)]
-        recvs: list[list[CopyItem]] = [[] for _ in range(num_runs)]
-        areas = [StagingArea() for _ in range(num_batches)]
-        arrivals: list[list[tuple[_Sum, int, int, int]]] = [[] for _ in range(num_batches)]
-        for unit_idx, ((slots_of, piece), batch_idx) in enumerate(
-            zip(units, batch_of, strict=True)
-        ):
-            owner_rank, owner_slot = slots_of[0]
-            first_task = 2 * unit_idx * placement.num_slots
-            added: _Sum | None = None
-            if owner_rank == rank_idx:
-                added = _Sum(piece.of(slots.views, owner_slot), [])
-            for replica_idx, (replica_rank, replica_slot) in enumerate(slots_of[1:]):
-                task_id = first_task + 2 * replica_idx
-                if added is not None:
-                    begin = areas[batch_idx].take(piece.num_bytes)
-                    arrivals[batch_idx].append((added, begin, task_id, replica_rank))
-                    if to_all:
-                        sends[batch_idx + 1].append((task_id + 1, added.owner, replica_rank))
-                elif replica_rank == rank_idx:
-                    replica = piece.of(slots.views, replica_slot)
-                    sends[batch_idx].append((task_id, replica, owner_rank))
-                    if to_all:
-                        recvs[batch_idx + 1].append((task_id + 1, replica, owner_rank))
-        memory = StagingArea()
-        memory.allocate(copies.communicator, max((area.num_bytes for area in areas), default=0))
+        self._sends: list[list[CopyItem]] = [[] for _ in range(num_runs)]
+        self._recvs: list[list[CopyItem]] = [[] for _ in range(num_runs)]
         self._sums: list[list[_Sum]] = [[] for _ in range(num_runs)]
-        for batch_idx, of_batch in enumerate(arrivals):
-            for added, begin, task_id, replica_rank in of_batch:
-                part = memory.view(begin, added.owner)
-                if not added.parts:
-                    self._sums[batch_idx].append(added)
-                added.parts.append(part)
-                recvs[batch_idx].append((task_id, part, replica_rank))
+        areas = [StagingArea() for _ in range(num_runs)]
+        for unit_idx, ((held, piece), batch_idx) in enumerate(zip(units, batch_of, strict=True)):
+            self._add_unit(held, piece, slots, batch_idx, areas[batch_idx], unit_idx * 2 * most)
+        memory = max(areas, key=lambda area: area.num_bytes, default=StagingArea())
+        memory.allocate(copies.communicator, memory.num_bytes)
+        for of_batch, recvs in zip(self._sums, self._recvs, strict=True):
+            for added in of_batch:
+                added.take_parts(memory)
+                recvs += added.items()
         self._runs = [
             copies.engine.prepare(*items, are_apart=True)
-            for items in zip(sends, recvs, strict=True)
+            for items in zip(self._sends, self._recvs, strict=True)
         ]
+
+    def _add_unit(
+        self,
+        held: Slots,
+        piece: Piece,
+        slots: SlotTensors,
+        batch_idx: int,
+        area: StagingArea,
+        first_task: int,
+    ) -> None:
+        """Say what this rank has to do with a piece of one expert's gradient."""
+        rank_idx = self._copies.communicator.rank_idx
+        (owner_rank, owner_slot), *replicas = held
+        added: _Sum | None = None
+        if owner_rank == rank_idx:
+            added = _Sum(piece.of(slots.views, owner_slot))
+            self._sums[batch_idx].append(added)
+        for task_id, (replica_rank, replica_slot) in enumerate(replicas, first_task):
+            back_id = task_id + len(held)
+            if added is not None:
+                added.arrivals.append((task_id, area.take(piece.num_bytes), replica_rank))
+                if self._to_all:
+                    self._sends[batch_idx + 1].append((back_id, added.owner, replica_rank))
+            elif replica_rank == rank_idx:
+                replica = piece.of(slots.views, replica_slot)
+                self._sends[batch_idx].append((task_id, replica, owner_rank))
+                if self._to_all:
+                    self._recvs[batch_idx + 1].append((back_id, replica, owner_rank))
 
     def run(self) -> None:
         """Add what the gradients now hold. Collective.

@@ -7,7 +7,7 @@ import dataclasses
 from moe_comm.arguments import as_int, check_kind
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 
-__all__ = ["ReplicaMove", "ReplicaPlan", "owners_of", "plan_replicas"]
+__all__ = ["ReplicaMove", "ReplicaPlan", "owners_of", "plan_replicas", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,20 @@ def owners_of(placement: Placement) -> Placement:
         )
         first += len(held)
     return Placement.of_valid(slots, placement.num_experts)
+
+
+def replicated(placement: Placement) -> list[list[tuple[int, int]]]:
+    """Rank and local slot of the owner and the replicas of every expert that has some."""
+    places = [
+        (rank_idx, slot_idx)
+        for rank_idx, held in enumerate(placement.slots)
+        for slot_idx in range(len(held))
+    ]
+    return [
+        [places[slot] for slot in of_expert]
+        for of_expert in placement.slots_of_expert
+        if len(of_expert) > 1
+    ]
 
 
 def _holders(placement: Placement) -> list[dict[int, int]]:

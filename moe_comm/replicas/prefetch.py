@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from moe_comm.peers.agree import FirstError
 from moe_comm.peers.communicator import Communicator
-from moe_comm.replicas.plan import ReplicaMove, ReplicaPlan
+from moe_comm.replicas.plan import ReplicaMove
 from moe_comm.replicas.slots import SlotTensors, batches_of, pieces_of
 from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, PreparedCopies
 
@@ -65,7 +66,6 @@ class Prefetch:
     `commit` or `abandon`; what raises in between leaves the present placement whole.
 
     Attributes:
-        plan: What moves.
         num_steps: Steps until all bytes are there, equal on all ranks.
         num_steps_done: Steps that have come to their end.
         recv_bytes: Bytes that this rank receives.
@@ -74,9 +74,13 @@ class Prefetch:
     """
 
     def __init__(
-        self, copies: Copying, plan: ReplicaPlan, slots: SlotTensors, step_bytes: int | None
+        self,
+        copies: Copying,
+        moves: Sequence[ReplicaMove],
+        slots: SlotTensors,
+        step_bytes: int | None,
     ) -> None:
-        self.plan = plan
+        self._moves = moves
         self.is_committed = False
         self.num_steps_done = 0
         self._copies = copies
@@ -96,7 +100,7 @@ class Prefetch:
         units = [
             (move, piece)
             for piece in pieces_of(self._slots, self._step_bytes)
-            for move in self.plan.moves
+            for move in self._moves
         ]
         batch_of = batches_of(
             (
@@ -110,7 +114,7 @@ class Prefetch:
         )
         self.num_steps = max(batch_of, default=-1) + 1
         rank_idx = self._copies.communicator.rank_idx
-        own = [move for move in self.plan.moves if move.dst_rank == rank_idx]
+        own = [move for move in self._moves if move.dst_rank == rank_idx]
         arrive = self._places(own)
         sends: list[list[CopyItem]] = [[] for _ in range(self.num_steps)]
         recvs: list[list[CopyItem]] = [[] for _ in range(self.num_steps)]

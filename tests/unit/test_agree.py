@@ -87,7 +87,8 @@ def test_things_that_meet_are_named() -> None:
         ("a text", ValueError, "a text"),
         (TypeError("of\ntwo lines"), TypeError, "of\ntwo lines"),
         (NotImplementedError(""), NotImplementedError, ""),
-        (CapacityError("short"), ValueError, "short"),
+        (CapacityError("short"), CapacityError, "short"),
+        (ArithmeticError("of a user"), ValueError, "of a user"),
     ],
 )
 def test_problems_travel_as_text(problem: Problem, kind: type[Exception], text: str) -> None:
