@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from moe_comm.compat.deep_ep.utils.math import align
+from moe_comm.peers.communicator import Communicator
 
 __all__ = [
     "BufferAllocator",
     "get_num_allocation_alignment",
     "get_num_rdma_alignment",
     "get_num_tma_alignment",
+    "storage_of",
 ]
 
 
@@ -107,3 +109,11 @@ class BufferAllocator:
                 f"a BufferAllocator belongs to one buffer: this one's {len(self._planned)} tensors have "
                 "their storage already"
             )
+
+
+def storage_of(communicator: Communicator, num_bytes: int) -> torch.Tensor:
+    """uint8 `[num_bytes]`, in the heap where there is one: peers read and write it in place."""
+    with torch.inference_mode(mode=False):
+        if communicator.native is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=communicator.device)
+        return communicator.empty(num_bytes, dtype=torch.uint8)

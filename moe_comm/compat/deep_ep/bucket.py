@@ -12,7 +12,7 @@ import torch
 
 from moe_comm.arguments import as_dense, as_int, shown
 from moe_comm.compat.deep_ep import streams
-from moe_comm.compat.deep_ep.allocator import BufferAllocator, get_num_rdma_alignment
+from moe_comm.compat.deep_ep.allocator import BufferAllocator, get_num_rdma_alignment, storage_of
 from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, ints_as_bools
 from moe_comm.compat.deep_ep.base_buffer import BufferBase
 from moe_comm.compat.deep_ep.bucket_calls import BucketCalls
@@ -27,7 +27,6 @@ from moe_comm.peers.agree import (
     raise_different,
     raise_together,
 )
-from moe_comm.peers.communicator import Communicator
 from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound, tells_peers
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap
@@ -126,7 +125,7 @@ class BucketBuffer(BufferBase):
 
         def allocate() -> str:
             nonlocal storage
-            storage = _storage(
+            storage = storage_of(
                 first.communicator, plan.num_bytes if isinstance(plan, BufferAllocator) else plan
             )
             return "the storage of a BucketBuffer"
@@ -576,11 +575,3 @@ class BucketSession:
 def _like(given: Given, results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
     """One result for one tensor, a list for several."""
     return results[0] if isinstance(given, torch.Tensor) else results
-
-
-def _storage(communicator: Communicator, num_bytes: int) -> torch.Tensor:
-    """uint8 `[num_bytes]`, in the heap where there is one: combines read it in place."""
-    with torch.inference_mode(mode=False):
-        if communicator.native is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=communicator.device)
-        return communicator.empty(num_bytes, dtype=torch.uint8)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from moe_comm.arguments import as_int
+from moe_comm.compat.deep_ep.allocator import BufferAllocator, storage_of
 from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, ints_as_bools
 from moe_comm.compat.deep_ep.base_buffer import BufferBase
 from moe_comm.compat.deep_ep.combining import Bias
@@ -25,6 +27,7 @@ from moe_comm.compat.deep_ep.elastic_calls import (
 )
 from moe_comm.compat.deep_ep.elastic_rows import EPHandle
 from moe_comm.compat.deep_ep.group import GroupOwner, rejects_unbound_of
+from moe_comm.compat.deep_ep.load_balancing import LoadBalancing, Payload
 from moe_comm.compat.deep_ep.rows import Rows
 from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventOverlap
@@ -35,6 +38,25 @@ __all__ = ["EPBuffer"]
 
 Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
 Combined = tuple[torch.Tensor, torch.Tensor | None, EventOverlap]
+
+
+def _reject_lb(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell peers, who are in a call of the same buffer."""
+    args[0]._load_balancing().copies.communicator.reject(error)
+
+
+def _on_cpu(device: torch.device) -> str:
+    """Say what ranks make, for peers.
+
+    Raises:
+        NotImplementedError: The device is a GPU.
+    """
+    if device.type != "cpu":
+        raise NotImplementedError(
+            f"redundant experts lie on the CPU, this deep_ep has none on {device}; dispatch and combine "
+            "of EPBuffer have"
+        )
+    return "room for redundant experts"
 
 
 class EPBuffer(BufferBase):
@@ -51,7 +73,8 @@ class EPBuffer(BufferBase):
         hidden: For the size hint.
         num_topk: For the size hint.
         use_fp8_dispatch: For the size hint.
-        lb_allocation_plan_or_num_bytes: Only 0: memory for replicas of experts, which are not offered.
+        lb_allocation_plan_or_num_bytes: A `BufferAllocator`, whose tensors lie in a storage for redundant
+            experts from now on; or its bytes, a multiple of 2 MiB, 0 for none. On the CPU.
         deterministic: No effect: everything is.
         allow_hybrid_mode: No effect.
         allow_multiple_reduction: See `ElasticBuffer`.
@@ -65,7 +88,7 @@ class EPBuffer(BufferBase):
     Raises:
         ValueError: A size is wrong.
         TypeError: An argument has another type.
-        NotImplementedError: `lb_allocation_plan_or_num_bytes` is not 0.
+        NotImplementedError: `lb_allocation_plan_or_num_bytes` is not 0 on a GPU.
     """
 
     @ints_as_bools
@@ -78,7 +101,7 @@ class EPBuffer(BufferBase):
         hidden: int = 0,
         num_topk: int = 0,
         use_fp8_dispatch: bool = False,
-        lb_allocation_plan_or_num_bytes: Any = 0,
+        lb_allocation_plan_or_num_bytes: BufferAllocator | int = 0,
         deterministic: bool = False,
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
@@ -118,12 +141,25 @@ class EPBuffer(BufferBase):
                     raise ValueError(
                         f"num_bytes must be a multiple of {SIZE_BYTES}, got {num_bytes}"
                     )
-            if lb_allocation_plan_or_num_bytes != 0:
-                _no_replicas("memory of lb_allocation_plan_or_num_bytes")
-            return "an EPBuffer"
+            if isinstance(plan, BufferAllocator):
+                return f"an EPBuffer with redundant experts of {plan.check()}"
+            if as_int("lb_allocation_plan_or_num_bytes", plan, 0) % SIZE_BYTES:
+                raise ValueError(
+                    f"lb_allocation_plan_or_num_bytes must be a multiple of {SIZE_BYTES}, got {plan}"
+                )
+            return f"an EPBuffer with redundant experts of {plan} bytes"
 
+        def allocate() -> str:
+            _on_cpu(owner.shared().device if torch.empty(0).is_cpu else torch.empty(0).device)
+            owner.lb_storage = storage_of(owner.shared().communicator, num_lb_bytes)
+            return "the storage of an EPBuffer"
+
+        plan = lb_allocation_plan_or_num_bytes
         owner = GroupOwner(group)
         owner.shared().check_together(check)
+        num_lb_bytes = plan.num_bytes if isinstance(plan, BufferAllocator) else plan
+        if num_lb_bytes:
+            owner.shared().check_together(allocate)
         super().__init__(explicitly_destroy, owner=owner)
         self.group = group
         self.context = owner
@@ -134,7 +170,11 @@ class EPBuffer(BufferBase):
         self.scaleout_rank_idx = 0
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_allocated_qps = num_allocated_qps or NUM_QPS
-        self.num_lb_bytes = 0
+        self.num_lb_bytes = num_lb_bytes
+        self._replicas: LoadBalancing | None = None
+        if isinstance(plan, BufferAllocator):
+            assert owner.lb_storage is not None
+            plan.materialize(owner.lb_storage)
         self.deterministic = deterministic
         self.allow_hybrid_mode = allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
@@ -394,21 +434,88 @@ class EPBuffer(BufferBase):
         if is_deferred and not is_async:
             raise ValueError("defer_epilogue needs async_with_compute_stream=True, got False")
 
-    def lb_get_theoretical_num_sms(self, *_: Any, **__: Any) -> NoReturn:
-        """Not offered."""
-        _no_replicas("lb_get_theoretical_num_sms")
+    def lb_get_theoretical_num_sms(self) -> int:
+        """The least that DeepEP's rules allow: bytes are moved by cores, not by SMs."""
+        return self.get_theoretical_num_sms(1, 1)
 
-    def lb_prefetch_weights(self, *_: Any, **__: Any) -> NoReturn:
-        """Not offered."""
-        _no_replicas("lb_prefetch_weights")
+    @ints_as_bools
+    @tells_peers(_reject_lb)
+    def lb_prefetch_weights(
+        self,
+        redundant_expert_weights: Payload,
+        expert_weights: Payload,
+        redundancy_mapping: torch.Tensor,
+        num_sms: int = 0,
+        previous_event: PreviousEvent = None,
+    ) -> EventOverlap:
+        """Copy experts into the slots of other ranks. Collective, ranks without slots included.
 
-    def lb_reduce_grads(self, *_: Any, **__: Any) -> NoReturn:
-        """Not offered."""
-        _no_replicas("lb_reduce_grads")
+        Args:
+            redundant_expert_weights: `[S, *]` or a list of such: S slots of this rank, of any dtype and
+                trailing shape, contiguous on the CPU, in the storage of the buffer (written in place) or
+                elsewhere. Slots of -1 stay as they are.
+            expert_weights: `[El, *]` or a list of as many: experts of this rank. Of equal bytes an expert,
+                a multiple of 32. El is the same on all ranks.
+            redundancy_mapping: int32 `[num_ranks, S]`, contiguous and equal on all ranks: rank * El + local
+                index of the expert in every slot, of another rank than the slot's; or -1.
+            num_sms: No effect.
+            previous_event: Waited for.
 
+        Returns:
+            An event that has come.
 
-def _no_replicas(what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{what} stands on replicas of experts on other ranks (load balancing), which this deep_ep does "
-        "not have; dispatch and combine of EPBuffer do"
-    )
+        Raises:
+            ValueError: A rule is broken on some rank, or ranks have different mappings or sizes; on every
+                rank, before anything moves.
+            TypeError: A type is wrong on some rank; likewise.
+            NotImplementedError: The buffer works on a GPU.
+        """
+        return self._load_balancing().prefetch(
+            redundant_expert_weights, expert_weights, redundancy_mapping, num_sms, previous_event
+        )
+
+    @ints_as_bools
+    @tells_peers(_reject_lb)
+    def lb_reduce_grads(
+        self,
+        redundant_expert_grads: torch.Tensor,
+        expert_grads: torch.Tensor,
+        redundancy_mapping: torch.Tensor,
+        num_sms: int = 0,
+        previous_event: PreviousEvent = None,
+    ) -> EventOverlap:
+        """Add the gradients in slots of other ranks to those of this rank's experts. Collective.
+
+        They are added to what `expert_grads` holds, in the order of the mapping: always the same bits, where
+        DeepEP's may differ.
+
+        Args:
+            redundant_expert_grads: float32 `[S, hidden]`, contiguous; not changed.
+            expert_grads: float32 `[El, hidden]`, contiguous; `hidden` a multiple of 8.
+            redundancy_mapping: As in `lb_prefetch_weights`, as all that follow.
+            num_sms: See there.
+            previous_event: See there.
+
+        Returns:
+            As there.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: As there.
+        """
+        return self._load_balancing().reduce(
+            redundant_expert_grads, expert_grads, redundancy_mapping, num_sms, previous_event
+        )
+
+    def _load_balancing(self) -> LoadBalancing:
+        """What copies replicas, made by the first call. Collective then."""
+        if self._replicas is None:
+            shared = self._owner.shared()
+            shared.check_together(lambda: _on_cpu(shared.device))
+            self._replicas = LoadBalancing(shared.communicator)
+        return self._replicas
+
+    def destroy(self) -> None:
+        """As `BufferBase.destroy`."""
+        super().destroy()
+        if self._replicas is not None:
+            self._replicas.destroy()

@@ -40,6 +40,9 @@ class GroupOwner:
         self._comm_streams: dict[torch.device, CommStream] = {}
         self._buffers: dict[tuple[str, tuple[int, int | None]], EpBuffer] = {}
         self._latest: dict[str, EpBuffer] = {}
+        self.lb_storage: torch.Tensor | None = (
+            None  # of redundant experts, of the buffer that has this
+        )
         self.num_experts: int | None = None  # of the next normal call, where the object knows it
         self._shared.is_adopted = True
 
@@ -168,6 +171,7 @@ class GroupOwner:
     def release(self) -> None:
         """Let go of the group; other users of it keep it alive."""
         self._shared = None
+        self.lb_storage = None
         self._buffers = {}
         self._latest = {}
 
