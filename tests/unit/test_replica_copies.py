@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
 import torch
 
-from moe_comm import CapacityError, Communicator, Placement
+from moe_comm import CapacityError, Communicator, EpBuffer, EpConfig, Placement
 from moe_comm.replicas import (
     Prefetch,
     ReplicaCopies,
@@ -195,6 +196,39 @@ def test_layers_may_be_under_way_together_and_be_abandoned() -> None:
             assert expert_idx < 0 or torch.equal(tensor, before)
         with pytest.raises(ValueError, match="abandon of a prefetch that was committed"):
             moving[0].abandon()
+
+    on_ranks(2, body)
+
+
+def test_weights_move_in_a_thread_beside_dispatches() -> None:
+    present, wanted = Placement([[0, 1], [2, -1]], 3), Placement([[2, 1], [0, 1]], 3)
+    config = EpConfig(num_experts=3, num_topk=2, hidden=64, placement=present)
+
+    def body(comm: Communicator) -> None:
+        copies, held = ReplicaCopies(comm), present.slots[comm.rank_idx]
+        x, topk_idx = torch.ones(9, 64, dtype=torch.bfloat16), torch.tensor([[0, 2]] * 9)
+        weights = filled(held, comm)
+        errors: list[BaseException] = []
+
+        def move() -> None:
+            try:
+                for _ in range(3):
+                    finish(copies.prefetch(plan_replicas(present, wanted), weights, step_bytes=9))
+                    check_filled(wanted.slots[comm.rank_idx], weights)
+                    finish(copies.prefetch(plan_replicas(wanted, present), weights))
+            except BaseException as error:  # noqa: BLE001 - raised by the rank's own thread
+                errors.append(error)
+
+        with EpBuffer(comm, config) as buffer:
+            mover = threading.Thread(target=move)
+            mover.start()
+            for _ in range(100):
+                result = buffer.dispatch(x, topk_idx)
+                assert torch.equal(buffer.combine(result.x, result.handle), 2 * x)
+            mover.join()
+        if errors:
+            raise errors[0]
+        check_filled(held, weights)
 
     on_ranks(2, body)
 
