@@ -136,6 +136,13 @@ def test_a_plan_takes_what_is_near_and_from_all_alike() -> None:
     spread = Placement([[0, 1], [0, 2], *[[0, -1]] * 4], 3)
     sources = [move.src_rank for move in plan_replicas(hot, spread).moves]
     assert sources == [0, 1, 0, 1]
+    # Rank 0 has sent expert 1, and still copies its own expert 0; copies of its own are not counted.
+    one = Placement([[0, 1, -1, -1], [0, 2, -1, -1]], 3)
+    other = Placement([[-1, 1, 0, -1], [0, 2, 1, -1]], 3)
+    assert [move.src_rank for move in plan_replicas(one, other).moves] == [0, 0]
+    one = Placement([[0, 1, -1], [0, 2, -1], [1, 2, -1]], 3)
+    other = Placement([[-1, 1, 0], [0, 2, -1], [1, 2, 0]], 3)
+    assert [move.src_rank for move in plan_replicas(one, other).moves] == [0, 0]
     with pytest.raises(ValueError, match="present has 2 slots on rank 0, wanted has 3"):
         plan_replicas(Placement([[0, 1]], 2), Placement([[0, 1, -1]], 2))
     with pytest.raises(ValueError, match="present has 4 experts, wanted has 3"):
@@ -316,6 +323,15 @@ def test_what_is_wrong_is_told_on_every_rank_before_anything_moves() -> None:
             check_filled(present.slots[0], weights)
         prefetch.abandon()
         weights = filled(present.slots[comm.rank_idx], comm)
+        prefetch = copies.prefetch(plan_replicas(present, wanted), weights)
+        assert prefetch.step()
+        if is_odd:
+            weights[0].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"rank 1: a slot of weights .*storage"):
+            prefetch.commit()
+        if not is_odd:
+            check_filled(present.slots[0], weights)
+        weights = filled(present.slots[comm.rank_idx], comm)
         finish(copies.prefetch(plan_replicas(present, wanted), weights))
         check_filled(wanted.slots[comm.rank_idx], weights)
 
@@ -374,6 +390,20 @@ def test_gradients_are_added_in_the_order_of_slots(num_ranks: int, to: str) -> N
                     assert not of_dtype[slot_idx, 0, 0].isfinite()
 
     on_ranks(num_ranks, body)
+
+
+def test_gradients_that_arrive_take_no_more_memory_than_they_may() -> None:
+    def body(comm: Communicator) -> int:
+        copies, gradients = ReplicaCopies(comm), [torch.ones(1, 64, 256)]
+        before = comm.heap_stats().live_bytes
+        placement = Placement([[0]] * comm.num_ranks, 1)
+        reduction = copies.prepare_reduction(placement, gradients, step_bytes=12 << 10)
+        taken = comm.heap_stats().live_bytes - before
+        reduction.run()
+        assert bool((gradients[0] == comm.num_ranks).all())
+        return taken
+
+    assert on_ranks(4, body) == [12 << 10, 0, 0, 0]
 
 
 def test_sums_have_the_same_bits_whoever_comes_first() -> None:
