@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
-from moe_comm.arguments import as_utf8, check_kind, shortened, text_of
+from moe_comm.arguments import as_utf8, check_kind, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan, PlanTensors
@@ -25,7 +25,6 @@ from moe_comm.ep.routing_map import list_choices
 from moe_comm.ep.slot_table import SlotTable
 from moe_comm.errors import interrupted_once
 from moe_comm.peers import missed_calls
-from moe_comm.peers.agree import raise_unequal
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.exclusive_use import in_use, use_alone
@@ -157,26 +156,41 @@ class EpBuffer(Destroyable):
         use_alone(self._busy, "replace_placement", lambda: self._replace_placement(placement))
 
     def _replace_placement(self, placement: Placement) -> None:
-        self._check_alive()
-        with Telling(self.communicator.reject):
-            present = self.config.placement
-            if present is None:
-                raise ValueError(
-                    "the buffer was made without a placement, which another would have to replace"
-                )
-            check_kind("placement", placement, Placement)
-            config = dataclasses.replace(self.config, placement=placement)
-            found, expected = ([*map(len, each.slots)] for each in (placement, present))
-            if found != expected:
-                raise ValueError(f"placement must have {expected} slots a rank, got {found}")
-        said = self.communicator.exchange("replace_placement", str(placement.slots).encode())
-        raise_unequal(
-            "ranks have different placements",
-            [item.decode() if item else None for item in said],
-            shortened,
+        def check() -> str:
+            self._check_alive()
+            self.check_placement(placement)
+            return str(placement.slots)
+
+        self.communicator.check_together(
+            check, "replace_placement", "ranks have different placements"
         )
+        self.switch_placement(placement)
+
+    def check_placement(self, placement: Placement) -> None:
+        """Whether `placement` may replace the present one. Local.
+
+        Raises:
+            ValueError: It does not fit, or the buffer has none to replace.
+            TypeError: It is none.
+        """
+        present = self.config.placement
+        if present is None:
+            raise ValueError(
+                "the buffer was made without a placement, which another would have to replace"
+            )
+        check_kind("placement", placement, Placement)
+        dataclasses.replace(self.config, placement=placement)
+        found, expected = ([*map(len, each.slots)] for each in (placement, present))
+        if found != expected:
+            raise ValueError(f"placement must have {expected} slots a rank, got {found}")
+
+    def switch_placement(self, placement: Placement) -> None:
+        """Replace the placement by one that all ranks have agreed on, and have checked. Local.
+
+        For a caller whose ranks agree on more at once than `replace_placement` compares.
+        """
+        self.config = dataclasses.replace(self.config, placement=placement)
         self._place(placement)
-        self.config = config
 
     def _place(self, placement: Placement) -> None:
         """Turn later choices into slots, or have the backend do it where counts decide."""

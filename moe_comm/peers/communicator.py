@@ -418,24 +418,31 @@ class Communicator(ElasticRanks, Destroyable):
             payloads.append(item[len(name) :])
         return payloads
 
-    def check_together(self, check: Callable[[], str]) -> None:
-        """Raise on every rank what `check` raises on any. Collective; for whatever ranks make together.
+    def check_together(
+        self,
+        check: Callable[[], str],
+        call: str = "making",
+        unequal: str = "ranks make different things",
+    ) -> None:
+        """Raise on every rank what `check` raises on any. Collective; for whatever ranks do together.
 
         Args:
             check: Run on every rank. Returns what has to be equal on all of them.
+            call: As in `exchange`.
+            unequal: Begins the message where what is returned differs.
 
         Raises:
             TypeError: As some rank's `check` raised it.
             ValueError: Likewise, or what ranks state differs; both are named.
         """
         if missed_calls.kept.calls:
-            self.tell_missed("making")
+            self.tell_missed(call)
         with Telling(self.reject):
             stated = check()
-        gathered = self.exchange("making", b"+" + stated.encode(errors="backslashreplace"))
+        gathered = self.exchange(call, b"+" + stated.encode(errors="backslashreplace"))
         # An excluded rank says nothing.
         raise_unequal(
-            "ranks make different things",
+            unequal,
             [item[1:].decode() if item else None for item in gathered],
             shortened,
         )
