@@ -13,11 +13,12 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
-from moe_comm.arguments import as_utf8, check_kind, text_of
+from moe_comm.arguments import as_utf8, check_bool, check_kind, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.agreement import agree_on_backend
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan, PlanTensors
 from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.expert_loads import ExpertLoads
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
 from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions, check_options
 from moe_comm.ep.placement import Placement
@@ -117,6 +118,7 @@ class EpBuffer(Destroyable):
         self._masked_ranks: tuple[int, ...] = ()
         self._waits_at_reset: torch.Tensor | None = None
         self._slot_table: SlotTable | None = None
+        self._loads: ExpertLoads | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = backend_class(communicator, config)
         communicator.adopt(self)
@@ -194,6 +196,8 @@ class EpBuffer(Destroyable):
 
     def _place(self, placement: Placement) -> None:
         """Turn later choices into slots, or have the backend do it where counts decide."""
+        if self._loads is not None:
+            self._loads.place(placement)
         rule = self.config.replica_rule
         is_balanced = rule == "balanced" and placement.has_replicas
         if rule == "balanced":
@@ -335,6 +339,8 @@ class EpBuffer(Destroyable):
                 )
             output = None if options.async_op else operation.early
             maker = (self.buffer_id, self.generation)
+            if self._loads is not None and handle is None:
+                self._loads.expect(operation, output)
         finally:
             if is_mine:
                 self._busy.release()
@@ -345,6 +351,8 @@ class EpBuffer(Destroyable):
         if self._is_destroyed or self.communicator.is_forked():
             self._check_alive()
         self.communicator.latest_buffer = self._reference
+        if self._loads is not None:
+            self._loads.collect()  # so that nothing is held longer than needed
         if missed_calls.kept.calls:
             self.communicator.tell_missed(operation, self._backend.reject)
 
@@ -458,6 +466,59 @@ class EpBuffer(Destroyable):
         if reset:
             self._waits_at_reset = totals.clone()
         return WaitStatistics(wait_ns=wait_ns, num_waits=num_waits)
+
+    def count_loads(self, enabled: bool = True) -> None:
+        """Count the choices of every expert in later dispatches, from 0 on, or count no more. Local.
+
+        The ranks exchange these counts in any case; counting adds up what has come, and waits for nothing.
+
+        Args:
+            enabled: Whether to count.
+
+        Raises:
+            ValueError: The buffer has been destroyed.
+            TypeError: `enabled` is not a bool.
+            RuntimeError: Another thread is using this buffer.
+        """
+        check_bool("enabled", enabled)
+        use_alone(self._busy, "count_loads", lambda: self._count_loads(enabled))
+
+    def _count_loads(self, enabled: bool) -> None:
+        self._check_alive()
+        self._loads = (
+            ExpertLoads(self.config.num_experts, self.config.placement) if enabled else None
+        )
+
+    def expert_loads(self, *, reset: bool = False) -> torch.Tensor:
+        """Tokens of all ranks that chose every logical expert since `count_loads()`. Local.
+
+        What was delivered: without choices that a capacity or a mask dropped. A dispatch with a handle is the
+        same batch again and counts for nothing, nor do replays of a captured dispatch. Equal on all
+        ranks that have called the same dispatches.
+
+        Args:
+            reset: Later calls count from here.
+
+        Returns:
+            int64 `[num_experts]` on the host; waits for dispatches in flight.
+
+        Raises:
+            ValueError: Nothing is counted, or the buffer has been destroyed.
+            RuntimeError: Another thread is using this buffer.
+            PeerFailedError, PeerTimeoutError: What a dispatch was found to be whose call had returned
+                before. It counts for nothing, and another call goes on.
+        """
+        read: list[torch.Tensor] = []
+        use_alone(self._busy, "expert_loads", lambda: read.append(self._expert_loads(reset)))
+        return read[0]
+
+    def _expert_loads(self, reset: bool) -> torch.Tensor:
+        self._check_alive()
+        if self._loads is None:
+            raise ValueError(
+                "expert_loads has nothing to say: call count_loads() before the dispatches"
+            )
+        return self._loads.read(reset=reset)
 
     @property
     def masked_ranks(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 import moe_comm
@@ -205,3 +206,57 @@ def check_reduced(comm: Communicator, seed: int, reduction: str) -> None:
         result = buffer.dispatch(x[comm.rank_idx], topk_idx[comm.rank_idx])
         found = buffer.combine(result.x.clone(), result.handle)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def chosen(topk_idx: list[torch.Tensor]) -> list[int]:
+    """Choices of every expert by all ranks."""
+    ids = torch.cat([each.flatten() for each in topk_idx])
+    return torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).tolist()
+
+
+def as_passed(
+    topk_idx: list[torch.Tensor], placement: Placement | None, rule: ReplicaRule | None
+) -> list[torch.Tensor]:
+    """What callers pass for the choices."""
+    if rule != "given":
+        return topk_idx
+    assert placement is not None
+    return choose_slots(topk_idx, placement, "hash", 1)
+
+
+def check_loads(comm: Communicator, rule: ReplicaRule | None) -> None:
+    """Every uncached dispatch counts once, in every layout; nothing else does."""
+    placement = None if rule is None else random_placement(3, comm.num_ranks)
+    config = config_of(None) if placement is None else config_of(placement, rule or "hash")
+    expected = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
+    with EpBuffer(comm, config) as buffer:
+        x, topk_idx, weights = inputs(1, comm.num_ranks)
+        buffer.dispatch(x[comm.rank_idx], as_passed(topk_idx, placement, rule)[comm.rank_idx])
+        buffer.count_loads()
+        for seed, layout in enumerate(Layout):
+            if rule == "balanced" and layout is Layout.RANK_MAJOR:
+                continue
+            x, topk_idx, weights = (each for each in inputs(seed, comm.num_ranks))
+            mine = as_passed(topk_idx, placement, rule)[comm.rank_idx]
+            result = buffer.dispatch(
+                x[comm.rank_idx],
+                mine,
+                weights[comm.rank_idx],
+                layout=layout,
+                async_op=seed == 1,
+            )
+            expected += torch.tensor(chosen(topk_idx))
+            if seed == 1:
+                # Counted without its caller waiting for it.
+                assert buffer.expert_loads().tolist() == expected.tolist()
+                result.event.wait()
+            buffer.combine(torch.zeros_like(result.x), result.handle)
+            buffer.dispatch(x[comm.rank_idx], None, handle=result.handle)
+            found = buffer.expert_loads(reset=seed == 1)
+            assert found.dtype == torch.int64
+            assert found.tolist() == expected.tolist()
+            if seed == 1:
+                expected.zero_()
+        buffer.count_loads(False)
+        with pytest.raises(ValueError, match=r"call count_loads\(\) before"):
+            buffer.expert_loads()

@@ -6,7 +6,7 @@ import pytest
 
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, Layout
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.replica_ranks import check_dispatch, check_reduced, check_same_bits
+from tests.helpers.replica_ranks import check_dispatch, check_loads, check_reduced, check_same_bits
 
 
 def be_rank(context: RankContext, backend: str) -> None:
@@ -21,6 +21,8 @@ def be_rank(context: RankContext, backend: str) -> None:
         check_dispatch(comm, "given", Layout.EXPERT_MAJOR, 8)
         check_same_bits(comm, "balanced", 3)
         check_reduced(comm, 9, "node_reduction")
+        check_loads(comm, "balanced")
+        check_loads(comm, None)
 
 
 @pytest.mark.parametrize("backend", ["collective", "host"])

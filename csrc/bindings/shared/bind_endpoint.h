@@ -67,6 +67,15 @@ py::class_<PlanT, std::shared_ptr<PlanT>> bind_plan(py::module_& module) {
             return py::make_tuple(
                 self.num_tokens, self.num_topk, self.num_rows(), self.num_recv_topk);
           })
+      .def("total_choices",
+           [](const PlanT& self, bool waits) -> py::object {
+             if (!waits && self.awaits_counts())
+               return py::none();
+             await_verdict(self.verdict);
+             std::vector<int64_t> choices = self.counts.to_experts(self.counts.num_ranks);
+             const auto num_experts = static_cast<int64_t>(choices.size());
+             return vector_tensor(std::move(choices), {num_experts}, kInt64);
+           })
       .def_property_readonly("expert_alignment",
                              [](const PlanT& self) { return self.arrangement.expert_alignment; })
       .def_property_readonly("layout",

@@ -113,6 +113,15 @@ class Plan(Protocol):
         """Rows per local expert are padded to a multiple of this."""
         ...
 
+    def total_choices(self, waits: bool) -> torch.Tensor | None:
+        """Choices of every slot, by all ranks, without dropped ones: int64 `[num_slots]` on the host.
+
+        Args:
+            waits: Wait until the host knows them, and raise what ended the dispatch; else None where it
+                does not yet.
+        """
+        ...
+
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
         ...
@@ -175,6 +184,10 @@ class PlanTensors:
     def sent_tokens(self) -> torch.Tensor:
         """int32 `[num_ranks, num_ranks]`: tokens of every rank for every rank; see `counts`."""
         return self.counts[:, -len(self.counts) - 2 : -2]
+
+    def total_choices(self, waits: bool) -> torch.Tensor:
+        """As `Plan.total_choices`; known from the beginning."""
+        return self.sent_choices.sum(0, dtype=torch.int64)
 
     def is_kept(self) -> torch.Tensor:
         """Choices whose rows were sent: bool `[num_tokens, num_topk]`."""

@@ -32,6 +32,10 @@ class EndpointPlan(Protocol):
         """num_tokens, num_topk, num_recv_tokens, num_recv_topk."""
         ...
 
+    def total_choices(self, waits: bool) -> torch.Tensor | None:
+        """As `Plan.total_choices`; without elements, of a captured dispatch, which the host does not count."""
+        ...
+
     @property
     def expert_alignment(self) -> int:
         """Rows per local expert are padded to a multiple of this."""

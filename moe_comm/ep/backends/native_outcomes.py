@@ -65,6 +65,9 @@ class NativePlan:
     def expert_alignment(self) -> int:
         return self.native.expert_alignment
 
+    def total_choices(self, waits: bool) -> torch.Tensor | None:
+        return self.native.total_choices(waits)
+
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
         counts, slots, topk_idx, asked, plan_hash = self._endpoint.export_plan(self.native)
