@@ -210,6 +210,10 @@ class layout:
         ) -> None: ...
 
     @staticmethod
+    def fullest_rank(
+        expert_rows: torch.Tensor, slot_rank: list[int], slot_expert: list[int], num_ranks: int
+    ) -> int: ...
+    @staticmethod
     def plan_placement(
         loads: torch.Tensor,
         present: torch.Tensor | None,

@@ -238,6 +238,21 @@ py::tuple row_streams(py::handle topk_idx,
 
 /// Plans every layer.
 /// @param loads    float64 [layers, experts]
+/// Rows of the fullest rank, once those of every expert are shared out between its slots.
+/// @param expert_rows  int64 [num_experts]
+int64_t fullest_rank(py::handle expert_rows,
+                     std::vector<int32_t> slot_rank,
+                     std::vector<int32_t> slot_expert,
+                     int num_ranks) {
+  const TensorView rows = view_tensor(expert_rows);
+  const layout::ReplicaSlots slots(std::move(slot_rank),
+                                   std::move(slot_expert),
+                                   num_ranks,
+                                   static_cast<int>(rows.num_rows * rows.row_elements));
+  std::vector<int64_t> slot_rows = slots.split_evenly(ids_of(rows));
+  return slots.level(slot_rows.data());
+}
+
 /// @param present  int32 [layers, ranks * any number of slots], or None
 /// @return int32 [layers, ranks * slots]
 py::object plan_placement(py::handle loads, py::handle present, const layout::PlanRules& rules) {
@@ -469,6 +484,12 @@ void bind_layout(py::module_& parent) {
            py::arg("num_experts"),
            py::arg("num_local_ranks"),
            py::arg("placement"));
+  module.def("fullest_rank",
+             &fullest_rank,
+             py::arg("expert_rows"),
+             py::arg("slot_rank"),
+             py::arg("slot_expert"),
+             py::arg("num_ranks"));
   module.def(
       "plan_placement",
       [](py::handle loads,

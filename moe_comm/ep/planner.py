@@ -13,7 +13,7 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.config import NUM_MAX_EXPERTS
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 
-__all__ = ["plan_placement"]
+__all__ = ["at_least_zero", "fullest_rank", "plan_placement"]
 
 
 def plan_placement(
@@ -90,7 +90,7 @@ def plan_placement(
         if num_ranks % node_size:
             raise ValueError(f"ranks_per_node = {node_size} must divide num_ranks = {num_ranks}")
     expert_bytes = as_int("bytes_per_expert", bytes_per_expert, 0)
-    price = _at_least_zero("price_per_byte", price_per_byte) * expert_bytes
+    price = at_least_zero("price_per_byte", price_per_byte) * expert_bytes
     slots = _host.layout.plan_placement(
         weights,
         None if present is None else _slots_of(present, num_layers, num_experts, num_ranks),
@@ -99,7 +99,7 @@ def plan_placement(
         num_slots=num_slots,
         ranks_per_node=node_size,
         move_price=price,
-        scatter=_at_least_zero("scatter", scatter),
+        scatter=at_least_zero("scatter", scatter),
     )
     return [
         Placement.of_valid(layer, num_experts)
@@ -107,7 +107,23 @@ def plan_placement(
     ]
 
 
-def _at_least_zero(name: str, value: float) -> float:
+def fullest_rank(loads: torch.Tensor, placement: Placement) -> int:
+    """Rows of the fullest rank, shared out as "balanced" does: the least that a placement allows.
+
+    Args:
+        loads: int64 `[num_experts]` on the host, >= 0: rows of every logical expert.
+        placement: Of the experts.
+    """
+    return _host.layout.fullest_rank(
+        loads.contiguous(),
+        [*placement.slot_rank],
+        [*placement.slot_expert],
+        placement.num_ranks,
+    )
+
+
+def at_least_zero(name: str, value: float) -> float:
+    """A finite number >= 0 as a float; TypeError or ValueError with its name for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
     if not (math.isfinite(value) and value >= 0):

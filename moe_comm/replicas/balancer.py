@@ -1,0 +1,429 @@
+"""ExpertBalancer: collects loads, plans, moves weights and switches placements, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import operator
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moe_comm.arguments import as_int, check_bool, check_kind
+from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.placement import Placement
+from moe_comm.ep.planner import at_least_zero
+from moe_comm.peers.communicator import Communicator, check_communicator, gathers
+from moe_comm.peers.destroyable import Destroyable
+from moe_comm.replicas.balance_plan import LayerMove, PlacedLayer, plan_moves
+from moe_comm.replicas.copies import ReplicaCopies, Weights
+from moe_comm.replicas.plan import plan_replicas
+from moe_comm.replicas.prefetch import Prefetch
+from moe_comm.replicas.slots import SlotTensors
+
+__all__ = ["BalanceReport", "ExpertBalancer"]
+
+_LOGGER = logging.getLogger("moe_comm")
+_DIFFERENT_STEPS = "ranks are in different steps"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalanceReport:
+    """What a step of an `ExpertBalancer` did.
+
+    Args:
+        step: Number of the step, from 1.
+        is_planned: Whether it planned.
+        moves: Layers whose placement it switched.
+        num_waiting: Layers that later steps will switch.
+        seconds: The step took on this rank.
+    """
+
+    step: int
+    is_planned: bool
+    moves: tuple[LayerMove, ...]
+    num_waiting: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What was added."""
+
+    buffer: EpBuffer
+    weights: Weights
+    bytes_per_expert: int
+
+    @property
+    def placement(self) -> Placement:
+        placement = self.buffer.config.placement
+        assert placement is not None  # add_layer checks it, and nothing takes it away
+        return placement
+
+
+class ExpertBalancer(Destroyable):
+    """Rearranges the experts of layers between steps, from the loads that their buffers count.
+
+    Every `num_steps` calls of `step` all layers are planned at once, from the loads of the last
+    `num_window_steps` calls. This call and later ones move the weights of a few layers each, those first
+    whose fullest rank loses most rows, and switch a layer's placement once every rank has its weights.
+
+    Collective: every rank makes it, adds the same layers in the same order and calls `step` equally often.
+    What ranks do follows from loads that all of them have; they compare it in every step.
+
+    Args:
+        communicator: That of the buffers of all layers; its backend must be "host".
+        num_steps: Between two plans, >= 1. A plan waits until the layers of the last one have moved.
+        num_window_steps: Of the loads that are planned from, in [1, num_steps]; None for all since
+            the last plan.
+        layers_per_step: Layers that a step moves at most, >= 1.
+        step_bytes: Most bytes of weights that a rank receives in a step, and most that it sends, >= 1: then a
+            step moves one layer or part of one. None for whole layers.
+        price_per_byte: Rows in a window that a moved byte must take off the fullest rank, >= 0; see
+            `plan_placement`.
+        scatter: See `plan_placement`.
+
+    Raises:
+        ValueError: An argument breaks a rule, or ranks give different ones; on every rank.
+        TypeError: An argument has another type, on every rank.
+    """
+
+    @gathers
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        num_steps: int = 100,
+        num_window_steps: int | None = None,
+        layers_per_step: int = 4,
+        step_bytes: int | None = None,
+        price_per_byte: float = 0.0,
+        scatter: float = 0.3,
+    ) -> None:
+        check_communicator(communicator)
+
+        def check() -> str:
+            self._num_steps = as_int("num_steps", num_steps, 1)
+            window = num_steps if num_window_steps is None else num_window_steps
+            self._num_window_steps = as_int("num_window_steps", window, 1, self._num_steps)
+            self._layers_per_step = as_int("layers_per_step", layers_per_step, 1)
+            self._step_bytes = None if step_bytes is None else as_int("step_bytes", step_bytes, 1)
+            self._price = at_least_zero("price_per_byte", price_per_byte)
+            self._scatter = at_least_zero("scatter", scatter)
+            return (
+                f"num_steps={self._num_steps}, num_window_steps={self._num_window_steps}, "
+                f"layers_per_step={self._layers_per_step}, step_bytes={self._step_bytes}, "
+                f"price_per_byte={self._price}, scatter={self._scatter}"
+            )
+
+        communicator.check_together(
+            check, "ExpertBalancer", "ranks make different balancers of experts"
+        )
+        self.communicator = communicator
+        self._copies = ReplicaCopies(communicator)
+        self._layers: list[_Layer] = []
+        self._waiting: list[LayerMove] = []
+        self._moving: Prefetch | None = None
+        """Of the first layer that waits, or committed of the one before."""
+        self._moving_from: Placement | None = None
+        self._digested: list[Placement] = []
+        self._known_digest = _digest_of([])
+        self._step = 0
+        self._due_step = self._num_steps
+        self._is_destroyed = False
+        self._report: BalanceReport | None = None
+        communicator.adopt(self)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that were added."""
+        return len(self._layers)
+
+    @property
+    def last_report(self) -> BalanceReport | None:
+        """Of the latest step that planned or moved; None before."""
+        return self._report
+
+    @gathers
+    def add_layer(self, buffer: EpBuffer, weights: Weights) -> int:
+        """Balance the layer of a buffer, too. Collective.
+
+        Args:
+            buffer: Of this communicator, with a placement that gives every rank equally many slots. It
+                counts loads from now on.
+            weights: Of the experts in this rank's slots, as `ReplicaCopies.prefetch` takes them: moves write
+                them in place. What else belongs to an expert, such as an optimizer's state, moves
+                where it is among them.
+
+        Returns:
+            Its number, counted from 0.
+
+        Raises:
+            ValueError: A rule above is broken on some rank, or ranks add different layers; on every rank.
+            TypeError: An argument has another type, on every rank.
+        """
+        bytes_per_expert = 0
+
+        def check() -> str:
+            nonlocal bytes_per_expert
+            self._check_alive()
+            check_kind("buffer", buffer, EpBuffer)
+            placement = buffer.config.placement
+            if buffer.communicator is not self.communicator:
+                raise ValueError("buffer must be one of the balancer's communicator")
+            if any(layer.buffer is buffer for layer in self._layers):
+                raise ValueError("buffer is that of another layer already")
+            if placement is None:
+                raise ValueError("buffer has no placement: give it EpConfig(placement=...)")
+            sizes = [*map(len, placement.slots)]
+            if len({*sizes}) > 1:
+                raise ValueError(f"every rank must have the same number of slots, got {sizes}")
+            slots = SlotTensors(weights, sizes[0], "weights")
+            bytes_per_expert = sum(views[0].nbytes for views in slots.views)
+            return (
+                f"layer {len(self._layers)}, {slots.stated('weights')}, buffer of {placement.slots}"
+            )
+
+        self.communicator.check_together(
+            check, "ExpertBalancer.add_layer", "ranks add different layers"
+        )
+        buffer.count_loads()
+        self._layers.append(_Layer(buffer, weights, bytes_per_expert))
+        return len(self._layers) - 1
+
+    @gathers
+    def step(self, *, rebalance: bool = False) -> None:
+        """Plan where that is due, and move a few layers. Collective, once in each step of the caller.
+
+        Between two steps: no operation of a layer is in flight, and no forward waits for its backward. Ranks
+        compare what they are about to do in one exchange.
+
+        An error names the layer and what was going on. That layer has its old weights and placement; those
+        that were switched before have their new ones, the others go on to wait. After a ValueError or
+        TypeError, which every rank raises, the next call goes on. After a `PeerFailedError` or
+        `PeerTimeoutError` the living call `recover`.
+
+        Args:
+            rebalance: Plan now, from the loads since the last plan. What waits is forgotten.
+
+        Raises:
+            ValueError: Ranks are in different steps, ask for different things or cannot move a layer.
+            TypeError: `rebalance` is not a bool.
+            PeerFailedError: A rank died or left.
+            PeerTimeoutError: A rank did not come.
+        """
+        begin = time.monotonic()
+        step = self._step + 1
+        planned: list[LayerMove] | None = None
+
+        def check() -> str:
+            nonlocal planned
+            self._check_alive()
+            check_bool("rebalance", rebalance)
+            self._check_layers()
+            if rebalance or (step >= self._due_step and not self._waiting):
+                planned = self._plan()
+            stated = (
+                f"step {step} of {len(self._layers)} layers, rebalance={rebalance}, "
+                f"placements {self._digest()}, {len(self._waiting)} to move"
+            )
+            if planned is not None:
+                planned_digest = _digest_of([move.placement for move in planned])
+                stated += f", plan of {len(planned)} moves {planned_digest}"
+            return stated
+
+        with _in_phase("agreement"):
+            self.communicator.check_together(check, "ExpertBalancer.step", _DIFFERENT_STEPS)
+        self._step = step
+        if planned is not None:
+            self._abandon()
+            self._waiting = planned
+            self._due_step = step + self._num_steps
+        if planned is not None or step == self._due_step - self._num_window_steps:
+            for layer in self._layers:
+                layer.buffer.count_loads()
+        if planned is None and not self._waiting:
+            return
+        moved = self._move_layers()
+        self._report = BalanceReport(
+            step=step,
+            is_planned=planned is not None,
+            moves=tuple(moved),
+            num_waiting=len(self._waiting),
+            seconds=time.monotonic() - begin,
+        )
+
+    def _check_layers(self) -> None:
+        """Whether layers are as they were left."""
+        for layer_idx, layer in enumerate(self._layers):
+            if layer.buffer.is_destroyed:
+                raise ValueError(f"the buffer of layer {layer_idx} has been destroyed")
+        moving = self._moving
+        if moving is not None and not moving.is_committed:
+            layer_idx = self._waiting[0].layer_idx
+            found = self._layers[layer_idx].placement
+            if found != self._moving_from:
+                assert self._moving_from is not None
+                raise ValueError(
+                    f"the placement of layer {layer_idx}, which is being moved, was "
+                    f"{self._moving_from.slots} and is {found.slots}"
+                )
+
+    def _plan(self) -> list[LayerMove]:
+        layers = []
+        for layer_idx, layer in enumerate(self._layers):
+            with _in_phase(f"layer {layer_idx}, loads"):
+                loads = layer.buffer.expert_loads()
+            layers.append(
+                PlacedLayer(
+                    placement=layer.placement, bytes_per_expert=layer.bytes_per_expert, loads=loads
+                )
+            )
+        return plan_moves(
+            layers,
+            ranks_per_node=self.communicator.num_local_ranks,
+            price_per_byte=self._price,
+            scatter=self._scatter,
+        )
+
+    def _move_layers(self) -> list[LayerMove]:
+        """As many as a step may move; those that have been switched."""
+        moved: list[LayerMove] = []
+        while self._waiting and len(moved) < self._layers_per_step:
+            move = self._waiting[0]
+            layer = self._layers[move.layer_idx]
+            with _in_phase(f"layer {move.layer_idx}, prefetch"):
+                if self._moving is None or self._moving.is_committed:
+                    plan = plan_replicas(
+                        layer.placement, move.placement, self.communicator.num_local_ranks
+                    )
+                    self._moving = self._copies.prefetch(
+                        plan, layer.weights, step_bytes=self._step_bytes
+                    )
+                    self._moving_from = layer.placement
+                is_complete = self._moving.step()
+            if is_complete:
+                with _in_phase(f"layer {move.layer_idx}, commit"):
+                    self._moving.commit()
+                self._switch(move)
+                moved.append(move)
+            if self._step_bytes is not None:
+                break
+        return moved
+
+    def _switch(self, move: LayerMove) -> None:
+        """Every rank has the weights: what is left needs no other."""
+        self._layers[move.layer_idx].buffer.switch_placement(move.placement)
+        self._waiting.remove(move)
+        _LOGGER.info(
+            "step %d: layer %d: %d experts (%d bytes) moved, fullest rank %d -> %d rows (mean %.0f)",
+            *(self._step, move.layer_idx, move.num_moves, move.moved_bytes),
+            *(move.rows_before, move.rows_after, move.mean_rows),
+        )
+
+    @gathers
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of every expert's replicas, which all get the sum. Collective.
+
+        Before the optimizer's step, which then does the same to every replica. Of the weights of all
+        layers those that require a gradient take part; one that has none counts as zeros.
+
+        Raises:
+            ValueError, TypeError, PeerFailedError, PeerTimeoutError: As
+                `ReplicaCopies.reduce_gradients`, with the layer.
+        """
+
+        def check() -> str:
+            self._check_alive()
+            return f"{len(self._layers)} layers"
+
+        self.communicator.check_together(check, "ExpertBalancer.reduce_gradients")
+        for layer_idx, layer in enumerate(self._layers):
+            if layer.placement.has_replicas:
+                gradients = [_gradient_of(weight) for weight in layer.weights]
+                with _in_phase(f"layer {layer_idx}, gradients"):
+                    self._copies.reduce_gradients(
+                        layer.placement, [each for each in gradients if each is not None]
+                    )
+
+    @gathers
+    def recover(self) -> None:
+        """Settle what a failed step left, and balance no more. Collective over the living.
+
+        After `Communicator.recover`. A peer that dies while ranks agree to switch a layer may leave it
+        switched on some of the living alone: then the others switch it, too. Otherwise every rank keeps
+        the old placement. Experts that a dead rank alone held are lost; make buffers and a balancer
+        of the ranks that are left.
+
+        Raises:
+            PeerFailedError: Another peer died.
+            PeerTimeoutError: A living peer did not come.
+        """
+        self._check_alive()
+        self._copies.communicator.recover()
+        said = self.communicator.exchange("ExpertBalancer.recover", self._digest().encode())
+        if len({*said} - {b""}) > 1:  # some have switched a layer, so all have its bytes
+            assert self._moving is not None
+            is_late = not self._moving.is_committed
+            self._moving.commit()
+            if is_late:
+                self._switch(self._waiting[0])
+        self.destroy()
+
+    def _digest(self) -> str:
+        """What lies where, in few characters; worked out anew where a placement is another object."""
+        placements = [layer.placement for layer in self._layers]
+        known = self._digested
+        if len(known) != len(placements) or any(map(operator.is_not, known, placements)):
+            self._digested, self._known_digest = placements, _digest_of(placements)
+        return self._known_digest
+
+    def _abandon(self) -> None:
+        moving, self._moving = self._moving, None
+        if moving is not None and not moving.is_committed:
+            moving.abandon()
+
+    def _check_alive(self) -> None:
+        if self._is_destroyed:
+            raise ValueError("the balancer has been destroyed")
+
+    def destroy(self) -> None:
+        """Balance no more: layers stay as they are, and their loads are not counted. Local, idempotent."""
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            self._abandon()
+            for layer in self._layers:
+                if not layer.buffer.is_destroyed:
+                    layer.buffer.count_loads(False)
+            self._layers, self._waiting = [], []
+            self._copies.destroy()
+
+
+def _gradient_of(
+    weight: torch.Tensor | Sequence[torch.Tensor],
+) -> torch.Tensor | list[torch.Tensor] | None:
+    """The gradient of a weight, or those of its parts; None where none is wanted."""
+    if not isinstance(weight, torch.Tensor):
+        parts = [_gradient_of(part) for part in weight]
+        return [part for part in parts if isinstance(part, torch.Tensor)] or None
+    if weight.requires_grad and weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def _digest_of(placements: Sequence[Placement]) -> str:
+    text = ";".join(str(placement.slots) for placement in placements)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _in_phase(phase: str) -> Iterator[None]:
+    """A block whose errors say what was going on."""
+    try:
+        yield
+    except Exception as error:
+        error.args = (f"{phase}: {error}", *error.args[1:])
+        raise
