@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import collect_environment
+from moe_comm.cli.bench.replicas import place_replicas
 from moe_comm.cli.bench.report import header_line, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
@@ -65,6 +68,14 @@ class RailName(str, enum.Enum):
     SOCKETS = "sockets"
 
 
+class ReplicaRuleName(str, enum.Enum):
+    """Rules of replicas that decide from logical experts, on the command line."""
+
+    BALANCED = "balanced"
+    NEAREST = "nearest"
+    HASH = "hash"
+
+
 class RankMode(str, enum.Enum):
     """What a rank is, on the command line."""
 
@@ -89,6 +100,8 @@ def bench() -> None:
     epilog=example(
         "moe-comm bench dispatch-combine --ranks 2 --tokens 1024 --hidden 2048 \\",
         "    --peers gloo --json results.json",
+        "moe-comm bench dispatch-combine --ranks 2 --hidden 1024 \\",
+        "    --replicas 1 --routing zipf:1.0 --plot loads.png",
     ),
 )
 def dispatch_combine(
@@ -120,9 +133,31 @@ def dispatch_combine(
         float, typer.Option(min=0.0, help="Zipf exponent of expert popularity; 0 is uniform.")
     ] = 0.0,
     routing: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Replay this routing trace (.npz)."),
+        str | None,
+        typer.Option(
+            metavar="zipf:S|FILE", help="zipf:S is --skew S; else a routing trace (.npz) to replay."
+        ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Further slots of every rank, for replicas placed by earlier batches; compared with none.",
+        ),
+    ] = None,
+    replica_rule: Annotated[
+        ReplicaRuleName | None,
+        typer.Option(help="Which replica takes a row [default: balanced]."),
+    ] = None,
+    versus_given: Annotated[
+        bool,
+        typer.Option(
+            "--versus-given", help="Compare --replicas with its slots handed in, not with none."
+        ),
+    ] = False,
+    ffn_hidden: Annotated[
+        int, typer.Option(min=1, help="Elements between the two matrices of an expert.")
+    ] = 1024,
     layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
     quantization: Annotated[
         QuantizationName,
@@ -204,8 +239,8 @@ def dispatch_combine(
 ) -> None:
     """Dispatch and combine between ranks on this machine.
 
-    With --quantization, --node-reduction, --rank-reduction, --check-messages, --api hybrid-ep or --layout low-latency
-    the same input is also exchanged without it, in turns, and the table has the ratio.
+    With --quantization, --node-reduction, --rank-reduction, --check-messages, --api hybrid-ep, --layout low-latency
+    or --replicas the same input is also exchanged without it, in turns, and the table has the ratio.
     """
     with in_a_sentence("bench"):
         check_output("--json", json_path)
@@ -215,7 +250,8 @@ def dispatch_combine(
         pictures = sweep_pictures(plot) if sweep and plot is not None else []
         for _, picture in pictures:
             check_output("--plot", picture)
-        topk, experts = _resolve_routing(routing, topk, experts)
+        skew, trace = _read_routing(routing, skew)
+        topk, experts = _resolve_routing(trace, topk, experts)
         case = BenchCase(
             num_ranks=ranks,
             num_tokens=SWEEP_TOKENS[-1] if sweep else 4096 if tokens is None else tokens,
@@ -228,13 +264,22 @@ def dispatch_combine(
             api=api.name.lower(),
             expert_alignment=alignment,
             skew=skew,
-            routing=routing,
+            routing=trace,
             with_huge_page_x=huge_page_x,
             reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),
             rank_reduction=rank_reduction,
             check_messages=check_messages,
+            ffn_hidden=ffn_hidden,
             seed=seed,
         )
+        if replicas is not None:
+            case = dataclasses.replace(
+                place_replicas(case, replicas),
+                replica_rule=(replica_rule or ReplicaRuleName.BALANCED).value,
+                versus_given=versus_given,
+            )
+        elif replica_rule is not None or versus_given:
+            raise ValueError("--replica-rule and --versus-given need --replicas, got none")
         options = BenchOptions(
             backend=backend.value,
             peers=_split(peers),
@@ -293,6 +338,29 @@ bench_app.command(
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_routing(routing: str | None, skew: float) -> tuple[float, Path | None]:
+    """Exponent and trace that --routing and --skew ask for.
+
+    Raises:
+        ValueError: An exponent is none, both say one, or there is no such file.
+    """
+    if routing is None:
+        return skew, None
+    if not routing.startswith("zipf:"):
+        if not Path(routing).is_file():
+            raise ValueError(f"--routing is zipf:S or a routing trace, found no file {routing}")
+        return skew, Path(routing)
+    if skew:
+        raise ValueError(f"--skew and --routing zipf:S are the same, got {skew:g} and {routing}")
+    try:
+        exponent = float(routing.removeprefix("zipf:"))
+    except ValueError:
+        exponent = math.nan
+    if not 0.0 <= exponent < math.inf:
+        raise ValueError(f"zipf:S takes a finite number >= 0, got {routing}")
+    return exponent, None
 
 
 def _resolve_routing(

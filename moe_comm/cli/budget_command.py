@@ -6,10 +6,12 @@ import dataclasses
 import json
 from typing import Annotated
 
+import torch
 import typer
 from rich.table import Table
 
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.replicas import plan_replicas
 from moe_comm.cli.bench.run import BenchOptions, check_options
 from moe_comm.cli.command_rules import FoldedTable, in_a_sentence, wide_console
 from moe_comm.cli.options import (
@@ -36,6 +38,10 @@ def budget(
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
     topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
     experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 64,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=0, help="Further slots of every rank, for replicas of experts."),
+    ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
     moe_layers: Annotated[int, typer.Option(min=1, help="MoE layers of a rank.")] = 1,
     microbatches: Annotated[
@@ -107,7 +113,13 @@ def budget(
                 on_overflow="drop",
             )
             check_capacity(capacity, case.layout, alignment)
-        sizes = case.config.window_sizes(
+        config = case.config
+        if replicas is not None:
+            # Sizes follow from the number of slots, whatever lies in them.
+            placement = plan_replicas(torch.ones(experts), ranks, replicas)
+            config = dataclasses.replace(config, placement=placement)
+        num_slots = int(config.resolve_expert_rank(ranks).bincount().max())
+        sizes = config.window_sizes(
             ranks,
             expert_alignment=alignment,
             imbalance=imbalance,
@@ -125,20 +137,24 @@ def budget(
             num_microbatches=microbatches,
             recompute=recompute,
             weights_in_combine=weights_in_combine,
-            rail_region_bytes=case.config.rail_region_bytes(ranks, local_ranks or ranks),
+            rail_region_bytes=config.rail_region_bytes(ranks, local_ranks or ranks),
         )
         if as_json:
-            document = dataclasses.asdict(result) | {"machine_bytes": result.machine_bytes}
+            document = dataclasses.asdict(result) | {
+                "machine_bytes": result.machine_bytes,
+                "num_slots_per_rank": num_slots,
+            }
             typer.echo(json.dumps(document, indent=1))
             return
-        wide_console().print(_table(result))
+        wide_console().print(_table(result, num_slots))
         typer.echo(f"before the first step: communicator.reserve({result.rank_bytes})")
 
 
-def _table(result: formulas.Budget) -> FoldedTable:
+def _table(result: formulas.Budget, num_slots: int) -> FoldedTable:
     sizes = result.sizes
     is_across_nodes = result.num_local_ranks < result.num_ranks
-    table = Table(title="windows alive at the peak, one rank", title_justify="left")
+    title = f"windows alive at the peak, one rank of {num_slots} slots"
+    table = Table(title=title, title_justify="left")
     table.add_column("what")
     for name in ("windows", "MB each", "MB"):
         table.add_column(name, justify="right")

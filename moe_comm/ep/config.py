@@ -432,7 +432,7 @@ class EpConfig:
             num_local_ranks=num_local_ranks,
             num_tokens=self.num_max_tokens_per_rank,
             num_topk=self.num_topk,
-            num_experts=self.num_experts,
+            num_experts=self.num_slots,
             row_bytes=self.rail_row_bytes,
             depth=self.num_max_in_flight,
             node_reduction=self.node_reduction,

@@ -21,10 +21,11 @@ from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.peers.mpi import MpiPeer
 from moe_comm.cli.bench.peers.mpi_launcher import MpiLauncher, MpiNotFoundError, find_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
-from moe_comm.cli.bench.run import BenchOptions, CaseRun
+from moe_comm.cli.bench.run import LAYER, BenchOptions, CaseRun
 from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.sweep_worker import SweepWorker
 from moe_comm.ep.config import Layout
+from moe_comm.ep.placement import Placement
 from moe_comm.ep.routing_trace import save_routing_trace
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.peers.communicator import Communicator
@@ -234,6 +235,81 @@ def test_checked_messages_are_compared_with_none(tmp_path: Path) -> None:
         assert (row["check_messages"], row["check"]) == (True, "ok")
         assert row["internode_bytes"] == row["internode_formula_bytes"]
         assert row["baseline"]["name"] == "unchecked"
+
+
+REPLICAS = ("--ranks", "2", "--replicas", "1", "--routing", "zipf:1.0", "--tokens", "64")
+
+
+def test_replicas_are_checked_counted_and_timed_beside_none(tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *(*REPLICAS, "--hidden", "64", "--ffn-hidden", "32", "--topk", "2", "--experts", "8"),
+        *("--repeats", "2", "--threads", "1", "--plot", str(tmp_path / "plot.png")),
+    )
+    assert set(rows) == {"rows", LAYER}
+    counted = rows["rows"]
+    assert sum(counted["rows_per_rank"]) == sum(counted["baseline"]["rows_per_rank"]) == 256
+    assert counted["largest_rows"] == counted["optimum_rows"] == 128
+    assert counted["baseline"]["largest_rows"] > 128
+    assert [len(of_rank) for of_rank in counted["placement"]] == [5, 5]
+    assert (counted["replica_rule"], counted["batch"], counted["skew"]) == ("balanced", 8, 1.0)
+    layer = rows[LAYER]
+    assert (layer["check"], layer["ffn_hidden"], layer["num_pairs"]) == ("ok", 32, 2)
+    assert layer["speedup"]["no_replicas"] > 0.0
+    assert layer["baseline"]["p50_us"] > 0.0
+    assert (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize("rule", ["balanced", "nearest", "hash"])
+def test_rules_of_replicas_are_compared_with_given_slots(tmp_path: Path, rule: str) -> None:
+    pytest.importorskip("moe_comm._host")
+    rows = bench(
+        tmp_path,
+        *(*REPLICAS, *SMALL[2:], "--replica-rule", rule, "--versus-given"),
+        *("--operations", "rows,dispatch,dispatch+combine"),
+    )
+    assert rows["rows"]["rows_per_rank"] == rows["rows"]["baseline"]["rows_per_rank"]
+    for name in ("dispatch", "dispatch+combine"):
+        assert (rows[name]["replica_rule"], rows[name]["check"]) == (rule, "ok")
+        assert rows[name]["speedup"]["given"] > 0.0
+
+
+def test_experts_in_wrong_slots_are_found() -> None:
+    case = dataclasses.replace(
+        CASE, placement=Placement([[*range(5)], [*range(4, 8), 0]], 8), ffn_hidden=16
+    )
+
+    def body(comm: Communicator) -> list[str | None]:
+        x = make_x(case, comm.rank_idx)
+        exchange = NativeExchange(comm, case, comm.rank_idx, x)
+        with exchange.buffer, torch.no_grad():
+            side = Side(case, comm.rank_idx, exchange, x)
+            # Ranks are threads without a device: nobody meets at the barrier.
+            problems = [side.prepare_experts(None)]  # type: ignore[arg-type]
+            make = side._make_experts
+            monkeypatch = pytest.MonkeyPatch()
+            monkeypatch.setattr(side, "_make_experts", lambda ids: make(ids[::-1]))
+            problems.append(side.prepare_experts(None))  # type: ignore[arg-type]
+        return problems
+
+    for right, wrong in on_ranks(2, body, backend="reference"):
+        assert right is None
+        assert "sums of experts that differ by" in str(wrong)
+
+
+def test_other_bits_than_without_replicas_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(CASE, num_ranks=1, placement=Placement([[*range(8)]], 8))
+    checker = object.__new__(worker.Worker)
+    checker.case, checker.rank_idx = case, 0
+    sides = [object.__new__(Side) for _ in range(2)]
+    for side, sums in zip(sides, (0.0, -1.0), strict=True):
+        side.sums = torch.full((2, 2), sums)
+    checker.sides, checker.barrier = sides, None  # type: ignore[assignment]
+    monkeypatch.setattr(Side, "check", lambda *_: None)
+    assert "differ from those of no_replicas" in str(checker.check())
+    sides[1].sums = sides[0].sums.clone()
+    assert checker.check() is None
 
 
 @pytest.mark.sampled(1)

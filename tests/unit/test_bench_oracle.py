@@ -15,6 +15,8 @@ from moe_comm.cli.bench.run import (
     operation_bytes,
 )
 from moe_comm.ep.config import Layout, default_expert_rank
+from moe_comm.ep.placement import Placement
+from moe_comm.ep.replica_spec import choose_slots
 from moe_comm.ep.routing_trace import save_routing_trace
 from moe_comm.ep.spec import Dispatch, quantize_rows
 from moe_comm.tensors.quantization import (
@@ -27,6 +29,7 @@ from moe_comm.tensors.quantization import (
 from moe_comm.tensors.quantized import dequantize
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
+REPLICATED = dataclasses.replace(SMALL, placement=Placement([[5, 1, 0], [6, 5, 4], [-1, 2, 3]], 7))
 
 CASES = [
     pytest.param(SMALL, id="expert-major"),
@@ -36,6 +39,11 @@ CASES = [
     pytest.param(dataclasses.replace(SMALL, num_tokens=0), id="no-tokens"),
     pytest.param(dataclasses.replace(SMALL, dtype="fp64", hidden=6), id="fp64"),
     pytest.param(dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY), id="low-latency"),
+    pytest.param(REPLICATED, id="replicas"),
+    pytest.param(
+        dataclasses.replace(REPLICATED, layout=Layout.LOW_LATENCY, replica_rule="hash"),
+        id="replicas-low-latency",
+    ),
 ]
 
 
@@ -72,9 +80,14 @@ def defined_rows(
         unfilled: What stands in places of LOW_LATENCY that nobody filled.
     """
     is_low_latency = case.layout is Layout.LOW_LATENCY
+    topk_idx = [make_topk_idx(case, source) for source in range(case.num_ranks)]
+    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).tolist()
+    if case.placement is not None:
+        topk_idx = choose_slots(topk_idx, case.placement, case.replica_rule, case.num_ranks)
+        expert_rank = [*case.placement.slot_rank]
     dispatch = Dispatch(
-        topk_idx=[make_topk_idx(case, source) for source in range(case.num_ranks)],
-        expert_rank=default_expert_rank(case.num_experts, case.num_ranks).tolist(),
+        topk_idx=topk_idx,
+        expert_rank=expert_rank,
         layout=case.layout,
         expert_alignment=case.expert_alignment,
         num_places_per_expert=case.num_ranks * case.num_tokens if is_low_latency else 0,
@@ -94,6 +107,9 @@ def test_oracle_accepts_exactly_the_right_rows(case: BenchCase) -> None:
         if rows.shape[0] == 0:
             continue
         filled = torch.cat([row for row, _, _ in oracle.source_rows(case, rank_idx)]).tolist()
+        if case.layout != Layout.RANK_MAJOR:
+            for source, (_, tokens, labels) in enumerate(oracle.source_rows(case, rank_idx)):
+                assert (make_topk_idx(case, source)[tokens] == labels[:, None]).any(dim=1).all()
         for row_idx in {filled[0], filled[len(filled) // 2], filled[-1]}:
             wrong = rows.clone()
             wrong.view(torch.uint8)[row_idx, 3] ^= 1

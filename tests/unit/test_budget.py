@@ -11,6 +11,7 @@ from moe_comm.cli.app import app
 from moe_comm.ep import budget
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, EpConfig, Layout
+from moe_comm.ep.placement import Placement
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.peers.communicator import Communicator
 from moe_comm.tensors.quantization import (
@@ -74,6 +75,38 @@ def test_window_says_whose_copies_rows_are_where_devices_differ() -> None:
     ]
     dispatched = [document["sizes"]["dispatched"] for document in documents]
     assert dispatched[1] - dispatched[0] == 4 * 4096 * 8
+
+
+def test_memory_goes_by_slots() -> None:
+    sizes = {"num_topk": 2, "hidden": 64, "num_max_tokens_per_rank": 128, "dtype": torch.bfloat16}
+    plain, as_many = (EpConfig(num_experts=number, **sizes) for number in (1000, 1400))
+    slots = [[*range(500), *range(500, 700)], [*range(500, 1000), *range(200)]]
+    placed = dataclasses.replace(plain, placement=Placement(slots, 1000))
+    for layout in Layout:
+        found, expected = (each.window_sizes(2, layout=layout) for each in (placed, as_many))
+        assert found == expected != plain.window_sizes(2, layout=layout)
+    found, expected = (each.rail_region_bytes(2, 1) for each in (placed, as_many))
+    assert found == expected > plain.rail_region_bytes(2, 1)
+    arguments = [
+        "budget",
+        "--ranks",
+        "4",
+        "--experts",
+        "10",
+        "--layout",
+        "low-latency",
+        "--tokens",
+        "8",
+    ]
+    documents = [
+        json.loads(CliRunner().invoke(app, [*arguments, *more, "--json"]).output)
+        for more in ([], ["--replicas", "0"], ["--replicas", "2"])
+    ]
+    assert [document["num_slots_per_rank"] for document in documents] == [3, 3, 5]
+    rows = [document["sizes"]["num_recv_rows"] for document in documents]
+    assert rows == [3 * 4 * 8, 3 * 4 * 8, 5 * 4 * 8]
+    table = CliRunner().invoke(app, [*arguments, "--replicas", "2"]).output
+    assert "one rank of 5 slots" in table
 
 
 def test_ranks_that_add_first_hold_sums_for_others() -> None:

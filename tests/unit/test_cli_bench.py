@@ -20,9 +20,11 @@ from moe_comm.cli.bench.memory import parse_smaps, total_bytes
 from moe_comm.cli.bench.parts import PARTS, middle_half, take_apart
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
 from moe_comm.cli.bench.processes import WorkerProcesses
+from moe_comm.cli.bench.replicas import place_replicas, summarize_rows
 from moe_comm.cli.bench.report import case_title, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import BenchRow, to_json
 from moe_comm.cli.bench.run import (
+    LAYER,
     BenchOptions,
     CaseRun,
     check_options,
@@ -36,6 +38,8 @@ from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
 from moe_comm.cli.bench.worker import Launch, Sample, Worker
 from moe_comm.cli.command_rules import wide_console
 from moe_comm.ep.config import Layout
+from moe_comm.ep.placement import Placement
+from moe_comm.ep.planner import plan_placement
 from moe_comm.ep.routing_trace import save_routing_trace
 from moe_comm.ep.tracing import PhaseRecord
 from moe_comm.tensors.quantization import (
@@ -47,6 +51,10 @@ from moe_comm.tensors.quantization import (
 )
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
+
+
+PLACEMENT = Placement([[5, 1, 0], [6, 5, 4], [5, 2, 3]], 7)
+REPLICATED = dataclasses.replace(SMALL, placement=PLACEMENT)
 
 
 PACKED_COLUMNS = Quantization(
@@ -99,6 +107,11 @@ def test_case_replays_a_trace(tmp_path: Path) -> None:
         ({"api": "hybrid_ep"}, "7 experts on 3 ranks"),
         ({"api": "hybrid_ep", "layout": Layout.LOW_LATENCY}, "got layout LOW_LATENCY"),
         ({"api": "hybrid_ep", "quantization": MXFP8}, "got MXFP8"),
+        ({"ffn_hidden": 0}, "ffn_hidden must be >= 1, got 0"),
+        ({"versus_given": True}, "where there is a placement, got none"),
+        ({"placement": PLACEMENT, "layout": Layout.RANK_MAJOR}, "with layout RANK_MAJOR"),
+        ({"placement": PLACEMENT, "rank_reduction": True}, "with rank_reduction True"),
+        ({"placement": PLACEMENT, "reduced_local_ranks": 1}, "with node_reduction True"),
     ],
 )
 def test_case_rejects(change: dict[str, object], message: str) -> None:
@@ -141,6 +154,13 @@ LOW_LATENCY = dataclasses.replace(SMALL, layout=Layout.LOW_LATENCY)
         (SMALL, {"rail": "gloo"}, "got rail gloo and no local ranks"),
         (CHECKED, {}, "check_messages needs local ranks, got none"),
         (SMALL, {"peers": ("collective",), "backend": "collective"}, "compared with itself"),
+        (REPLICATED, {"peers": ("gloo",)}, r"its baseline \(no_replicas\), got peers gloo"),
+        (REPLICATED, {"num_local_ranks": 1}, "on one node, got local ranks 1"),
+        (SMALL, {"peers": ("gloo",), "operations": (LAYER,)}, "no experts, got peers gloo"),
+        (LOW_LATENCY, {"operations": (LAYER,)}, "got layout LOW_LATENCY"),
+        (QUANTIZED, {"operations": (LAYER,)}, "got quantization FP8_BLOCK128"),
+        (HYBRID_EP, {"operations": (LAYER,)}, "got api hybrid_ep"),
+        (HYBRID_EP, {"operations": ("rows",)}, "got api hybrid_ep"),
     ],
 )
 def test_options_without_a_meaning_are_rejected(
@@ -157,6 +177,11 @@ def test_baselines_differ_in_one_thing() -> None:
     assert CHECKED.baseline == ("unchecked", SMALL)
     quantized = dataclasses.replace(QUANTIZED, check_messages=True)
     assert quantized.baseline == ("unchecked", QUANTIZED)
+    assert REPLICATED.baseline == ("no_replicas", SMALL)
+    given = dataclasses.replace(REPLICATED, versus_given=True).baseline
+    assert given is not None
+    assert given[0] == given[1].config.replica_rule == "given"
+    assert given[1].placement == PLACEMENT
     assert HYBRID_EP.baseline is not None
     name, native = HYBRID_EP.baseline
     assert (name, native.api, native.sends_weights) == ("native", "native", True)
@@ -189,6 +214,11 @@ def test_size_decides_what_is_measured() -> None:
     assert "dispatch+combine" in default_operations(SMALL)
     assert default_operations(QUANTIZED) == ("dispatch+combine", "memory")
     assert default_operations(HYBRID_EP) == ("dispatch+combine",)
+    assert default_operations(REPLICATED) == ("rows", LAYER)
+    low_latency = dataclasses.replace(REPLICATED, layout=Layout.LOW_LATENCY)
+    assert default_operations(low_latency) == ("rows", "dispatch+combine")
+    given = dataclasses.replace(REPLICATED, versus_given=True)
+    assert default_operations(given) == ("dispatch+combine",)
     assert default_operations(dataclasses.replace(large, quantization=MXFP8)) == (
         "dispatch",
         "memory",
@@ -376,6 +406,101 @@ def test_plot_is_an_image(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing was timed"):
         write_plot(tmp_path / "plot.png", some_rows()[1:], environment)
+
+
+def test_replicas_are_placed_by_earlier_batches_of_the_same_routing() -> None:
+    case = place_replicas(SMALL, 2)
+    assert case.placement is not None
+    loads = torch.zeros(1, 7, dtype=torch.int64)
+    for batch_idx in range(8):
+        batch = dataclasses.replace(SMALL, batch_idx=batch_idx)
+        for rank_idx in range(3):
+            loads += torch.bincount(make_topk_idx(batch, rank_idx).flatten(), minlength=7)
+    assert case == dataclasses.replace(SMALL, batch_idx=8, placement=plan_placement(loads, 3, 5)[0])
+    batches = [dataclasses.replace(SMALL, batch_idx=number) for number in range(9)]
+    drawn = {str(make_topk_idx(batch, 2).tolist()) for batch in batches}
+    assert len(drawn) == 9
+    assert torch.equal(make_topk_idx(case, 2), make_topk_idx(batches[8], 2))
+
+
+def test_replicas_of_a_trace_are_placed_by_what_comes_before(tmp_path: Path) -> None:
+    path = tmp_path / "trace.npz"
+    recorded = torch.tensor([[0], [1], [0], [0], [3], [2], [2], [3], [3]]).view(1, 9, 1)
+    save_routing_trace(path, recorded, num_experts=4, num_ranks=1)
+    case = BenchCase(num_ranks=2, num_tokens=2, hidden=8, num_topk=1, num_experts=4, routing=path)
+    placed = place_replicas(case, 1)
+    # Of two whole batches of 4 tokens the first says where experts go; the second is measured.
+    assert placed.placement == plan_placement(torch.tensor([[3, 1, 0, 0]]), 2, 3)[0]
+    assert [make_topk_idx(placed, rank_idx).tolist() for rank_idx in (0, 1)] == [
+        [[3], [2]],
+        [[2], [3]],
+    ]
+    with pytest.raises(ValueError, match=r"has 9 tokens, fewer than two .* 2 ranks x 3 tokens"):
+        place_replicas(dataclasses.replace(case, num_tokens=3), 1)
+
+
+def rows_of_ranks() -> BenchRow:
+    extra = summarize_rows(REPLICATED, [(40, 61, 52), (70, 50, 33)])
+    return BenchRow(op="rows", case=REPLICATED, backend="host", extra=extra)
+
+
+def test_rows_per_rank_are_held_against_the_optimum_of_the_placement() -> None:
+    counts = torch.zeros(7, dtype=torch.int64)
+    for rank_idx in range(3):
+        counts += torch.bincount(make_topk_idx(REPLICATED, rank_idx).flatten(), minlength=7)
+    # Expert 5 lies on all ranks, so that only what others bring a rank, or the mean, is in the way.
+    own = [int(counts[[1, 0]].sum()), int(counts[[6, 4]].sum()), int(counts[[2, 3]].sum())]
+    optimum = max(17 * 3, *own)
+    document = rows_of_ranks().to_dict()
+    assert document["placement"] == PLACEMENT.slots
+    assert document["rows_per_rank"] == [40, 61, 52]
+    assert document["optimum_rows"] == optimum
+    assert document["largest_over_mean"] == pytest.approx(61 / 51)
+    assert document["largest_over_optimum"] == pytest.approx(61 / optimum)
+    baseline = document["baseline"]
+    assert (baseline["name"], baseline["rows_per_rank"]) == ("no_replicas", [70, 50, 33])
+    console = wide_console()
+    with console.capture() as capture:
+        console.print(result_table([rows_of_ranks()], {}))
+    lines = [line.replace("│", " ").split() for line in capture.get().splitlines()]
+    assert ["0", "70", "40"] in lines
+    assert ["largest", "over", "mean", f"{70 / 51:.4f}", f"{61 / 51:.4f}"] in lines
+    assert "3 slots a rank, balanced" in capture.get()
+
+
+def test_rows_per_rank_are_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    huge = {"shmem_enabled": "never"}
+    names = ("version", "commit", "cpu", "cores", "isa", "kernel", "torch")
+    environment = {**dict.fromkeys(names, "x"), "transparent_huge_pages": huge, "load_average": 0.0}
+    sizes = []
+    for rows in ([rows_of_ranks()], [rows_of_ranks(), *some_rows()], some_rows()):
+        write_plot(tmp_path / "plot.png", rows, environment)
+        header = (tmp_path / "plot.png").read_bytes()[:24]
+        assert header.startswith(b"\x89PNG")
+        sizes.append(int.from_bytes(header[16:20], "big"))
+    alone, beside, times = sizes
+    assert beside > max(alone, times)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--routing", "zipf:much"], "finite number >= 0, got zipf:much"),
+        (["--routing", "zipf:-1"], "finite number >= 0, got zipf:-1"),
+        (["--routing", "zipf:1", "--skew", "2"], "are the same, got 2 and zipf:1"),
+        (["--routing", "no-such-file"], "found no file no-such-file"),
+        (["--replica-rule", "hash"], "need --replicas, got none"),
+        (["--versus-given"], "need --replicas, got none"),
+        (["--replicas", "1", "--peers", "gloo"], "got peers gloo"),
+        (["--replicas", "1", "--sweep"], "got one compared with no_replicas"),
+    ],
+)
+def test_wrong_routings_and_replicas_are_refused(arguments: list[str], problem: str) -> None:
+    small = ["--hidden", "8", "--topk", "2", "--experts", "4"]
+    done = CliRunner().invoke(app, ["bench", "dispatch-combine", *small, *arguments])
+    assert done.exit_code == 1
+    assert problem in " ".join(done.output.split())
 
 
 def phase(epoch: int, name: str, start_us: int, end_us: int, peer: int = -1) -> PhaseRecord:

@@ -10,6 +10,8 @@ import torch
 
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.ep.options import DispatchOptions, check_options
+from moe_comm.ep.placement import Placement, ReplicaRule
+from moe_comm.ep.replica_spec import choose_slots
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.ep.validation import check_dispatch, check_rows
 from moe_comm.tensors.quantization import Quantization
@@ -18,6 +20,7 @@ __all__ = [
     "APIS",
     "DTYPES",
     "BenchCase",
+    "make_places",
     "make_routing_map",
     "make_topk_idx",
     "make_topk_weights",
@@ -60,6 +63,13 @@ class BenchCase:
             (`EpConfig.node_reduction`); None where it does not.
         rank_reduction: Combine adds rows on their rank first (`EpConfig.rank_reduction`).
         check_messages: Messages between nodes carry checksums (`Communicator`).
+        batch_idx: Which batch of the routing: of a trace, the tokens behind those of as many batches.
+        placement: Of experts in slots, replicas included; None: each expert lies on one rank. What is
+            compared with, and with the same bits, is the case without.
+        replica_rule: Which replica takes a row, where there is a placement.
+        versus_given: A case with a placement is compared with the same slots handed in as ids.
+        are_slots_given: The slots that `replica_rule` makes of choices are handed in as ids.
+        ffn_hidden: Elements between the two matrices of an expert, where experts are timed.
         seed: Of data and routing.
     """
 
@@ -80,6 +90,12 @@ class BenchCase:
     reduced_local_ranks: int | None = None
     rank_reduction: bool = False
     check_messages: bool = False
+    batch_idx: int = 0
+    placement: Placement | None = None
+    replica_rule: ReplicaRule = "balanced"
+    versus_given: bool = False
+    are_slots_given: bool = False
+    ffn_hidden: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,8 +114,14 @@ class BenchCase:
             raise ValueError(f"expert_alignment must be >= 1, got {self.expert_alignment}")
         if self.api not in APIS:
             raise ValueError(f"api must be one of {', '.join(APIS)}, got {self.api!r}")
+        if self.ffn_hidden < 1:
+            raise ValueError(f"ffn_hidden must be >= 1, got {self.ffn_hidden}")
         if self.api == "hybrid_ep":
             self._check_hybrid_ep()
+        if self.placement is not None:
+            self._check_placement()
+        elif self.versus_given or self.are_slots_given:
+            raise ValueError("slots are given where there is a placement, got none")
         # The rules of the package itself: of shapes, and of the arguments of a call.
         config = self.config
         rows, _ = check_rows(torch.empty(0, self.hidden, dtype=self.torch_dtype), self.quantization)
@@ -125,6 +147,19 @@ class BenchCase:
                 f"{self.num_ranks} ranks"
             )
 
+    def _check_placement(self) -> None:
+        for name, value, is_refused in (
+            ("api", self.api, self.api == "hybrid_ep"),
+            ("layout", self.layout.name, self.layout is Layout.RANK_MAJOR),
+            ("rank_reduction", True, self.rank_reduction),
+            ("node_reduction", True, self.reduced_local_ranks is not None),
+        ):
+            if is_refused:
+                raise ValueError(
+                    "sums with replicas are compared bit by bit with those without, which go by rank "
+                    f"or have no slots with {name} {value}"
+                )
+
     @property
     def is_reduced(self) -> bool:
         """Whether combine adds rows where they lie first."""
@@ -138,6 +173,11 @@ class BenchCase:
     @property
     def baseline(self) -> tuple[str, BenchCase] | None:
         """Name and case of what this one is compared with in the same processes; None for nothing."""
+        if self.versus_given and not self.are_slots_given:
+            return "given", dataclasses.replace(self, are_slots_given=True)
+        if self.placement is not None and not self.are_slots_given:
+            plain = dataclasses.replace(self, placement=None, replica_rule="balanced")
+            return "no_replicas", plain
         if self.check_messages:
             return "unchecked", dataclasses.replace(self, check_messages=False)
         if self.api == "hybrid_ep":
@@ -182,7 +222,21 @@ class BenchCase:
             dtype=self.torch_dtype,
             node_reduction=self.reduced_local_ranks is not None,
             rank_reduction=self.rank_reduction,
+            placement=self.placement,
+            replica_rule="given" if self.are_slots_given else self.replica_rule,
         )
+
+    @property
+    def place_rank(self) -> torch.Tensor:
+        """The rank of every slot, without a placement of every expert: int64 `[P]`."""
+        return self.config.resolve_expert_rank(self.num_ranks).to(torch.int64)
+
+    @property
+    def place_expert(self) -> torch.Tensor:
+        """The expert in every slot, -1 for an empty one; without a placement all: int64 `[P]`."""
+        if self.placement is None:
+            return torch.arange(self.num_experts)
+        return torch.tensor(self.placement.slot_expert)
 
 
 @functools.lru_cache(maxsize=64)
@@ -195,6 +249,7 @@ def make_topk_idx(case: BenchCase, rank_idx: int) -> torch.Tensor:
     Raises:
         ValueError: The trace's top-k or experts differ from the case's.
     """
+    source_idx = case.batch_idx * case.num_ranks + rank_idx
     if case.routing is not None:
         trace = load_routing_trace(case.routing)
         if (trace.num_topk, trace.num_experts) != (case.num_topk, case.num_experts):
@@ -202,17 +257,38 @@ def make_topk_idx(case: BenchCase, rank_idx: int) -> torch.Tensor:
                 f"{case.routing} was recorded with top-{trace.num_topk} of {trace.num_experts} experts, "
                 f"the case has top-{case.num_topk} of {case.num_experts}"
             )
-        return trace.rank_topk_idx(rank_idx, case.num_tokens)
+        return trace.rank_topk_idx(source_idx, case.num_tokens)
     popularity = torch.Generator().manual_seed(case.seed)
     place = torch.randperm(case.num_experts, generator=popularity).to(torch.float64) + 1.0
     log_weight = -case.skew * torch.log(place)
-    draw = torch.Generator().manual_seed(_mix(case.seed, rank_idx, 1))
+    draw = torch.Generator().manual_seed(_mix(case.seed, source_idx, 1))
     uniform = torch.rand(
         case.num_tokens, case.num_experts, generator=draw, dtype=torch.float64
     ).clamp_(min=1e-300)
     # The K largest of log w + Gumbel noise are K draws without replacement with weights w.
     gumbel = -torch.log(-torch.log(uniform))
     return torch.topk(log_weight + gumbel, case.num_topk, dim=1).indices.contiguous()
+
+
+def make_places(case: BenchCase, rank_idx: int) -> torch.Tensor:
+    """Where the choices of one rank go, as the definition says: slots; without a placement, experts.
+
+    Returns:
+        int64 `[num_tokens, num_topk]`.
+    """
+    if case.placement is None:
+        return make_topk_idx(case, rank_idx)
+    return _all_slots(dataclasses.replace(case, versus_given=False, are_slots_given=False))[
+        rank_idx
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def _all_slots(case: BenchCase) -> list[torch.Tensor]:
+    """The slots of the choices of every rank."""
+    assert case.placement is not None
+    topk_idx = [make_topk_idx(case, rank_idx) for rank_idx in range(case.num_ranks)]
+    return choose_slots(topk_idx, case.placement, case.replica_rule, case.num_ranks)
 
 
 def make_topk_weights(case: BenchCase, rank_idx: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from moe_comm.cli.bench.case import (
     BenchCase,
+    make_places,
     make_routing_map,
     make_topk_idx,
     make_topk_weights,
@@ -75,7 +76,8 @@ class NativeExchange:
     ) -> None:
         self.buffer = EpBuffer(communicator, case.config)
         self._x = x
-        self._topk_idx = make_topk_idx(case, rank_idx).to(x.device)
+        make_ids = make_places if case.are_slots_given else make_topk_idx
+        self._topk_idx = make_ids(case, rank_idx).to(x.device)
         self._topk_weights = None
         if case.sends_weights:
             self._topk_weights = make_topk_weights(case, rank_idx).to(x.device)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_topk_weights, make_x
-from moe_comm.ep.config import Layout, default_expert_rank
+from moe_comm.cli.bench.case import BenchCase, make_places, make_topk_weights, make_x
+from moe_comm.ep.config import Layout
 from moe_comm.ep.spec import Dispatch, sum_in_order
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantized import dequantize, quantize
@@ -61,22 +61,24 @@ def _rows_of(case: BenchCase, rank_idx: int) -> _Rows:
     by_rank = case.layout is Layout.RANK_MAJOR
     num_places = case.num_ranks * case.num_tokens if case.layout is Layout.LOW_LATENCY else 0
     dispatch = Dispatch(
-        topk_idx=[make_topk_idx(case, rank_idx) for rank_idx in range(case.num_ranks)],
-        expert_rank=default_expert_rank(case.num_experts, case.num_ranks).tolist(),
+        topk_idx=[make_places(case, rank_idx) for rank_idx in range(case.num_ranks)],
+        expert_rank=case.place_rank.tolist(),
         layout=case.layout,
         expert_alignment=case.expert_alignment,
         num_places_per_expert=num_places,
     )
     rows = dispatch.windows[rank_idx].rows
+    # Replicas have the number of their expert, as they do the same.
+    expert_of = case.place_expert.tolist()
     source = [(-1, -1, -1) if origin is None else tuple(origin) for origin in rows]
     label = [
         -1 if origin is None
         else rank_idx if by_rank
-        else dispatch.choices[origin.source_idx][origin.token_idx][origin.topk_pos]
+        else expert_of[dispatch.choices[origin.source_idx][origin.token_idx][origin.topk_pos]]
         for origin in rows
     ]  # fmt: skip
     added = [
-        [(place.rank_idx if by_rank else token[k], place.rank_idx)
+        [(place.rank_idx if by_rank else expert_of[token[k]], place.rank_idx)
          for k, place in enumerate(places) if place is not None]
         for token, places in zip(dispatch.choices[rank_idx], dispatch.terms(rank_idx), strict=True)
     ]  # fmt: skip

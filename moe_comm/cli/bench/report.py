@@ -28,6 +28,7 @@ LABELS = {
     "combine": "combine, in place",
     "combine_copy_in": "combine, ordinary tensor",
     "dispatch+combine": "dispatch + combine",
+    "dispatch+experts+combine": "dispatch + experts + combine",
     "differentiable_overhead": "differentiable overhead",
 }
 
@@ -54,6 +55,8 @@ def case_title(case: BenchCase, *, is_sweep: bool = False) -> str:
             f", {case.quantization.format.name} with {case.quantization.scale_format.name} scales, "
             f"{order}"
         )
+    if case.placement is not None:
+        kind += f", {max(map(len, case.placement.slots))} slots a rank, {case.replica_rule}"
     tokens = "sweep over tokens" if is_sweep else f"{case.num_tokens} tokens each"
     return (
         f"dispatch-combine: {case.num_ranks} ranks, {tokens}, hidden {case.hidden}, "
@@ -79,9 +82,13 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
         table.add_column(f"vs {peer}", justify="right")
     table.add_column("check")
     notes: list[Text] = []
+    loads: BenchRow | None = None
     for row in rows:
         if row.op == "memory":
             notes.append(_memory_note(row))
+            continue
+        if row.op == "rows":
+            loads = row
             continue
         table.add_row(
             LABELS[row.op],
@@ -102,7 +109,38 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
             row.check,
         )
     notes += [Text(f"{peer}: not compared, {why}") for peer, why in sorted(missing_peers.items())]
-    return Group(FoldedTable(table), *notes)
+    tables = [FoldedTable(table)] if table.row_count else []
+    if loads is None:
+        return Group(*tables, *notes)
+    title = [] if tables else [Text(case_title(loads.case))]
+    return Group(*title, FoldedTable(_rows_table(loads)), *tables, *notes)
+
+
+def _loads_by_name(row: BenchRow) -> dict[str, dict[str, Any]]:
+    """What a row of op "rows" says of its baseline, if it has one, and of its case."""
+    before = row.extra.get("baseline")
+    name = "rows" if row.case.placement is None else row.case.replica_rule
+    return ({} if before is None else {before["name"]: before}) | {name: row.extra}
+
+
+def _rows_table(row: BenchRow) -> Table:
+    """Rows of every rank, before and with replicas."""
+    loads = _loads_by_name(row)
+    table = Table(title="rows per rank", title_justify="left")
+    table.add_column("rank")
+    for name in loads:
+        table.add_column(name, justify="right")
+    by_rank = zip(*(each["rows_per_rank"] for each in loads.values()), strict=True)
+    for rank_idx, numbers in enumerate(by_rank):
+        table.add_row(str(rank_idx), *(f"{number:,}" for number in numbers))
+    table.add_section()
+    ratios = [f"{each['largest_over_mean']:.4f}" for each in loads.values()]
+    table.add_row("largest over mean", *ratios)
+    if "optimum_rows" in row.extra:
+        blank = [""] * (len(loads) - 1)
+        table.add_row("optimum of the placement", *blank, f"{row.extra['optimum_over_mean']:.4f}")
+        table.add_row("largest over optimum", *blank, f"{row.extra['largest_over_optimum']:.4f}")
+    return table
 
 
 def sweep_tables(rows: Sequence[BenchRow]) -> Group:
@@ -159,21 +197,35 @@ def sweep_tables(rows: Sequence[BenchRow]) -> Group:
 
 
 def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]) -> None:
-    """Bars of time per operation, ours beside every peer's, on a logarithmic axis.
+    """Bars of time per operation, ours beside every peer's, on a logarithmic axis; of rows per rank.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+        ValueError: There is nothing to show.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     timed = [row for row in rows if row.p50_us is not None and row.p50_us > 0.0]
-    if not timed:
+    counted = [row for row in rows if row.op == "rows"]
+    if not timed and not counted:
         raise ValueError("nothing was timed, so there is nothing to plot")
-    names = [timed[0].backend, *sorted({peer for row in timed for peer in row.peer_p50_us})]
-    figure = Figure(figsize=(2.0 + 2.2 * len(timed), 4.8), layout="constrained")
+    widths = [2.0 + 2.2 * len(timed)] * bool(timed)
+    widths += [2.0 + 0.5 * row.case.num_ranks * len(_loads_by_name(row)) for row in counted]
+    figure = Figure(figsize=(max(6.0, sum(widths)), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    every_axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    if timed:
+        _plot_times(every_axes[0], timed)
+    for row, axes in zip(counted, every_axes[len(every_axes) - len(counted) :], strict=True):
+        _plot_rows(axes, row)
+    title = case_title((timed or counted)[0].case) + "\n" + header_line(environment)
+    figure.suptitle(title, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def _plot_times(axes: Any, timed: Sequence[BenchRow]) -> None:
+    names = [timed[0].backend, *sorted({peer for row in timed for peer in row.peer_p50_us})]
     width = 0.8 / len(names)
     for name_idx, name in enumerate(names):
         for row_idx, row in enumerate(timed):
@@ -191,10 +243,36 @@ def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]
     axes.set_xticks(range(len(timed)), [LABELS[row.op] for row in timed], fontsize=8)
     axes.set_yscale("log")
     axes.set_ylabel("p50 of wall time [us]")
-    axes.set_title(case_title(timed[0].case) + "\n" + header_line(environment), fontsize=7)
     axes.legend()
     axes.margins(y=0.2)
-    figure.savefig(path, dpi=150)
+
+
+def _plot_rows(axes: Any, row: BenchRow) -> None:
+    loads = _loads_by_name(row)
+    width = 0.8 / len(loads)
+    for idx, (name, each) in enumerate(loads.items()):
+        places = [
+            rank_idx + (idx - (len(loads) - 1) / 2) * width
+            for rank_idx in range(row.case.num_ranks)
+        ]
+        label = f"{name}: largest {each['largest_over_mean']:.3f} of the mean"
+        axes.bar(
+            places, each["rows_per_rank"], width, color=f"C{len(loads) - 1 - idx}", label=label
+        )
+    axes.axhline(
+        sum(row.extra["rows_per_rank"]) / row.case.num_ranks,
+        color="gray",
+        linewidth=1,
+        label="mean",
+    )
+    if "optimum_rows" in row.extra:
+        label = "optimum of the placement"
+        axes.axhline(row.extra["optimum_rows"], color="black", linestyle=":", label=label)
+    axes.set_xticks(range(row.case.num_ranks))
+    axes.set_xlabel("rank")
+    axes.set_ylabel("rows")
+    axes.legend(fontsize=8)
+    axes.margins(y=0.4)
 
 
 def _memory_note(row: BenchRow) -> Text:

@@ -16,7 +16,8 @@ class BenchRow:
 
     Args:
         op: `"dispatch"`, `"combine"` (in place), `"combine_copy_in"` (of an ordinary tensor),
-            `"dispatch+combine"` (latency, back to back), `"differentiable_overhead"` or `"memory"`.
+            `"dispatch+experts+combine"`, `"dispatch+combine"` (latency, back to back),
+            `"differentiable_overhead"`, `"memory"`, or `"rows"` (how many come to each rank).
         case: The case.
         backend: That ran it.
         p50_us: Median of the ranks' wall times over ranks and repeats.
@@ -86,6 +87,9 @@ class BenchRow:
             "node_reduction": case.reduced_local_ranks is not None,
             "rank_reduction": case.rank_reduction,
             "check_messages": case.check_messages,
+            "batch": case.batch_idx,
+            "placement": None if case.placement is None else case.placement.slots,
+            "replica_rule": None if case.placement is None else case.replica_rule,
             "seed": case.seed,
             **values,
             **self.extra,

@@ -18,6 +18,7 @@ from moe_comm.cli.bench.memory import WindowMemory, total_bytes
 from moe_comm.cli.bench.peers.mpi import MpiPeer
 from moe_comm.cli.bench.peers.mpi_launcher import MpiNotFoundError, find_mpi
 from moe_comm.cli.bench.processes import RankProcesses
+from moe_comm.cli.bench.replicas import summarize_rows
 from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile, wall_times_us
 from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
@@ -42,7 +43,8 @@ __all__ = [
 PEERS = ("gloo", "mpi", "collective")
 THROUGHPUT_OPERATIONS = ("dispatch", "combine", "combine_copy_in")
 LATENCY_OPERATIONS = ("dispatch+combine", "differentiable_overhead")
-OPERATIONS = (*THROUGHPUT_OPERATIONS, *LATENCY_OPERATIONS, "memory")
+LAYER = "dispatch+experts+combine"
+OPERATIONS = ("rows", *THROUGHPUT_OPERATIONS, LAYER, *LATENCY_OPERATIONS, "memory")
 
 NUM_WARM_UP = 2
 MAX_ROUNDS_PER_PAIR = 5
@@ -110,6 +112,8 @@ def default_operations(case: BenchCase) -> tuple[str, ...]:
 
     Of a case that is compared with a baseline, what differs from it.
     """
+    if case.placement is not None and not case.versus_given:
+        return ("rows", "dispatch+combine" if _problem_with_experts(case) else LAYER)
     is_small = operation_bytes(case)["dispatch"] <= 2 * max(last_level_cache_bytes(), 1 << 20)
     if case.baseline is None:
         return (*(LATENCY_OPERATIONS if is_small else THROUGHPUT_OPERATIONS), "memory")
@@ -119,8 +123,17 @@ def default_operations(case: BenchCase) -> tuple[str, ...]:
         operations = ("dispatch",)
     else:
         operations = ("dispatch", "combine")
-    is_same_memory = case.api == "hybrid_ep" or case.check_messages
+    is_same_memory = case.api == "hybrid_ep" or case.check_messages or case.versus_given
     return operations if is_same_memory else (*operations, "memory")
+
+
+def _problem_with_experts(case: BenchCase) -> str | None:
+    """Why experts cannot be run on what is dispatched, or None."""
+    if case.layout is not Layout.EXPERT_MAJOR:
+        return f"layout {case.layout.name}"
+    if case.quantization is not None:
+        return f"quantization {case.quantization.format.name}"
+    return f"api {case.api}" if case.api != "native" else None
 
 
 def check_options(case: BenchCase, options: BenchOptions) -> None:
@@ -170,6 +183,17 @@ def check_options(case: BenchCase, options: BenchOptions) -> None:
             f"a case is compared with peers or with its baseline ({case.baseline[0]}), got peers "
             f"{', '.join(options.peers)}"
         )
+    problem = _problem_with_experts(case)
+    if LAYER in options.operations and problem is not None:
+        raise ValueError(f"experts run on unquantized rows by expert of EpBuffer, got {problem}")
+    if options.peers and LAYER in options.operations:
+        raise ValueError(f"peers have no experts, got peers {', '.join(options.peers)}")
+    if case.placement is not None and options.num_local_ranks is not None:
+        raise ValueError(
+            f"replicas are measured on one node, got local ranks {options.num_local_ranks}"
+        )
+    if "rows" in options.operations and case.api != "native":
+        raise ValueError(f"rows are counted of EpBuffer.dispatch, got api {case.api}")
     if "differentiable_overhead" in options.operations and case.baseline is not None:
         raise ValueError(
             "differentiable_overhead is of the plain native dispatch, which this case is not"
@@ -301,12 +325,17 @@ class CaseRun:
     def run(self) -> list[BenchRow]:
         """Measure every operation of the options."""
         operations = self.options.operations or default_operations(self.case)
-        rows = [
+        rows = [self._count_rows()] if "rows" in operations else []
+        rows += [
             self._measure_throughput(operation)
             for operation in operations
             if operation in THROUGHPUT_OPERATIONS
         ]
         self.ranks.call("release_roof")
+        if LAYER in operations:
+            self.on_progress("check experts")
+            self.ranks.check("prepare_experts")
+            rows.append(self._measure_throughput(LAYER))
         if "dispatch+combine" in operations:
             rows.append(self._measure_latency())
         if "differentiable_overhead" in operations:
@@ -316,8 +345,19 @@ class CaseRun:
             rows.append(self._measure_memory())
         return rows
 
+    def _count_rows(self) -> BenchRow:
+        found = self.ranks.call("count_rows")
+        return BenchRow(
+            op="rows",
+            case=self.case,
+            backend=self.backend,
+            check=self.check,
+            num_pairs=1,
+            extra=summarize_rows(self.case, [*zip(*found, strict=True)]),
+        )
+
     def _measure_throughput(self, operation: str) -> BenchRow:
-        has_roof = all(self.ranks.call("prepare_roof"))
+        has_roof = operation != LAYER and all(self.ranks.call("prepare_roof"))
         if not has_roof:
             self.ranks.call("release_roof")  # some rank has none, and all of them time it or none
         peer_operation = "dispatch" if operation == "dispatch" else "combine"
@@ -367,14 +407,15 @@ class CaseRun:
         # Where there is a roof, a time counts when the machine held still around it.
         clean_us = [us for us, is_clean in zip(side.op_us, side.is_clean, strict=True) if is_clean]
         median_us = percentile(clean_us or side.op_us, 0.5)
-        num_bytes = self.bytes[side_idx][operation]
-        summary = {
+        summary: dict[str, Any] = {
             "p50_us": percentile(side.wall_us, 0.5),
             "p95_us": percentile(side.wall_us, 0.95),
             "op_us": median_us,
-            "bytes": num_bytes,
-            "gbs": num_bytes / median_us / 1e3,
         }
+        if operation == LAYER:
+            return summary | {"ffn_hidden": self.case.ffn_hidden}
+        num_bytes = self.bytes[side_idx][operation]
+        summary |= {"bytes": num_bytes, "gbs": num_bytes / median_us / 1e3}
         if not side.pairs:
             return summary
         per_rank = self.ranks.call("roof_bytes", side_idx)
@@ -445,7 +486,8 @@ class CaseRun:
         counted = sum(self.ranks.call("internode_bytes")) - before
         by_formula = internode_bytes(self.case, num_local_ranks)
         by_formula["combine_copy_in"] = by_formula["combine"]
-        by_formula["dispatch+combine"] = by_formula["dispatch"] + by_formula["combine"]
+        both = by_formula["dispatch"] + by_formula["combine"]
+        by_formula |= {"dispatch+combine": both, LAYER: both}
         return {
             "local_ranks": num_local_ranks,
             "rail": self.options.rail,

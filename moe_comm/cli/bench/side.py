@@ -9,14 +9,20 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moe_comm.cli.bench.barrier import SpinBarrier
-from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.cli.bench.exchange import Exchange, Received
 from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
+from moe_comm.cli.bench.replicas import slots_of_rank
 from moe_comm.cli.bench.roof import DeviceRoof, Roof, make_roof
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.traffic import rank_traffic
+from moe_comm.ep.handles import DispatchResult
+from moe_comm.nn import GroupedExperts
 
 __all__ = ["Side", "synchronize"]
+
+
+NUM_CHECKED_TOKENS = 4
 
 
 def synchronize(device: torch.device) -> None:
@@ -55,6 +61,8 @@ class Side:
         self.ordinary_out: torch.Tensor
         self.sums: torch.Tensor
         self.roof: Roof | DeviceRoof | None = None
+        # Made by `prepare_experts`.
+        self.experts: GroupedExperts
 
     def check(self, scratch: Side | None, barrier: SpinBarrier) -> str | None:
         """Compare a dispatch and both combines with the oracle, then prepare the timed calls.
@@ -92,6 +100,55 @@ class Side:
                 problem = problem or check_combine(case, self.rank_idx, self.sums.cpu())
         return problem
 
+    def prepare_experts(self, barrier: SpinBarrier) -> str | None:
+        """Make the experts in the slots of this rank, and compare a few sums with experts run here.
+
+        Returns:
+            None, or what is wrong.
+        """
+        case = self.case
+        self.experts = self._make_experts(slots_of_rank(case, self.rank_idx))
+        self.run_layer()
+        with self._without_kernels(barrier):
+            x = self.x[:NUM_CHECKED_TOKENS]
+            chosen = make_topk_idx(case, self.rank_idx)[: len(x)].to(x.device)
+            expected = torch.zeros_like(x)
+            with torch.no_grad():
+                for expert_idx in {*chosen.flatten().tolist()}:
+                    if expert_idx >= 0:
+                        ends = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
+                        rows = self._make_experts([expert_idx])(x, ends)
+                        expected += rows * (chosen == expert_idx).sum(1, keepdim=True)
+            difference = (self.sums[: len(x)] - expected).abs()
+            # Sums are rounded in different orders; those of another expert differ by the whole.
+            limit = torch.finfo(x.dtype).eps ** 0.5 * float(expected.abs().max()) if len(x) else 0.0
+            if bool((difference > limit).any()):
+                return (
+                    f"rank {self.rank_idx} got sums of experts that differ by {float(difference.max())} "
+                    f"from those of experts run here, expected at most {limit}"
+                )
+        return None
+
+    def _make_experts(self, expert_ids: list[int]) -> GroupedExperts:
+        case = self.case
+        sizes = (case.hidden, case.ffn_hidden)
+        experts = GroupedExperts(expert_ids, *sizes, dtype=case.torch_dtype, seed=case.seed)
+        return experts.to(self.x.device)
+
+    def run_layer(self) -> None:
+        """Dispatch, two matrix products for the rows of every slot, combine."""
+        result = self.exchange.dispatch()
+        assert isinstance(result, DispatchResult)
+        with torch.no_grad():
+            out = self.experts(result.x, result.expert_offsets)
+        self.sums = self.exchange.combine(out, result.handle)
+
+    def count_rows(self) -> int:
+        """Rows that a dispatch brings this rank, without padding."""
+        result = self.exchange.dispatch()
+        assert isinstance(result, DispatchResult)
+        return int(result.num_tokens_per_expert.sum())
+
     @contextlib.contextmanager
     def _without_kernels(self, barrier: SpinBarrier) -> Iterator[None]:
         """All ranks are within at once, and none of them has a kernel that waits for another rank.
@@ -123,6 +180,7 @@ class Side:
             "dispatch": dispatch,
             "combine": combine,
             "combine_copy_in": combine_copy_in,
+            "dispatch+experts+combine": self.run_layer,
         }[operation]
 
     def run_back_to_back(self, barrier: SpinBarrier, num_iterations: int) -> list[Interval]:

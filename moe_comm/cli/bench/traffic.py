@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from moe_comm.cli.bench.case import BenchCase, make_topk_idx
-from moe_comm.ep.config import Layout, default_expert_rank
+from moe_comm.cli.bench.case import BenchCase, make_places, make_topk_idx
+from moe_comm.ep.config import Layout
 
 __all__ = [
     "RankTraffic",
@@ -86,15 +86,16 @@ def copy_in_bytes(traffic: RankTraffic) -> int:
 
 def rank_traffic(case: BenchCase, rank_idx: int) -> RankTraffic:
     """What the case makes one rank move."""
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks)
     own = make_topk_idx(case, rank_idx)
     num_recv_rows = 0
     for src_rank_idx in range(case.num_ranks):
         num_recv_rows += int(num_rows_per_rank(case, src_rank_idx)[rank_idx])
-    num_padding_rows = _num_padding_rows(case, rank_idx, expert_rank)
+    num_padding_rows = _num_padding_rows(case, rank_idx)
     num_window_rows = num_recv_rows + num_padding_rows
     if case.layout is Layout.LOW_LATENCY:
-        num_window_rows = int((expert_rank == rank_idx).sum()) * case.num_ranks * case.num_tokens
+        num_window_rows = (
+            int((case.place_rank == rank_idx).sum()) * case.num_ranks * case.num_tokens
+        )
     return RankTraffic(
         row_bytes=case.row_bytes,
         dispatched_row_bytes=case.dispatched_row_bytes,
@@ -113,21 +114,20 @@ def num_rows_per_rank(case: BenchCase, src_rank_idx: int) -> torch.Tensor:
     Returns:
         int64 `[num_ranks]`.
     """
-    topk_idx = make_topk_idx(case, src_rank_idx)
-    expert_rank = default_expert_rank(case.num_experts, case.num_ranks).to(torch.int64)
-    dst_rank = torch.where(topk_idx >= 0, expert_rank[topk_idx.clamp(min=0)], -1)
+    places = make_places(case, src_rank_idx)
+    dst_rank = torch.where(places >= 0, case.place_rank[places.clamp(min=0)], -1)
     if case.layout != Layout.RANK_MAJOR:
         return torch.bincount(dst_rank[dst_rank >= 0], minlength=case.num_ranks)
     goes_to = dst_rank[:, :, None] == torch.arange(case.num_ranks)
     return goes_to.any(dim=1).sum(dim=0)
 
 
-def _num_padding_rows(case: BenchCase, rank_idx: int, expert_rank: torch.Tensor) -> int:
+def _num_padding_rows(case: BenchCase, rank_idx: int) -> int:
     if case.layout != Layout.EXPERT_MAJOR:
         return 0
-    counts = torch.zeros(case.num_experts, dtype=torch.int64)
+    counts = torch.zeros(len(case.place_rank), dtype=torch.int64)
     for src_rank_idx in range(case.num_ranks):
-        ids = make_topk_idx(case, src_rank_idx)
-        counts += torch.bincount(ids[ids >= 0], minlength=case.num_experts)
-    own = counts[expert_rank == rank_idx]
+        places = make_places(case, src_rank_idx)
+        counts += torch.bincount(places[places >= 0], minlength=len(counts))
+    own = counts[case.place_rank == rank_idx]
     return int((-own % case.expert_alignment).sum())

@@ -140,7 +140,20 @@ class Worker:
             if problem is not None:
                 return problem
             first = first or side
+        case = self.case
+        if case.placement is not None and not torch.equal(*(side.sums for side in self.sides)):
+            assert case.baseline is not None
+            return f"rank {self.rank_idx} has sums that differ from those of {case.baseline[0]}"
         return None
+
+    def prepare_experts(self) -> str | None:
+        """Make the experts of every side; returns None, or what is wrong with their sums."""
+        problems = [side.prepare_experts(self.barrier) for side in self.sides]
+        return next((problem for problem in problems if problem is not None), None)
+
+    def count_rows(self) -> list[int]:
+        """Rows that a dispatch of every side brings this rank."""
+        return [side.count_rows() for side in self.sides]
 
     def measure_memory(self) -> dict[str, WindowMemory]:
         """Windows of this rank that are resident, with an expert output in the heap and one outside.
