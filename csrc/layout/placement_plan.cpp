@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -12,6 +13,7 @@ namespace moe::layout {
 namespace {
 
 constexpr int kNumScatters = 8;
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
 /// Reluctances to move an expert, in means of a rank's load, beside its price.
 constexpr double kReluctances[] = {0.0, 0.1};
 
@@ -39,83 +41,120 @@ void keep_slots(std::span<int32_t> slots, std::span<const int32_t> present) {
   }
 }
 
-}  // namespace
-
-/// What a plan leads to, on the mean over scatters.
-struct PlacementPlanner::Outcome {
-  double cost = 0;                ///< the largest load of a rank, and the price of moves
-  std::vector<double> slot_load;  ///< [num_ranks * num_slots]
-  std::vector<double> rank_load;  ///< [num_ranks]
+/// What a plan leads to.
+struct Outcome {
+  double cost = 0;  ///< the largest load of a rank, a mean over scatters, and the price of moves
+  std::vector<int64_t> slot_rows;  ///< [kNumScatters, num_ranks * num_slots]
 };
 
-PlacementPlanner::PlacementPlanner(const PlanRules& rules) : rules_(rules) {
-  Uniform uniform;
-  const int num_drawn = kNumScatters / 2 * rules.num_experts;
-  for (int i = 0; i < num_drawn; ++i) {
-    // Twelve of them have the variance 1, and are nearly normal.
-    double sum = -6;
-    for (int k = 0; k < 12; ++k)
-      sum += uniform.next();
-    scatters_.push_back(std::exp(rules.scatter * sum));
+/// Holds plans of one layer against its scattered loads.
+class LayerTrials {
+ public:
+  /// @param scatters  [kNumScatters, num_experts]
+  LayerTrials(const PlanRules& rules, const LayerLoads& layer, const std::vector<double>& scatters)
+      : rules_(rules), layer_(layer), load_of_row_(layer.mean > 0 ? layer.mean / kMeanRows : 1) {
+    const double rows_of_load = 1 / load_of_row_;
+    const double* scatter = scatters.data();
+    for (int i = 0; i < kNumScatters; ++i) {
+      int64_t num_rows = 0;
+      for (const double load : layer.loads) {
+        rows_.push_back(static_cast<int64_t>(load * *scatter++ * rows_of_load));
+        num_rows += rows_.back();
+      }
+      mean_rows_[i] = num_rows / rules.num_ranks;
+    }
   }
-  // The other half is the inverse, so that no expert has more load than planned on the whole.
-  for (int i = 0; i < num_drawn; ++i)
-    scatters_.push_back(1 / scatters_[static_cast<size_t>(i)]);
-}
 
-PlacementPlanner::Outcome PlacementPlanner::outcome(const SlotExperts& slots,
-                                                    const LayerLoads& layer) const {
+  /// @param limit      What costs more may come out as anything more.
+  /// @param former     What @p slots were made of by changing some of them, or null.
+  /// @param of_former  Its outcome, whose rows are nearly shared out as well as they can be.
+  Outcome outcome(const SlotExperts& slots,
+                  double limit = kInfinite,
+                  const SlotExperts* former = nullptr,
+                  const Outcome* of_former = nullptr) const;
+
+  /// Changes a plan by what takes most off its cost, as long as anything does.
+  /// @return its cost.
+  double improve(SlotExperts& slots, Outcome of_slots) const;
+
+ private:
+  static constexpr double kMeanRows = 1 << 20;  // rows are whole: about a million make the mean
+
+  std::vector<SlotExperts> changes(const SlotExperts& slots, const Outcome& of_slots) const;
+
+  const PlanRules& rules_;
+  const LayerLoads& layer_;
+  double load_of_row_;
+  std::vector<int64_t> rows_;        ///< [kNumScatters, num_experts]
+  int64_t mean_rows_[kNumScatters];  ///< of a rank
+};
+
+Outcome LayerTrials::outcome(const SlotExperts& slots,
+                             double limit,
+                             const SlotExperts* former,
+                             const Outcome* of_former) const {
   std::vector<int32_t> slot_rank(slots.size());
-  for (size_t slot = 0; slot < slots.size(); ++slot)
-    slot_rank[slot] = static_cast<int32_t>(slot) / rules_.num_slots;
-  const ReplicaSlots replicas(std::move(slot_rank), slots, rules_.num_ranks, rules_.num_experts);
-  // Rows are whole: about a million make the mean.
-  const double load_of_row = layer.mean > 0 ? layer.mean / (1 << 20) : 1;
-  const double rows_of_load = 1 / load_of_row;
-  Outcome result{0,
-                 std::vector<double>(slots.size()),
-                 std::vector<double>(static_cast<size_t>(rules_.num_ranks))};
-  std::vector<int64_t> rows(layer.loads.size());
-  const double* scatter = scatters_.data();
-  for (int i = 0; i < kNumScatters; ++i) {
-    for (size_t e = 0; e < rows.size(); ++e)
-      rows[e] = static_cast<int64_t>(layer.loads[e] * *scatter++ * rows_of_load);
-    std::vector<int64_t> slot_rows = replicas.split_evenly(rows.data());
-    result.cost += static_cast<double>(replicas.level(slot_rows.data()));
-    for (size_t slot = 0; slot < slots.size(); ++slot)
-      result.slot_load[slot] += static_cast<double>(slot_rows[slot]) * (load_of_row / kNumScatters);
-  }
-  result.cost *= load_of_row / kNumScatters;
+  std::vector<size_t> changed;
+  double price = 0;
   for (size_t slot = 0; slot < slots.size(); ++slot) {
-    const auto rank_idx = static_cast<int64_t>(slot) / rules_.num_slots;
-    result.rank_load[static_cast<size_t>(rank_idx)] += result.slot_load[slot];
-    if (slots[slot] >= 0 && !layer.is_held(rank_idx, slots[slot]))
-      result.cost += rules_.move_price;
+    slot_rank[slot] = static_cast<int32_t>(slot) / rules_.num_slots;
+    if (slots[slot] >= 0 && !layer_.is_held(slot_rank[slot], slots[slot]))
+      price += rules_.move_price;
+    if (former != nullptr && (*former)[slot] != slots[slot])
+      changed.push_back(slot);
   }
+  const ReplicaSlots replicas(std::move(slot_rank), slots, rules_.num_ranks, rules_.num_experts);
+  int64_t largest_rows = std::accumulate(mean_rows_, mean_rows_ + kNumScatters, int64_t{0});
+  const auto cost = [&] {
+    return static_cast<double>(largest_rows) * (load_of_row_ / kNumScatters) + price;
+  };
+  Outcome result;
+  if (of_former != nullptr)
+    result.slot_rows = of_former->slot_rows;
+  else
+    result.slot_rows.resize(kNumScatters * slots.size());
+  std::vector<int64_t> left_over(changed.size());
+  for (size_t i = 0; i < kNumScatters && cost() <= limit; ++i) {
+    int64_t* const slot_rows = result.slot_rows.data() + i * slots.size();
+    if (of_former == nullptr)
+      replicas.split_evenly(rows_.data() + i * layer_.loads.size(), slot_rows);
+    for (size_t k = 0; k < changed.size(); ++k)
+      left_over[k] = std::exchange(slot_rows[changed[k]], 0);
+    for (size_t k = 0; k < changed.size(); ++k)
+      if (const int32_t expert_idx = (*former)[changed[k]]; expert_idx >= 0)
+        slot_rows[replicas.of_expert(expert_idx).front()] += left_over[k];
+    largest_rows += replicas.level(slot_rows) - mean_rows_[i];
+  }
+  result.cost = cost();
   return result;
 }
 
 /// Plans that take load off the fullest rank: a copy of an expert that has much of it there, on a
 /// rank with little load in the place of a copy that is used least, or a swap of experts without
 /// copies.
-std::vector<SlotExperts> PlacementPlanner::changes(const SlotExperts& slots,
-                                                   const Outcome& of_slots,
-                                                   const LayerLoads& layer) const {
+std::vector<SlotExperts> LayerTrials::changes(const SlotExperts& slots,
+                                              const Outcome& of_slots) const {
   constexpr size_t kNumExperts = 2;
   constexpr size_t kNumRanks = 3;
   const auto num_slots = static_cast<size_t>(rules_.num_slots);
-  const std::vector<double>& slot_load = of_slots.slot_load;
-  std::vector<int32_t> num_copies(layer.loads.size());
+  // Rows of all scatters.
+  std::vector<int64_t> slot_load(slots.size());
+  std::vector<int64_t> rank_load(static_cast<size_t>(rules_.num_ranks));
+  for (size_t i = 0; i < of_slots.slot_rows.size(); ++i)
+    slot_load[i % slots.size()] += of_slots.slot_rows[i];
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    rank_load[slot / num_slots] += slot_load[slot];
+  std::vector<int32_t> num_copies(layer_.loads.size());
   for (const int32_t expert_idx : slots)
     if (expert_idx >= 0)
       ++num_copies[static_cast<size_t>(expert_idx)];
   const auto is_copied = [&](size_t slot) {
     return slots[slot] < 0 || num_copies[static_cast<size_t>(slots[slot])] > 1;
   };
-  std::vector<size_t> ranks(of_slots.rank_load.size());
+  std::vector<size_t> ranks(rank_load.size());
   std::iota(ranks.begin(), ranks.end(), size_t{0});
   std::stable_sort(ranks.begin(), ranks.end(), [&](size_t one, size_t other) {
-    return of_slots.rank_load[one] < of_slots.rank_load[other];
+    return rank_load[one] < rank_load[other];
   });
   std::vector<size_t> own(num_slots);
   std::iota(own.begin(), own.end(), ranks.back() * num_slots);
@@ -139,13 +178,13 @@ std::vector<SlotExperts> PlacementPlanner::changes(const SlotExperts& slots,
         result.back()[least_used] = slots[mine];
       }
 
-    const double gap = of_slots.rank_load[ranks.back()] - of_slots.rank_load[rank_idx];
-    double most = 0;
+    const int64_t gap = rank_load[ranks.back()] - rank_load[rank_idx];
+    int64_t most = 0;
     std::pair<size_t, size_t> swapped;
     for (const size_t mine : own)
       for (size_t theirs = begin; theirs < begin + num_slots; ++theirs) {
-        const double difference = slot_load[mine] - slot_load[theirs];
-        const double gain = std::min(difference, gap - difference);
+        const int64_t difference = slot_load[mine] - slot_load[theirs];
+        const int64_t gain = std::min(difference, gap - difference);
         if (gain > most && !is_copied(mine) && !is_copied(theirs)) {
           most = gain;
           swapped = {mine, theirs};
@@ -159,26 +198,43 @@ std::vector<SlotExperts> PlacementPlanner::changes(const SlotExperts& slots,
   return result;
 }
 
-/// Changes a plan by what takes most off its cost, as long as anything does.
-PlacementPlanner::Outcome PlacementPlanner::improve(SlotExperts& slots,
-                                                    const LayerLoads& layer) const {
-  Outcome best = outcome(slots, layer);
+double LayerTrials::improve(SlotExperts& slots, Outcome of_slots) const {
+  double least = of_slots.cost;
   for (int left = 2 * rules_.num_ranks; left > 0; --left) {
     // A change moves an expert at least, and nothing gets below the mean.
-    if (best.cost - layer.mean <= rules_.move_price)
+    if (least - layer_.mean <= rules_.move_price)
       break;
-    const double former_cost = best.cost;
-    for (SlotExperts& changed : changes(slots, Outcome(best), layer)) {
-      Outcome of_changed = outcome(changed, layer);
-      if (of_changed.cost < best.cost) {
-        best = std::move(of_changed);
+    const SlotExperts former = slots;
+    for (SlotExperts& changed : changes(former, of_slots)) {
+      const double cost = outcome(changed, least, &former, &of_slots).cost;
+      if (cost < least) {
+        least = cost;
         slots = std::move(changed);
       }
     }
-    if (best.cost == former_cost)
+    if (slots == former)
       break;
+    // From equal shares: what is left of the former plan's does not say which slots are of use.
+    of_slots = outcome(slots);
   }
-  return best;
+  return least;
+}
+
+}  // namespace
+
+PlacementPlanner::PlacementPlanner(const PlanRules& rules) : rules_(rules) {
+  Uniform uniform;
+  const int num_drawn = kNumScatters / 2 * rules.num_experts;
+  for (int i = 0; i < num_drawn; ++i) {
+    // Twelve of them have the variance 1, and are nearly normal.
+    double sum = -6;
+    for (int k = 0; k < 12; ++k)
+      sum += uniform.next();
+    scatters_.push_back(std::exp(rules.scatter * sum));
+  }
+  // The other half is the inverse, so that no expert has more load than planned on the whole.
+  for (int i = 0; i < num_drawn; ++i)
+    scatters_.push_back(1 / scatters_[static_cast<size_t>(i)]);
 }
 
 SlotExperts PlacementPlanner::plan(std::span<const double> loads,
@@ -190,28 +246,34 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
   const auto num_ranks = static_cast<size_t>(rules_.num_ranks);
   const auto num_slots = static_cast<size_t>(rules_.num_slots);
   const size_t num_present = present.size() / num_ranks;
-  std::vector<std::pair<double, SlotExperts>> plans;
+  const LayerTrials trials(rules_, layer, scatters_);
+  SlotExperts best;
+  double least = kInfinite;
+  SlotExperts kept;
   if (num_present <= num_slots && std::ranges::find(layer.num_held, 0) == layer.num_held.end()) {
-    SlotExperts slots(num_ranks * num_slots, -1);
+    kept.assign(num_ranks * num_slots, -1);
     for (size_t i = 0; i < present.size(); ++i)
-      slots[i / num_present * num_slots + i % num_present] = present[i];
-    plans.emplace_back(outcome(slots, layer).cost, slots);
-    if (rules_.move_price > 0) {
-      const double cost = improve(slots, layer).cost;
-      plans.emplace_back(cost, std::move(slots));
-    }
+      kept[i / num_present * num_slots + i % num_present] = present[i];
+  }
+  if (!kept.empty() && rules_.move_price > 0) {
+    best = kept;
+    least = trials.improve(best, trials.outcome(kept));
   }
   for (const double reluctance : kReluctances) {
     SlotExperts slots = plan_layer(rules_, layer, rules_.move_price + reluctance * layer.mean);
-    const double cost = outcome(slots, layer).cost;
-    plans.emplace_back(cost, std::move(slots));
+    const double cost = trials.outcome(slots, least).cost;
+    if (cost < least) {
+      least = cost;
+      best = std::move(slots);
+    }
   }
-  SlotExperts& best =
-      std::ranges::min_element(plans, {}, &std::pair<double, SlotExperts>::first)->second;
+  // Where moves cost nothing, it seldom wins, and is seen through the sooner for coming last.
+  if (!kept.empty() && rules_.move_price == 0 && trials.outcome(kept, least).cost <= least)
+    best = std::move(kept);
   for (size_t rank_idx = 0; rank_idx < num_ranks && num_present > 0; ++rank_idx)
     keep_slots(std::span(best).subspan(rank_idx * num_slots, num_slots),
                present.subspan(rank_idx * num_present, num_present));
-  return std::move(best);
+  return best;
 }
 
 }  // namespace moe::layout

@@ -26,14 +26,6 @@ class PlacementPlanner {
   SlotExperts plan(std::span<const double> loads, std::span<const int32_t> present) const;
 
  private:
-  struct Outcome;
-
-  Outcome outcome(const SlotExperts& slots, const LayerLoads& layer) const;
-  Outcome improve(SlotExperts& slots, const LayerLoads& layer) const;
-  std::vector<SlotExperts> changes(const SlotExperts& slots,
-                                   const Outcome& of_slots,
-                                   const LayerLoads& layer) const;
-
   PlanRules rules_;
   std::vector<double> scatters_;  ///< [kNumScatters, num_experts]: factors of loads
 };

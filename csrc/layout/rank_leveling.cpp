@@ -43,19 +43,16 @@ ReplicaTable ReplicaSlots::table() const {
           shared_slots_.data()};
 }
 
-std::vector<int64_t> ReplicaSlots::split_evenly(const int64_t* expert_rows) const {
-  std::vector<int64_t> slot_rows(slot_rank_.size());
+void ReplicaSlots::split_evenly(const int64_t* expert_rows, int64_t* slot_rows) const {
   for (int expert_idx = 0; expert_idx < num_experts(); ++expert_idx) {
     const std::span<const int32_t> slots = of_expert(expert_idx);
     const auto num_slots = static_cast<int64_t>(slots.size());
     const int64_t num_rows = expert_rows[expert_idx];
-    slot_rows[static_cast<size_t>(slots.front())] = num_rows;
+    slot_rows[slots.front()] = num_rows;
     // Divisions take longer than all the rest.
     for (int64_t i = 0; i < num_slots && num_slots > 1; ++i)
-      slot_rows[static_cast<size_t>(slots[static_cast<size_t>(i)])] =
-          num_rows / num_slots + (i < num_rows % num_slots);
+      slot_rows[slots[static_cast<size_t>(i)]] = num_rows / num_slots + (i < num_rows % num_slots);
   }
-  return slot_rows;
 }
 
 int64_t ReplicaSlots::level(int64_t* slot_rows, const uint8_t* left_out) const {

@@ -150,8 +150,8 @@ class ReplicaSlots {
 
   /// The rows of every expert in equal parts to its slots; what is over, a row each to the first.
   /// @param expert_rows  [num_experts]
-  /// @return [num_slots]
-  std::vector<int64_t> split_evenly(const int64_t* expert_rows) const;
+  /// @param slot_rows    [num_slots], zero
+  void split_evenly(const int64_t* expert_rows, int64_t* slot_rows) const;
 
   /// See RankLeveling.
   /// @param slot_rows  [num_slots], any split of every expert's rows; overwritten
