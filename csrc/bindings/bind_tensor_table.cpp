@@ -1,7 +1,10 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -57,6 +60,64 @@ py::object dict_of(py::handle module) {
   return py::reinterpret_steal<py::object>(dict);
 }
 
+/// What torch's tensor behind a Python object was, byte by byte.
+///
+/// The bytes tell no more than a description does, in a fraction of the time; where they differ,
+/// the tensor may still be the same.
+class SeenTensor {
+ public:
+  /// @param description  Of @p object.
+  SeenTensor(py::handle object, const DlpackTensor& description) {
+    const auto& fields = tensor_fields();
+    const char* const tensor = tensor_behind(object.ptr());
+    if (!fields || tensor == nullptr || !is_plain_tensor(object) ||
+        fields->end - fields->begin > sizeof(bytes_))
+      return;
+    // Shapes of many dimensions lie elsewhere, and may change there.
+    const auto is_within = [&](const int64_t* dims) {
+      const auto at = static_cast<size_t>(reinterpret_cast<const char*>(dims) - tensor);
+      return at >= fields->begin &&
+             at + static_cast<size_t>(description.num_dims) * sizeof(int64_t) <= fields->end;
+    };
+    const std::optional<StorageView> view = storage_behind(object);
+    const char* const storage = word_at(tensor + fields->begin);
+    if (!view || storage == nullptr || !is_within(description.shape) ||
+        !is_within(description.strides))
+      return;
+    data_ = word_at(storage + fields->data);
+    const auto* const place = static_cast<const char*>(description.data) + description.byte_offset;
+    if (data_ == nullptr || data_ + view->offset * description.element_bytes() != place)
+      return;
+    object_ = object.ptr();
+    tensor_ = tensor;
+    std::memcpy(bytes_, tensor + fields->begin, fields->end - fields->begin);
+  }
+
+  /// Whether @p object is the tensor that was seen, and is what it was; may miss that it is.
+  bool is_same(PyObject* object) const {
+    const auto& fields = tensor_fields();
+    return object == object_ && word_at(object + 1) == tensor_ &&
+           std::memcmp(bytes_, tensor_ + fields->begin, fields->end - fields->begin) == 0 &&
+           word_at(word_at(bytes_) + fields->data) == data_;
+  }
+
+  /// Brings what is_same() reads into the cache, which the last refit has emptied of it.
+  void prefetch() const {
+    if (tensor_ == nullptr)
+      return;
+    __builtin_prefetch(object_);
+    for (size_t line = 0; line < sizeof(bytes_); line += 64)
+      __builtin_prefetch(tensor_ + line);
+    __builtin_prefetch(word_at(bytes_));
+  }
+
+ private:
+  const PyObject* object_ = nullptr;  ///< null where it is to be described
+  const char* tensor_ = nullptr;
+  const char* data_ = nullptr;
+  char bytes_[192];  ///< between the fields of a tensor
+};
+
 /// Places, shapes, strides, dtypes and signs of a list of tensors as they were when this was made.
 ///
 /// Tensors are given themselves or as weak references; a weak reference to a tensor that is gone
@@ -65,12 +126,14 @@ class TensorTable {
  public:
   explicit TensorTable(const py::list& tensors) : api_(exchange_api()) {
     MOE_CHECK(api_ != nullptr, "this torch describes no tensors by DLPack's exchange API");
+    seen_.reserve(tensors.size());
     places_.reserve(tensors.size());
     layouts_.reserve(tensors.size());
     for (const py::handle tensor : tensors) {
       const py::object object = referent(tensor);
       MOE_CHECK(object, "tensors of a table must be alive, one of ", tensors.size(), " is gone");
       const DlpackTensor now = describe(object);
+      seen_.emplace_back(object, now);
       places_.push_back(place_of(now));
       layouts_.push_back(layout_of(now, object));
       shapes_.insert(shapes_.end(), now.shape, now.shape + now.num_dims);
@@ -79,29 +142,34 @@ class TensorTable {
   }
 
   /// Whether @p tensors have these shapes and dtypes and lie at the same places.
-  bool matches(const py::list& tensors) const {
+  bool matches(const py::list& tensors) {
     if (tensors.size() != layouts_.size())
       return false;
-    const int64_t* shape = shapes_.data();
-    const int64_t* stride = strides_.data();
+    size_t dim = 0;  // of all tensors' dimensions, where those of the present one begin
     for (size_t i = 0; i < layouts_.size(); ++i) {
       prefetch(tensors, i);
-      const py::object tensor = referent(PyList_GET_ITEM(tensors.ptr(), i));
-      if (!tensor)
+      if (!seen_[i].is_same(object_of(tensors, i)) && !is_alike(tensors, i, dim))
         return false;
-      const DlpackTensor now = describe(tensor);
-      if (layout_of(now, tensor) != layouts_[i] || place_of(now) != places_[i])
-        return false;
-      for (int32_t dim = 0; dim < now.num_dims; ++dim)
-        if (now.shape[dim] != shape[dim] || now.strides[dim] != stride[dim])
-          return false;
-      shape += now.num_dims;
-      stride += now.num_dims;
+      dim += num_dims_of(layouts_[i]);
     }
     return true;
   }
 
  private:
+  /// Whether a tensor is described as it was.
+  bool is_alike(const py::list& tensors, size_t i, size_t dim) {
+    const py::object tensor = referent(PyList_GET_ITEM(tensors.ptr(), i));
+    if (!tensor)
+      return false;
+    const DlpackTensor now = describe(tensor);
+    if (layout_of(now, tensor) != layouts_[i] || place_of(now) != places_[i] ||
+        !std::equal(now.shape, now.shape + now.num_dims, shapes_.begin() + dim) ||
+        !std::equal(now.strides, now.strides + now.num_dims, strides_.begin() + dim))
+      return false;
+    seen_[i] = SeenTensor(tensor, now);
+    return true;
+  }
+
   DlpackTensor describe(py::handle tensor) const {
     DlpackTensor description{};
     if (api_->describe(tensor.ptr(), &description) != 0)
@@ -109,23 +177,14 @@ class TensorTable {
     return description;
   }
 
-  /// Brings tensors that come soon into the cache, which the last refit has emptied of them: the
-  /// weak reference, then the Python object, later torch's tensor. Only a hint.
-  static void prefetch(const py::list& tensors, size_t i) {
-    constexpr size_t kReferenceAhead = 48;
-    constexpr size_t kObjectAhead = 32;
+  /// Brings tensors that come soon into the cache, and weak references to later ones.
+  void prefetch(const py::list& tensors, size_t i) const {
+    constexpr size_t kReferenceAhead = 32;
     constexpr size_t kTensorAhead = 16;
-    constexpr int kTensorBytes = 192;
-    const size_t count = tensors.size();
-    if (i + kReferenceAhead < count)
+    if (i + kReferenceAhead < seen_.size())
       __builtin_prefetch(PyList_GET_ITEM(tensors.ptr(), i + kReferenceAhead));
-    if (i + kObjectAhead < count)
-      __builtin_prefetch(object_of(tensors, i + kObjectAhead));
-    if (i + kTensorAhead >= count)
-      return;
-    const char* const tensor = tensor_behind(object_of(tensors, i + kTensorAhead));
-    for (int line = 0; line < kTensorBytes; line += 64)
-      __builtin_prefetch(tensor + line);
+    if (i + kTensorAhead < seen_.size())
+      seen_[i + kTensorAhead].prefetch();
   }
 
   /// A tensor of the list, or None where a weak reference has lost it.
@@ -154,8 +213,10 @@ class TensorTable {
            (static_cast<uint64_t>(now.device_id) & 0xFFFF) << 8 |
            (static_cast<uint64_t>(now.num_dims) & 0xFF);
   }
+  static size_t num_dims_of(uint64_t layout) { return layout & 0xFF; }
 
   const ExchangeApi* api_;
+  std::vector<SeenTensor> seen_;
   std::vector<uintptr_t> places_;
   std::vector<uint64_t> layouts_;
   std::vector<int64_t> shapes_;
@@ -217,6 +278,7 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
   static PyObject* const kinds[] = {PyUnicode_InternFromString("_parameters"),
                                     PyUnicode_InternFromString("_buffers"),
                                     PyUnicode_InternFromString("_modules")};
+  constexpr Py_ssize_t kAhead = 32;
   Py_ssize_t count = 0;
   const auto total = static_cast<Py_ssize_t>(keys.size());
   MOE_CHECK_EQ(static_cast<Py_ssize_t>(values.size()), total, "number of values and of keys");
@@ -233,6 +295,8 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
       PyObject* key = nullptr;
       PyObject* value = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); ++count) {
+        if (count + kAhead < total)
+          __builtin_prefetch(PyList_GET_ITEM(values.ptr(), count + kAhead));
         if (!is_same(value, PyList_GET_ITEM(values.ptr(), count)))
           return false;
         PyObject* const known = PyList_GET_ITEM(keys.ptr(), count);

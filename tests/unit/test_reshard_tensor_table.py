@@ -23,6 +23,7 @@ def some_tensors() -> Tensors:
         torch.zeros(0, 3, dtype=torch.int64),
         torch.zeros(16, dtype=torch.float8_e4m3fn),
         torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(2, 3, 2, 1, 2, 3).transpose(0, 4),
     ]
 
 
@@ -71,6 +72,18 @@ def conjugate(tensors: Tensors) -> None:
     tensors[5] = tensors[5].conj()
 
 
+def move_storage(tensors: Tensors) -> None:
+    tensors[4].share_memory_()
+
+
+def swap_what_is_behind(tensors: Tensors) -> None:
+    torch.utils.swap_tensors(tensors[4], torch.zeros(16, dtype=torch.float8_e4m3fn))
+
+
+def transpose_many_dimensions(tensors: Tensors) -> None:
+    tensors[6].transpose_(0, 2)
+
+
 def drop(tensors: Tensors) -> None:
     tensors.pop()
 
@@ -94,6 +107,9 @@ def keep(tensors: Tensors) -> None:
         flatten,
         negate,
         conjugate,
+        move_storage,
+        swap_what_is_behind,
+        transpose_many_dimensions,
         drop,
         append,
     ],
@@ -183,7 +199,7 @@ def test_weak_references_are_what_they_refer_to(kind: str) -> None:
     del tensors[2]
     for has_dtensors in (False, True):
         assert not table.matches(references, has_dtensors=has_dtensors)
-    with pytest.raises(ValueError, match="must be alive, one of 6 is gone"):
+    with pytest.raises(ValueError, match="must be alive, one of 7 is gone"):
         TensorTable(references)
 
 

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <pybind11/gil_safe_call_once.h>
 
+#include <utility>
+
 #include "bindings/shared/exchange_api.h"
 
 namespace moe::bindings {
@@ -47,6 +49,56 @@ struct StorageFunctions {
   Function offset = torch_function<Function>("aoti_torch_get_storage_offset");
 };
 
+/// A tensor, and what its fields must hold.
+struct KnownTensor {
+  py::object object;
+  const char* tensor;
+  const char* storage;
+  uintptr_t data;
+  uintptr_t keys;
+
+  KnownTensor(const py::module_& torch, py::object given)
+      : object(std::move(given)), tensor(tensor_behind(object.ptr())) {
+    const py::object storage_object = object.attr("untyped_storage")();
+    storage = reinterpret_cast<const char*>(storage_object.attr("_cdata").cast<uintptr_t>());
+    data = storage_object.attr("data_ptr")().cast<uintptr_t>();
+    const py::object found = torch.attr("_C").attr("_dispatch_keys")(object);
+    keys = found.attr("raw_repr")().cast<uintptr_t>();
+  }
+};
+
+/// How far from the addresses of both the words @p a and @p b lie.
+std::optional<size_t> find_words(const char* first, uintptr_t a, const char* second, uintptr_t b) {
+  constexpr size_t kMostBytes = 192;
+  for (size_t at = 0; at < kMostBytes; at += sizeof(uintptr_t))
+    if (reinterpret_cast<uintptr_t>(word_at(first + at)) == a &&
+        reinterpret_cast<uintptr_t>(word_at(second + at)) == b)
+      return at;
+  return std::nullopt;
+}
+
+std::optional<TensorFields> find_tensor_fields() {
+  try {
+    const auto torch = py::module_::import("torch");
+    // They differ in every field that is looked for.
+    const KnownTensor plain(torch, torch.attr("empty")(3));
+    const KnownTensor negated(torch, torch.attr("_neg_view")(torch.attr("empty")(5)));
+    if (plain.tensor == nullptr || negated.tensor == nullptr || plain.keys == negated.keys)
+      return std::nullopt;
+    const auto begin = find_words(plain.tensor,
+                                  reinterpret_cast<uintptr_t>(plain.storage),
+                                  negated.tensor,
+                                  reinterpret_cast<uintptr_t>(negated.storage));
+    const auto keys = find_words(plain.tensor, plain.keys, negated.tensor, negated.keys);
+    const auto data = find_words(plain.storage, plain.data, negated.storage, negated.data);
+    if (!begin || !keys || !data || *keys < *begin)
+      return std::nullopt;
+    return TensorFields{*begin, *keys + sizeof(uint64_t), *data};
+  } catch (const py::error_already_set&) {
+    return std::nullopt;
+  }
+}
+
 }  // namespace
 
 const char* tensor_behind(PyObject* object) {
@@ -74,6 +126,11 @@ std::optional<bool> is_negated_behind(py::handle tensor) {
   if (is_negated == nullptr || !has_plain_tensor(tensor))
     return std::nullopt;
   return is_negated(tensor.ptr() + 1);
+}
+
+const std::optional<TensorFields>& tensor_fields() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::optional<TensorFields>> found;
+  return found.call_once_and_store_result(find_tensor_fields).get_stored();
 }
 
 BumpVersion find_bump_version() {

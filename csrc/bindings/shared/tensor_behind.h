@@ -35,6 +35,18 @@ std::optional<StorageView> storage_behind(pybind11::handle tensor);
 /// Whether torch only remembers that the numbers of a tensor are to be negated, likewise.
 std::optional<bool> is_negated_behind(pybind11::handle tensor);
 
+/// Where torch's tensor, and the storage that it looks at, keep what they are: distances from their
+/// addresses. A tensor whose bytes are the same there has the storage, the offset, the shape, the
+/// strides, the dtype, the device and the lazy signs that it had.
+struct TensorFields {
+  size_t begin;  ///< in the tensor, of the address of its storage, the first of these fields
+  size_t end;    ///< in the tensor, behind its dispatch keys, the last of them
+  size_t data;   ///< in the storage, of the address of its bytes
+};
+
+/// Nothing on a torch that keeps them elsewhere.
+const std::optional<TensorFields>& tensor_fields();
+
 /// `torch::autograd::impl::bump_version`, which takes a `const at::Tensor&`: torch's tensor in a
 /// word, as it lies behind the header of the Python object. Throws for tensors of inference mode.
 using BumpVersion = void (*)(const void* tensor);
