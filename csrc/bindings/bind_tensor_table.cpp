@@ -105,10 +105,12 @@ class SeenTensor {
   void prefetch() const {
     if (tensor_ == nullptr)
       return;
-    __builtin_prefetch(object_);
-    for (size_t line = 0; line < sizeof(bytes_); line += 64)
-      __builtin_prefetch(tensor_ + line);
-    __builtin_prefetch(word_at(bytes_));
+    const auto& fields = tensor_fields();
+    __builtin_prefetch(object_ + 1);
+    for (const char* at = tensor_ + fields->begin; at < tensor_ + fields->end; at += 64)
+      __builtin_prefetch(at);
+    __builtin_prefetch(tensor_ + fields->end - 1);
+    __builtin_prefetch(word_at(bytes_) + fields->data);
   }
 
  private:
@@ -249,11 +251,12 @@ class WrittenTensors {
     const size_t size = tensors_.size();
     for (size_t i = 0; i < size; ++i) {
       if (i + 3 * kAhead < size)
-        __builtin_prefetch(object_at(i + 3 * kAhead));
+        __builtin_prefetch(object_at(i + 3 * kAhead) + 1);
       if (i + 2 * kAhead < size)
-        __builtin_prefetch(tensor_behind(object_at(i + 2 * kAhead)));
+        __builtin_prefetch(word_at(object_at(i + 2 * kAhead) + 1) + kCounterPlace);
       if (i + kAhead < size)
-        __builtin_prefetch(word_at(tensor_behind(object_at(i + kAhead)) + kCounterPlace));
+        __builtin_prefetch(word_at(word_at(object_at(i + kAhead) + 1) + kCounterPlace) +
+                           kCountPlace);
       bump_(object_at(i) + 1);
     }
   }
@@ -261,9 +264,10 @@ class WrittenTensors {
  private:
   PyObject* object_at(size_t i) const { return PyList_GET_ITEM(tensors_.ptr(), i); }
 
-  /// Where a tensor keeps the address of its counter, behind five other words; a hint what to
-  /// fetch.
+  /// Where a tensor keeps the address of its counter, behind five other words, and where that has
+  /// the count; hints what to fetch.
   static constexpr size_t kCounterPlace = 5 * sizeof(void*);
+  static constexpr size_t kCountPlace = 2 * sizeof(void*);
 
   BumpVersion bump_;
   py::list tensors_;
