@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from moe_comm.errors import CommunicationError
 from moe_comm.peers.agree import FirstError
 from moe_comm.peers.communicator import Communicator
 from moe_comm.replicas.plan import ReplicaMove
@@ -172,14 +173,17 @@ class Prefetch:
             ValueError: The prefetch has ended on some rank, a slot was moved or freed, or ranks step
                 different prefetches; on every rank.
             CapacityError: A heap has no room for slots of the copies; on every rank.
-            PeerFailedError: A peer died, left or gave up. After `recover()` the step may be repeated,
-                or all abandon.
+            PeerFailedError: A peer died, left or gave up: the prefetch has ended, as by `abandon`.
             PeerTimeoutError: A peer did not come, or stopped; likewise.
         """
         if self._ending:
             self._copies.engine.reject(f"step of a prefetch that was {self._ending}")
         if not self.is_complete:
-            self._copies.engine.run(self._steps[self.num_steps_done])
+            try:
+                self._copies.engine.run(self._steps[self.num_steps_done])
+            except CommunicationError:
+                self._end("broken off")  # others may have done this step
+                raise
             self.num_steps_done += 1
         return self.is_complete
 
@@ -212,6 +216,8 @@ class Prefetch:
 
     def abandon(self) -> None:
         """Forget what has arrived; the present placement stays. Local, idempotent; all ranks do so.
+
+        A peer that steps or commits on hears of it by a step or commit of this rank, which raises.
 
         Raises:
             ValueError: It was committed.

@@ -88,6 +88,14 @@ def _interrupted(context: RankContext, how: str, folder: str) -> tuple[str, str]
             assert bool((weights[1][slot_idx] == expert_idx + 7).all())
     failed = copies.communicator.recover().failed_ranks
     assert failed == (() if how == "stops" else (2,))
+    if how == "dies at the end":  # while ranks agree: the living may come to one end still
+        prefetch.commit()
+        expected = torch.tensor(WANTED.slots[context.rank_idx])
+        assert torch.equal(weights[0][:, 0], expected)
+        assert torch.equal(weights[1][:, -1], expected + 7)
+        return type(error).__name__, str(error)
+    with pytest.raises(ValueError, match="commit of a prefetch that was broken off"):
+        prefetch.commit()
     prefetch.abandon()
     copies.communicator.all_gather(b"")
     # Ranks 0 and 1 have what they want of each other.
