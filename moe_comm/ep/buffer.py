@@ -117,7 +117,9 @@ class EpBuffer(Destroyable):
         self._has_warned = False
         self._masked_ranks: tuple[int, ...] = ()
         self._waits_at_reset: torch.Tensor | None = None
+        # Where choices are no slots yet, and no counts make them slots.
         self._slot_table: SlotTable | None = None
+        self._is_balanced = False
         self._loads: ExpertLoads | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = backend_class(communicator, config)
@@ -195,22 +197,23 @@ class EpBuffer(Destroyable):
         self._place(placement)
 
     def _place(self, placement: Placement) -> None:
-        """Turn later choices into slots, or have the backend do it where counts decide."""
+        """Turn later choices into slots where they are none yet, or have the backend do it by counts."""
         if self._loads is not None:
             self._loads.place(placement)
         rule = self.config.replica_rule
-        is_balanced = rule == "balanced" and placement.has_replicas
+        self._is_balanced = rule == "balanced" and placement.has_replicas
         if rule == "balanced":
-            self._backend.balance_replicas(placement if is_balanced else None)
+            self._backend.balance_replicas(placement if self._is_balanced else None)
         self._slot_table = None
-        if not is_balanced:
-            self._slot_table = SlotTable(
+        if not self._is_balanced:
+            table = SlotTable(
                 placement,
                 rule,
                 self.communicator.rank_idx,
                 self.communicator.num_local_ranks,
                 self.communicator.device,
             )
+            self._slot_table = None if table.keeps_ids else table
 
     @rejects_unbound("dispatch", lambda args, _: args[0])
     def dispatch(
@@ -326,7 +329,7 @@ class EpBuffer(Destroyable):
                 options = options._replace(masked_ranks=self._masked_ranks)
             operation = plan = None
             if (
-                self.config.placement is None
+                self._slot_table is None
                 if handle is None
                 else (plan := self._plan_of(handle)) is not None
             ):
@@ -405,7 +408,7 @@ class EpBuffer(Destroyable):
                 if self._slot_table is not None:
                     assert topk_idx is not None
                     topk_idx = self._slot_table.take(topk_idx)
-                elif self.config.placement is not None and options.layout is Layout.RANK_MAJOR:
+                elif self._is_balanced and options.layout is Layout.RANK_MAJOR:
                     raise ValueError(
                         "how many rows a rank gets in RANK_MAJOR does not follow from counts: layout must be "
                         'EXPERT_MAJOR or LOW_LATENCY where replica_rule is "balanced", got RANK_MAJOR'

@@ -20,6 +20,9 @@ class SlotTable:
         rank_idx: This rank.
         num_local_ranks: Ranks of a node, consecutive ones.
         device: Of the choices.
+
+    Attributes:
+        keeps_ids: Every id is the slot that it stands for, and all slots hold experts.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class SlotTable:
                 (_nearest(placement, expert, rank_idx, num_local_ranks),)
                 for expert in range(placement.num_experts)
             ]
+        self.keeps_ids = of_ids == [(slot,) for slot in range(placement.num_slots)]
         self._noun = "a slot that holds an expert" if rule == "given" else "an expert id"
         self._num_slots = placement.num_slots
         most = max(map(len, of_ids))

@@ -14,10 +14,12 @@ from moe_comm.ep.backends.routing import Placement as Slots
 from moe_comm.ep.backends.routing import replicas_of
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.ep.replica_spec import choose_slots, share
+from tests.helpers.described_tensors import needs_described_tensors
 from tests.helpers.rank_threads import on_ranks
 from tests.helpers.replica_ranks import (
     HIDDEN,
     NUM_EXPERTS,
+    NUM_TOPK,
     check_dispatch,
     check_received,
     check_reduced,
@@ -171,6 +173,8 @@ def test_bad_choices_and_configurations_are_refused_on_every_rank() -> None:
     x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
 
     def body(comm: Communicator) -> None:
+        with EpBuffer(comm, config_of(None)) as buffer:  # which lets the options pass from then on
+            buffer.dispatch(x, torch.tensor([[0, 1, -1]]), layout=Layout.RANK_MAJOR)
         for rule, bad_id, text in (
             (
                 "balanced",
@@ -205,6 +209,76 @@ def test_bad_choices_and_configurations_are_refused_on_every_rank() -> None:
                 EpBuffer(comm, mine if comm.rank_idx else theirs)
 
     on_ranks(2, body)
+
+
+_IN_ORDER = [[0, 1, 2], [3, 4, 5]]
+_REPLICATED = [[0, 1, 2, 5], [3, 4, 5, 0]]
+
+
+@needs_described_tensors
+@pytest.mark.parametrize(
+    ("backend", "rule", "slots", "is_seen"),
+    [
+        ("host", "balanced", _REPLICATED, True),
+        ("host", "balanced", [[0, 1, 2, -1], [3, 4, 5, 0]], True),
+        *(("host", rule, _IN_ORDER, True) for rule in REPLICA_RULES),
+        *((backend, "given", _REPLICATED, True) for backend in ("host", "simt")),
+        ("simt", "nearest", _IN_ORDER, True),
+        ("host", "given", [[0, 1, 2], [3, 4, 5, -1]], False),
+        ("host", "balanced", [[0, 1, 2], [3, 5, 4]], False),
+        ("host", "nearest", _REPLICATED, False),
+        ("simt", "hash", _REPLICATED, False),
+    ],
+)
+def test_a_glance_suffices_where_ids_are_slots_or_counts_decide(
+    backend: str, rule: ReplicaRule, slots: list[list[int]], is_seen: bool
+) -> None:
+    placement = Placement(slots, NUM_EXPERTS)
+    num_ids = placement.num_slots if rule == "given" else NUM_EXPERTS
+
+    def body(comm: Communicator) -> None:
+        x, topk_idx, weights = inputs(3, 2)
+        if rule == "given":
+            topk_idx = choose_slots(topk_idx, placement, "hash", 2)
+        # As maps list them: ascending, then -1.
+        topk_idx = [(each % (num_ids + 1)).sort(1).values for each in topk_idx]
+        topk_idx = [each.masked_fill(each == num_ids, -1) for each in topk_idx]
+        mine = topk_idx[comm.rank_idx]
+        routing_map = torch.zeros(len(mine), num_ids + 1, dtype=torch.bool)
+        routing_map = routing_map.scatter_(1, mine + 1, True)[:, 1:].contiguous()
+        for layout in LAYOUTS[rule]:
+            spec = definition(placement, rule, topk_idx, 2, layout)
+            expected = spec.received(comm.rank_idx, x, weights)
+            unweighted = spec.received(comm.rank_idx, x)
+            with EpBuffer(comm, config_of(placement, rule)) as buffer:
+                by_rules = buffer._dispatch_by_rules
+                buffer.dispatch(x[comm.rank_idx], mine, layout=layout)  # its options pass
+                num_checked = 0
+
+                def counted(*arguments: object, by_rules: object = by_rules) -> object:
+                    nonlocal num_checked
+                    num_checked += 1
+                    return by_rules(*arguments)  # type: ignore[operator]
+
+                buffer._dispatch_by_rules = counted  # type: ignore[assignment, method-assign]
+                result = buffer.dispatch(
+                    x[comm.rank_idx], mine, weights[comm.rank_idx], layout=layout
+                )
+                check_received(result, expected)
+                assert num_checked == (not is_seen)
+                if backend == "host":
+                    result = buffer.dispatch(x[comm.rank_idx], routing_map, layout=layout)
+                    check_received(result, unweighted)
+                    assert num_checked == 2 * (not is_seen)
+                bad_id = mine.new_full((1, NUM_TOPK), -1)
+                bad_id[0, 1] = num_ids if comm.rank_idx else 1
+                text = rf"rank 1.*topk_idx\[0, 1\] = {num_ids} is not .* in \[-1, {num_ids}\)"
+                with pytest.raises(ValueError, match=text):
+                    buffer.dispatch(
+                        torch.zeros(1, HIDDEN, dtype=torch.bfloat16), bad_id, layout=layout
+                    )
+
+    on_ranks(2, body, backend=backend)
 
 
 def test_a_backend_that_cannot_balance_says_so_on_every_rank() -> None:

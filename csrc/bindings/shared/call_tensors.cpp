@@ -171,13 +171,15 @@ std::optional<DispatchTensors> see_dispatch(const ops::EndpointBase& endpoint,
   const bool is_low_latency = options.layout == layout::RowLayout::kLowLatency;
   if (config.num_max_tokens == 0 ? is_low_latency : num_tokens > config.num_max_tokens)
     return std::nullopt;
+  if (options.replicas && options.layout == layout::RowLayout::kRankMajor)
+    return std::nullopt;
   seen.rows = *rows;
   DlpackTensor found;
   const auto choices = view_matrix(endpoint, topk_idx, kAnyNumber, &found);
   if (!choices || choices->num_rows != num_tokens)
     return std::nullopt;
   if (found.type() == kBool) {
-    if (choices->row_elements != config.num_experts ||
+    if (choices->row_elements != layout::num_ids(options.replicas.get(), endpoint.placement()) ||
         !view_listed(endpoint, *choices, topk_weights, &seen))
       return std::nullopt;
   } else {
