@@ -245,11 +245,12 @@ int64_t fullest_rank(py::handle expert_rows,
                      std::vector<int32_t> slot_expert,
                      int num_ranks) {
   const TensorView rows = view_tensor(expert_rows);
+  std::vector<int64_t> slot_rows(slot_rank.size());
   const layout::ReplicaSlots slots(std::move(slot_rank),
                                    std::move(slot_expert),
                                    num_ranks,
                                    static_cast<int>(rows.num_rows * rows.row_elements));
-  std::vector<int64_t> slot_rows = slots.split_evenly(ids_of(rows));
+  slots.split_evenly(ids_of(rows), slot_rows.data());
   return slots.level(slot_rows.data());
 }
 
