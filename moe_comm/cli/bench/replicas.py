@@ -10,7 +10,6 @@ import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.ep.placement import Placement
-from moe_comm.ep.planner import plan_placement
 from moe_comm.ep.replica_spec import balance
 from moe_comm.ep.routing_trace import load_routing_trace
 
@@ -56,6 +55,9 @@ def plan_replicas(loads: torch.Tensor, num_ranks: int, num_replicas: int) -> Pla
         num_replicas: Further slots of every rank.
     """
     num_slots = -(-len(loads) // num_ranks) + num_replicas
+    # Here, because the other commands work without the native module.
+    from moe_comm.ep.planner import plan_placement
+
     (placement,) = plan_placement(loads[None], num_ranks, num_slots)
     return placement
 
