@@ -70,6 +70,11 @@ def _bring_tokens_by(manager: VllmAll2AllManager) -> None:
         if not parallel.enable_expert_parallel:
             # Every rank has a part of every expert, and needs all tokens.
             return gathers_whole_batches(use_monolithic, *args, **kwargs)
+        if parallel.enable_eplb:
+            raise NotImplementedError(
+                "MOE_COMM_VLLM=1 takes no load balancing of experts (enable_eplb): on CPUs vLLM's router "
+                "leaves the ids of logical experts as they are, where its experts are slots"
+            )
         if use_monolithic:
             raise NotImplementedError(
                 "MOE_COMM_VLLM=1 is for experts that are given their tokens' choices, not for those that "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", minversion="0.32")
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.utils import StatelessProcessGroup
 
@@ -65,6 +65,14 @@ def tokens_of_one_rank(
     # Answers that say nothing of the prompt would prove nothing.
     assert len({tuple(answer) for answer in tokens}) == len(PROMPTS)
     return tokens
+
+
+def test_no_balancer_moves_experts_on_cpus() -> None:
+    """Its router would leave ids logical there: a release that balances must map them first."""
+    asked = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    ParallelConfig(**asked)
+    with pytest.raises(ValueError, match="load balancing is only supported on"):
+        ParallelConfig(**asked, enable_eplb=True)
 
 
 @pytest.fixture

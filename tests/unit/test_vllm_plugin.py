@@ -137,3 +137,24 @@ def test_a_release_without_what_it_needs_is_named(
     with_modules(monkeypatch, **parents, **modules)
     with pytest.raises(ImportError, match=rf"needs .*{missing} as vLLM 0\.32 .* none in 0\.99"):
         vllm_cpu._bring_tokens_by(object())  # type: ignore[arg-type]
+
+
+def test_experts_that_a_balancer_moves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM 0.32 refuses them on CPUs by itself; a release that does not must not get wrong experts."""
+    parallel = types.SimpleNamespace(enable_expert_parallel=True, enable_eplb=True)
+    config = types.SimpleNamespace(parallel_config=parallel)
+    runner = type("MoERunner", (), {"_select_forward": None})
+    factory = "make_moe_prepare_and_finalize_naive_dp_ep"
+    parents = {"model_executor": {}, "model_executor__layers": {}}
+    parents |= {f"model_executor__layers__fused_moe{end}": {} for end in ("", "__runner")}
+    with_modules(
+        monkeypatch,
+        **parents,
+        config={"get_current_vllm_config": lambda: config},
+        model_executor__layers__fused_moe__all2all_utils={factory: lambda *_: None},
+        model_executor__layers__fused_moe__runner__moe_runner={"MoERunner": runner},
+    )
+    manager = types.SimpleNamespace(get_handle=lambda _: pytest.fail("a buffer was made"))
+    vllm_cpu._bring_tokens_by(manager)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match=r"no load balancing of experts \(enable_eplb\)"):
+        getattr(sys.modules[f"{FUSED_MOE}.all2all_utils"], factory)(False)
