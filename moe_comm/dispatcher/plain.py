@@ -31,7 +31,8 @@ class DispatchedTokens:
     Args:
         tokens: `[M, hidden]`, grouped by local expert; rows of local expert e are
             `tokens[expert_offsets[e]:expert_offsets[e] + num_tokens_per_expert[e]]`, padding is zero.
-            A `QuantizedRows` where the dispatcher quantizes.
+            A `QuantizedRows` where the dispatcher quantizes. With a placement, a local expert is a local
+            slot here and below.
         num_tokens_per_expert: int64 `[num_local_experts]` on the host, without padding.
         expert_offsets: int32 `[num_local_experts + 1]`: padded starts, as grouped GEMMs take them.
         probs: `[M]`, the weight of every row, 0 in padding; None where combine applies the weights, or
@@ -64,7 +65,8 @@ class TokenDispatcher:
         num_experts: Over all ranks.
         group: Process group, bootstrap, or None for the default group; dispatchers of one group share a
             buffer.
-        buffer: To use instead, in place of `group` and `expert_rank`; for `num_experts`.
+        buffer: To use instead, in place of `group` and `expert_rank`; for `num_experts`. It may have a
+            placement, which may be replaced between a combine and the next dispatch.
         expert_rank: The rank of every expert; see `EpConfig`.
         expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
         quantization: Rows are quantized while they are written; gradients are not.
@@ -127,8 +129,6 @@ class TokenDispatcher:
                 check()
                 if buffer.is_destroyed:
                     raise ValueError("the buffer has been destroyed")
-                if buffer.config.placement is not None:
-                    raise ValueError("a dispatcher takes no buffer with a placement of replicas")
                 if found != num_experts:
                     raise ValueError(f"num_experts is {shown(num_experts)}, the buffer has {found}")
                 return f"TokenDispatcher(num_experts={found}, of a buffer)"
@@ -253,10 +253,9 @@ class TokenDispatcher:
                 f"hidden {tuple(hidden.shape)} and {name} {tuple(choices.shape)} must agree in all "
                 f"dimensions but the last"
             )
-        if topk_idx is None and choices.shape[-1] != self.num_experts:
-            raise ValueError(
-                f"routing_map must have {self.num_experts} columns, got {choices.shape[-1]}"
-            )
+        num_ids = self.buffer.config.num_ids
+        if topk_idx is None and choices.shape[-1] != num_ids:
+            raise ValueError(f"routing_map must have {num_ids} columns, got {choices.shape[-1]}")
         if weights is None:
             return
         if not weights.is_floating_point():

@@ -34,8 +34,9 @@ class GroupedExperts(nn.Module):
     """Two matrices per expert with an activation between them.
 
     Args:
-        expert_ids: Global ids of the experts of this rank, in the order of their rows. An expert's first
-            parameters follow from `seed` and its id: they do not depend on where it lives.
+        expert_ids: Global ids of the experts of this rank, in the order of their rows; -1 for a slot that
+            is empty, whose parameters are zeros. An expert's first parameters follow from `seed` and its id:
+            they do not depend on where it lives, and are those of its replicas.
         hidden: Elements of a row.
         ffn_hidden: Elements between the two matrices.
         activation: Between them.
@@ -68,9 +69,11 @@ class GroupedExperts(nn.Module):
             raise ValueError(problem)
         self.is_grouped = problem is None and method != "loop"
         self.activation = activation
-        up = torch.empty(len(expert_ids), hidden, ffn_hidden, dtype=dtype)
-        down = torch.empty(len(expert_ids), ffn_hidden, hidden, dtype=dtype)
+        up = torch.zeros(len(expert_ids), hidden, ffn_hidden, dtype=dtype)
+        down = torch.zeros(len(expert_ids), ffn_hidden, hidden, dtype=dtype)
         for local_expert_idx, expert_idx in enumerate(expert_ids):
+            if expert_idx < 0:
+                continue
             draw = torch.Generator().manual_seed(seed * 1_000_003 + expert_idx)
             up[local_expert_idx] = torch.randn(hidden, ffn_hidden, generator=draw) * hidden**-0.5
             down[local_expert_idx] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from moe_comm.nn.experts import GroupedExperts
 from moe_comm.nn.router import Routing, TopKRouter
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
+
+if TYPE_CHECKING:
+    from moe_comm.replicas import ExpertBalancer
 
 __all__ = ["MoELayer"]
 
@@ -34,7 +37,9 @@ class MoELayer(nn.Module):
         num_topk: Choices per token.
         group: Process group, bootstrap, or None for the default group.
         dispatcher: To use instead of one made for `group`: with quantization, a capacity, another
-            placement of experts.
+            placement of experts, replicas.
+        balancer: Moves the experts from now on, with the dispatcher's buffer, whose placement it
+            replaces. The caller calls its `reduce_gradients` and `step`.
         activation: Of the experts.
         method: Of `GroupedExperts`.
         dtype: Of the experts' parameters.
@@ -62,6 +67,7 @@ class MoELayer(nn.Module):
         *,
         group: dist.ProcessGroup | Bootstrap | None = None,
         dispatcher: TokenDispatcher | None = None,
+        balancer: ExpertBalancer | None = None,
         activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu,
         method: Literal["auto", "loop", "grouped_mm"] = "auto",
         dtype: torch.dtype = torch.float32,
@@ -70,6 +76,11 @@ class MoELayer(nn.Module):
         super().__init__()
         with Telling(keep, GATHER):
             check_kind("dispatcher", dispatcher, TokenDispatcher, is_optional=True)
+            if balancer is not None:
+                # Here, because it imports what moves weights.
+                from moe_comm.replicas import ExpertBalancer
+
+                check_kind("balancer", balancer, ExpertBalancer)
         if dispatcher is None:
             dispatcher = TokenDispatcher(
                 num_experts,
@@ -81,7 +92,7 @@ class MoELayer(nn.Module):
         self.dispatcher = dispatcher
         found = dispatcher.num_experts
         buffer = dispatcher.buffer
-        is_local = buffer.expert_rank == buffer.communicator.rank_idx
+        placement = buffer.config.placement
 
         def make() -> str:
             if found != num_experts:
@@ -89,9 +100,15 @@ class MoELayer(nn.Module):
             if not callable(activation):
                 raise TypeError(f"activation must be callable, got {shown(activation)}")
             width = as_int("hidden", hidden, 1)
+            rank_idx = buffer.communicator.rank_idx
+            experts = (
+                (buffer.expert_rank == rank_idx).nonzero().flatten().tolist()
+                if placement is None
+                else placement.slots[rank_idx]
+            )
             self.router = TopKRouter(width, found, as_int("num_topk", num_topk, 1), seed=seed)
             self.experts = GroupedExperts(
-                is_local.nonzero().flatten().tolist(),
+                experts,
                 width,
                 as_int("ffn_hidden", ffn_hidden, 1),
                 activation=activation,
@@ -100,10 +117,13 @@ class MoELayer(nn.Module):
                 seed=seed,
             )
             return (
-                f"MoELayer(hidden={width}, num_experts={found}, num_topk={num_topk}, seed={seed})"
+                f"MoELayer(hidden={width}, num_experts={found}, num_topk={num_topk}, seed={seed}, "
+                f"{'a' if balancer else 'no'} balancer)"
             )
 
         buffer.communicator.check_together(make)
+        if balancer is not None:
+            balancer.add_layer(buffer, [self.experts.up, self.experts.down])
 
     def forward(self, hidden: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
         """Collective.

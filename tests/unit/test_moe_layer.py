@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import FP8_BLOCK128, Capacity
+from moe_comm import (
+    FP8_BLOCK128,
+    Capacity,
+    Communicator,
+    EpBuffer,
+    EpConfig,
+    Placement,
+)
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.nn import GroupedExperts, MoELayer, Routing, TopKRouter
 from moe_comm.peers.bootstrap import RankThreads
+from moe_comm.replicas import ExpertBalancer
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.moe_layer import assert_same_bits, forward_backward
 
@@ -80,6 +88,91 @@ def test_ranks_do_not_change_the_layer() -> None:
         assert torch.allclose(got, want, atol=1e-5), name
 
 
+def train_layer(context: RankContext, with_replicas: bool) -> tuple[list[torch.Tensor], int]:
+    """Outputs of some steps on this rank, then parameters by expert; and how many layers were moved."""
+    slots = [[0, 1, 2, -1], [3, 4, 5, -1]]
+    config = EpConfig(
+        num_experts=NUM_EXPERTS,
+        num_topk=None,
+        hidden=None,
+        dtype=None,
+        placement=Placement(slots, NUM_EXPERTS) if with_replicas else None,
+    )
+    draw = torch.Generator().manual_seed(context.rank_idx)
+    num_moved = 0
+    with Communicator(context.group) as comm, EpBuffer(comm, config) as buffer:
+        balancer = ExpertBalancer(comm, num_steps=2) if with_replicas else None
+        dispatcher = TokenDispatcher(NUM_EXPERTS, buffer=buffer, weighted_by="combine")
+        layer = MoELayer(
+            HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, dispatcher=dispatcher, balancer=balancer, seed=3
+        )
+        optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.01)
+        found = []
+        for step in range(8):
+            x = torch.randn(9, HIDDEN, generator=draw)
+            hot = step // 4
+            # Expert 0, then 1, and any other: one rank has most of the rows.
+            other = torch.randint(2, NUM_EXPERTS, (9, 1), generator=draw)
+            idx = torch.cat([torch.full_like(other, hot), other], dim=1)
+            y = layer(x, Routing(idx, torch.full((9, 2), 0.5)))
+            found.append(y.detach())
+            optimizer.zero_grad()
+            y.square().sum().backward()
+            if balancer is not None:
+                balancer.reduce_gradients()
+            optimizer.step()
+            if balancer is not None:
+                balancer.step()
+                report = balancer.last_report
+                num_moved += len(report.moves) if report and report.step == step + 1 else 0
+        placement = buffer.config.placement
+        mine = slots[context.rank_idx][:3]
+        if placement is not None:
+            mine = list(placement.slots[context.rank_idx])
+        weights = dict(zip(mine, layer.experts.up.detach().clone(), strict=True))
+        weights.pop(-1, None)
+        everywhere = {}
+        for part in comm.bootstrap.all_gather({idx: up.tolist() for idx, up in weights.items()}):
+            for expert_idx, up in part.items():
+                torch.testing.assert_close(up, everywhere.setdefault(expert_idx, up))
+        found += [torch.tensor(everywhere[idx]) for idx in range(NUM_EXPERTS)]
+        if balancer is not None:
+            balancer.destroy()
+    return found, num_moved
+
+
+def test_a_balancer_moves_experts_of_a_layer_that_trains() -> None:
+    plain = run_ranks(train_layer, 2, False, mode="threads")
+    moving = run_ranks(train_layer, 2, True, mode="threads")
+    for (expected, _), (found, num_moved) in zip(plain, moving, strict=True):
+        assert num_moved >= 2
+        for here, there in zip(found, expected, strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+
+
+def test_a_routing_map_has_a_column_for_every_id() -> None:
+    placement = Placement([[0, 1, 2, 3, 4, 5, -1]], NUM_EXPERTS)
+    x = torch.randn(3, HIDDEN)
+    for rule, num_columns in (("balanced", 6), ("given", 7)):
+        config = EpConfig(
+            num_experts=NUM_EXPERTS,
+            num_topk=None,
+            hidden=None,
+            dtype=None,
+            placement=placement,
+            replica_rule=rule,
+        )
+        with Communicator(RankThreads(1)[0]) as comm, EpBuffer(comm, config) as buffer:
+            dispatcher = TokenDispatcher(NUM_EXPERTS, buffer=buffer)
+            routed = dispatcher.dispatch(x, routing_map=torch.arange(num_columns).expand(3, -1) < 2)
+            assert routed.num_tokens_per_expert.tolist() == [3, 3, 0, 0, 0, 0, 0]
+            wrong = torch.ones(3, 13 - num_columns, dtype=torch.bool)
+            with pytest.raises(
+                ValueError, match=f"must have {num_columns} columns, got {13 - num_columns}"
+            ):
+                dispatcher.dispatch(x, routing_map=wrong)
+
+
 def test_grouped_and_looped_experts_agree() -> None:
     ids = [4, 1, 7]
     offsets = torch.tensor([0, 16, 16, 24], dtype=torch.int32)
@@ -111,6 +204,9 @@ def test_experts_start_the_same_wherever_they_live() -> None:
     together = GroupedExperts([0, 1, 2], HIDDEN, FFN, seed=5)
     apart = GroupedExperts([2], HIDDEN, FFN, seed=5)
     assert torch.equal(together.up[2], apart.up[0])
+    with_room = GroupedExperts([-1, 2], HIDDEN, FFN, seed=5)
+    assert torch.equal(with_room.up[1], apart.up[0])
+    assert not with_room.up[0].any()
     assert not torch.equal(together.up[1], together.up[2])
     assert not torch.equal(together.up, GroupedExperts([0, 1, 2], HIDDEN, FFN, seed=6).up)
 

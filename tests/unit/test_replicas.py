@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout, _host
-from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep.backends.routing import Placement as Slots
 from moe_comm.ep.backends.routing import replicas_of
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
@@ -98,15 +97,6 @@ def test_sums_and_gradients_have_the_bits_of_those_without_replicas(
 @pytest.mark.parametrize("backend", ["host", "reference"])
 def test_rows_are_added_on_their_rank(backend: str) -> None:
     on_ranks(4, lambda comm: check_reduced(comm, 9, "rank_reduction"), backend=backend)
-
-
-def test_a_dispatcher_refuses_a_buffer_with_a_placement() -> None:
-    with (
-        Communicator(None) as comm,
-        EpBuffer(comm, config_of(random_placement(1, 1))) as buffer,
-        pytest.raises(ValueError, match="takes no buffer with a placement"),
-    ):
-        TokenDispatcher(NUM_EXPERTS, buffer=buffer)
 
 
 def test_a_placement_is_replaced_and_handles_stay_what_they_are() -> None:
