@@ -59,11 +59,14 @@ reshard() {
   moe-comm bench reshard --json "$out/$name.json" --plot "$out/$name.png" "$@"
 }
 
-reshard reshard_tp2_ep2_to_tp4 --ranks 4 --from tp2.ep2 --to tp4 --bytes 2GiB --peers gloo
+reshard reshard_tp2_ep2_to_tp4 --ranks 4 --from tp2.ep2 --to tp4 --bytes 2GiB \
+  --destination heap,shared,outside --peers gloo,checksum
 reshard reshard_ep4_to_tp2_ep2 --ranks 4 --from ep4 --to tp2.ep2 --bytes 2GiB --peers gloo
 reshard reshard_disjoint --source-ranks 2 --destination-ranks 2 --from tp2 --to ep2 --bytes 2GiB \
   --peers gloo
 reshard reshard_small_tensors --ranks 4 --tensors 10000 --tensor-bytes 4KiB --peers gloo
+reshard reshard_stacked_experts --source-ranks 4 --destination-ranks 1 --from ep4 --to single \
+  --experts 128 --stacked-experts --bytes 1GiB --destination heap,shared,outside --peers full-tensors
 
 if python -c 'import megatron.core' 2>/dev/null; then
   python -W ignore -m benchmarks.megatron_flex --ranks 4 --json "$out/megatron_flex.json"

@@ -33,6 +33,7 @@ from moe_comm.cli.options import (
     ScaleFormatName,
     quantization_of,
     reduced_ranks,
+    split_list,
 )
 from moe_comm.ep.config import Layout
 from moe_comm.ep.routing_trace import load_routing_trace
@@ -282,9 +283,9 @@ def dispatch_combine(
             raise ValueError("--replica-rule and --versus-given need --replicas, got none")
         options = BenchOptions(
             backend=backend.value,
-            peers=_split(peers),
+            peers=split_list(peers),
             num_repeats=repeats,
-            operations=_split(operations),
+            operations=split_list(operations),
             num_threads=threads,
             num_sms=sms,
             with_huge_pages=huge_pages,
@@ -371,10 +372,6 @@ def _resolve_routing(
         return topk or 8, experts or 64
     trace = load_routing_trace(routing)
     return topk or trace.num_topk, experts or trace.num_experts
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _progress(console: Console) -> Progress:

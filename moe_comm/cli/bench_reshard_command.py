@@ -17,6 +17,7 @@ from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import (
     FULL_TENSORS,
+    MEMORIES,
     NUM_EXPERTS,
     ReshardCase,
     shape_of_bytes,
@@ -25,22 +26,13 @@ from moe_comm.cli.bench.reshard.engine_storage import check_uncut
 from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, write_reshard_plot
 from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
-from moe_comm.cli.options import DtypeName, parse_bytes
+from moe_comm.cli.options import DtypeName, parse_bytes, split_list
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.output_files import check_output
 from moe_comm.resharding.describe.parallelism import Parallelism
 
 __all__ = ["bench_reshard"]
-
-
-class MemoryName(str, enum.Enum):
-    """Where destinations lie."""
-
-    HEAP = "heap"
-    SHARED = "shared"
-    OUTSIDE = "outside"
-    BOTH = "both"
 
 
 class TransportName(str, enum.Enum):
@@ -89,8 +81,12 @@ def bench_reshard(
         DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
     ] = None,
     memory: Annotated[
-        MemoryName, typer.Option("--destination", help="Where destinations lie.")
-    ] = MemoryName.BOTH,
+        str,
+        typer.Option(
+            "--destination",
+            help=f"Where destinations lie, one after the other, of {','.join(MEMORIES)}; both: heap,outside.",
+        ),
+    ] = "both",
     stacked_experts: Annotated[
         bool,
         typer.Option(
@@ -134,7 +130,6 @@ def bench_reshard(
             _shape(size, experts, tensors, tensor_bytes, DTYPES[dtype.value]),
             (DTYPES[dtype.value], DTYPES[(destination_dtype or dtype).value]),
         )
-        memories = ("heap", "outside") if memory is MemoryName.BOTH else (memory.value,)
         cases = [
             ReshardCase(
                 layouts=layouts,
@@ -143,10 +138,10 @@ def bench_reshard(
                 is_stacked=stacked_experts,
                 seed=seed,
             )
-            for each in memories
+            for each in (split_list(memory.replace("both", "heap,outside")) or (memory,))
         ]
         options = ReshardOptions(
-            peers=tuple(part.strip() for part in peers.split(",") if part.strip()),
+            peers=split_list(peers),
             num_repeats=repeats,
             num_threads=threads,
             with_huge_pages=huge_pages,

@@ -17,6 +17,7 @@ __all__ = [
     "parse_bytes",
     "quantization_of",
     "reduced_ranks",
+    "split_list",
 ]
 
 
@@ -107,6 +108,11 @@ BYTE_UNITS: dict[str, int] = {
     **{f"{letter}B": 1000**i for i, letter in enumerate("kMGT", start=1)},
     **{f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", start=1)},
 }
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Parts between commas, but for empty ones."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def parse_bytes(text: str) -> int:

@@ -16,7 +16,7 @@ from moe_comm.cli.app import app
 from moe_comm.cli.bench.memory import PeakMemory
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
 from moe_comm.cli.bench.reshard import run, worker
-from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
+from moe_comm.cli.bench.reshard.case import CHECKSUM, ReshardCase, shape_of_bytes
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
@@ -70,14 +70,50 @@ def test_a_model_is_moved_into_the_heap_and_outside_it(tmp_path: Path) -> None:
 
 
 def test_a_list_of_tensors_goes_to_ranks_of_its_own(tmp_path: Path) -> None:
-    (case,) = bench(
+    cases = bench(
         tmp_path,
         *("--source-ranks", "2", "--destination-ranks", "1", "--tensors", "50"),
-        *("--destination", "heap", "--repeats", "1"),
+        *("--destination", "heap,shared", "--peers", "checksum", "--repeats", "1"),
     )
-    assert (case["ranks"], case["disjoint"], case["num_tensors"]) == (3, True, 50)
-    assert (case["from"], case["to"]) == ("ep2", "single")
-    assert case["bytes"] == 2 * 50 * 4096
+    assert [case["destination"] for case in cases] == ["heap", "shared"]
+    for case in cases:
+        assert (case["ranks"], case["disjoint"], case["num_tensors"]) == (3, True, 50)
+        assert (case["from"], case["to"]) == ("ep2", "single")
+        assert case["bytes"] == 2 * 50 * 4096
+        assert case["speedup"]["checksum"] > 0.0
+
+
+@pytest.mark.parametrize("places", ["attic", "heap,attic", ""])
+def test_a_place_for_destinations_that_there_is_not(places: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "reshard", "--destination", places])
+    assert done.exit_code == 1
+    assert (
+        f"memory must be one of heap, shared, outside, got {places.split(',')[-1]!r}" in done.output
+    )
+
+
+def test_the_proof_is_that_of_the_same_refit() -> None:
+    make_worker = functools.partial(_AskedWorker, worker.ReshardLaunch(case=CASE))
+    with WorkerProcesses(2, make_worker) as ranks:
+        for transport, verify in (("symmetric", None), (CHECKSUM, "checksum")):
+            assert ranks.call("asked", transport) == [("SymmetricCopyService", verify)] * 2
+
+
+class _AskedWorker(worker.ReshardWorker):
+    """A worker that is asked what a refit is called with."""
+
+    def asked(self, transport: str) -> tuple[str, str | None]:
+        """Refit over one transport, which may be a peer's name."""
+        found: list[tuple[str, str | None]] = []
+
+        def swap(_: object, __: object, service: object, *, verify: str | None) -> None:
+            found.append((type(service).__name__, verify))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "swap_model_weights", swap)
+            self._refit(transport)
+        (answer,) = found
+        return answer
 
 
 def test_experts_of_a_layer_are_stacked_and_come_by_name_too(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.cli.reshard.world import PlanningCase
 
 __all__ = [
+    "CHECKSUM",
     "FULL_TENSORS",
     "MEMORIES",
     "NUM_EXPERTS",
@@ -24,6 +25,7 @@ __all__ = [
 MEMORIES = ("heap", "shared", "outside")
 TRANSPORTS = ("symmetric", "gloo", "nvshmem")
 FULL_TENSORS = "full-tensors"
+CHECKSUM = "checksum"
 
 NUM_LAYERS = 4
 NUM_EXPERTS = 16

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
-from moe_comm.cli.bench.reshard.case import FULL_TENSORS, TRANSPORTS, ReshardCase
+from moe_comm.cli.bench.reshard.case import CHECKSUM, FULL_TENSORS, TRANSPORTS, ReshardCase
 from moe_comm.cli.bench.reshard.worker import RefitSample, ReshardLaunch, ReshardWorker
 from moe_comm.cli.bench.statistics import makespan_us, percentile, wall_times_us
 from moe_comm.cli.bench.times import SideTimes, summarize_roof
 
 __all__ = ["RESHARD_PEERS", "ReshardOptions", "ReshardRow", "run_case"]
 
-RESHARD_PEERS = ("gloo", FULL_TENSORS)
+RESHARD_PEERS = ("gloo", FULL_TENSORS, CHECKSUM)
 
 NUM_WARM_UP = 2
 MAX_ROUNDS_PER_PAIR = 5
@@ -26,8 +26,8 @@ class ReshardOptions:
     """How to measure.
 
     Args:
-        peers: Of `RESHARD_PEERS`: the same plan over another transport, or whole tensors by name over
-            Gloo, each from a rank that holds it to every rank that does.
+        peers: Of `RESHARD_PEERS`: the same plan over another transport; whole tensors by name over
+            Gloo, each from a rank that holds it to every rank that does; the same refit with its proof.
         num_repeats: Clean pairs to collect, and rounds with peers.
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.
@@ -128,7 +128,7 @@ def run_case(
         is_pinned=options.is_pinned,
     )
     peers = [peer for peer in options.peers if peer != case.transport]
-    assert set(peers) <= {*TRANSPORTS, FULL_TENSORS}
+    assert set(peers) <= {*TRANSPORTS, *RESHARD_PEERS}
     on_progress(f"{case.memory}: weights")
     make_worker = functools.partial(ReshardWorker, launch)
     with WorkerProcesses(case.num_ranks, make_worker) as ranks:

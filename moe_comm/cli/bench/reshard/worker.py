@@ -7,14 +7,14 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.memory import PeakMemory
-from moe_comm.cli.bench.reshard.case import FULL_TENSORS, ReshardCase
+from moe_comm.cli.bench.reshard.case import CHECKSUM, FULL_TENSORS, ReshardCase
 from moe_comm.cli.bench.reshard.engine_storage import FullTensorsByName, stack_experts, views_of
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.worker import Sample
@@ -241,9 +241,13 @@ class ReshardWorker:
                 self.full_tensors = FullTensorsByName(self.case.layouts, self.rank_idx)
             self.full_tensors.run(self.source, self.target)
             return
+        verify: Literal["checksum"] | None = "checksum" if transport == CHECKSUM else None
+        if verify is not None:
+            transport = self.case.transport
         if transport not in self.services:
             self.services[transport] = self._make_service(transport)
-        swap_model_weights(self.source, self.target_side, self.services[transport])
+        service = self.services[transport]
+        swap_model_weights(self.source, self.target_side, service, verify=verify)
 
     def _make_service(self, transport: str) -> CopyService:
         if transport == "symmetric":
