@@ -173,3 +173,61 @@ def test_half_a_version_is_not_handed_over(fail: Any, monkeypatch: pytest.Monkey
     texts = threads(rank, 2)
     expected = RefitError.__name__ if fail is fail_to_verify else "did not come"
     assert all(expected in text for text in texts), texts
+
+
+class Experts(torch.nn.Module):
+    """The two matrices are experts, found by a map as vLLM's loader finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_map_manager = types.SimpleNamespace(expert_map=torch.tensor([0, 1]))
+
+
+class MappedModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def load_weights(self, weights: Any) -> None:
+        places = self.experts.expert_map_manager.expert_map.tolist()
+        for name, tensor in weights:
+            first = 4 * places[NAMES.index(name)]
+            self.fused.data[first : first + 4].copy_(tensor)
+
+
+def write_in_place(model: MappedModel) -> None:
+    model.experts.expert_map_manager.expert_map.copy_(torch.tensor([1, 0]))
+
+
+def replace_the_map(model: MappedModel) -> None:
+    model.experts.expert_map_manager.expert_map = torch.tensor([1, 0])
+
+
+@pytest.mark.parametrize("move", [write_in_place, replace_the_map])
+def test_experts_that_moved_are_refused_by_name(move: Any) -> None:
+    expected = (
+        "ValueError: experts: its expert map was [0, 1] when VllmCpuModel was made, and is [1, 0]"
+    )
+    checkpoint = {name: torch.full(SHAPE, float(i)) for i, name in enumerate(NAMES, 1)}
+    model = MappedModel()
+    engine = engine_of(model)
+    engine.load(checkpoint.items())
+    engine.commit("first")
+    engine.load((name, tensor + 5) for name, tensor in checkpoint.items())
+    staged = [view.tensor.clone() for view in engine.views]
+
+    move(model)
+    for call in (
+        lambda: engine.accept(checkpoint),
+        engine.moved,
+        lambda: engine.commit("second"),
+    ):
+        assert error_of(call).startswith(expected)
+    assert engine.version == "first"
+    assert model.fused[:, 0].tolist() == [1.0] * 4 + [2.0] * 4
+    assert all(map(torch.equal, staged, (view.tensor for view in engine.views)))
+
+    anew = engine_of(model)
+    anew.load(checkpoint.items())
+    anew.commit("second")
+    assert model.fused[:, 0].tolist() == [2.0] * 4 + [1.0] * 4

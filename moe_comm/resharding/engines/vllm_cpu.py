@@ -102,6 +102,7 @@ class VllmCpuModel:
         self._process = _of_vllm(f"{_LOADER}.utils", "process_weights_after_loading")
         self._set_config = _of_vllm("vllm.config", "set_current_vllm_config")
         self._staged = _stage(model)
+        self._expert_maps = _expert_maps(model)
         self._checkpoint: dict[str, TensorSpec] = {}
         self._views: dict[str, list[CheckpointView]] = {}
         self._missing: set[str] = set()
@@ -131,8 +132,10 @@ class VllmCpuModel:
 
         Raises:
             NotImplementedError: The loader does arithmetic on a tensor.
-            ValueError: A tensor is missing, has a wrong name or a wrong shape.
+            ValueError: A tensor is missing, has a wrong name or a wrong shape, or experts of the model
+                lie elsewhere than when this object was made.
         """
+        self._refuse_moved_experts()
         specs = {name: TensorSpec.of(each) for name, each in checkpoint.items()}
         if list(specs.items()) != list(self._checkpoint.items()):
             found = self._record(specs)
@@ -169,9 +172,10 @@ class VllmCpuModel:
         """Say that a refit has written all of `views`: one of `CheckpointViews(engine.views, engine)`.
 
         Raises:
-            ValueError: The last one failed and may have written a part, or none has come since `accept`
-                and the last `commit`.
+            ValueError: The last one failed and may have written a part, none has come since `accept`
+                and the last `commit`, or experts of the model have moved.
         """
+        self._refuse_moved_experts()
         reason = stale.stale_reason(self.refit_module)
         if reason is not None:
             raise ValueError(f"the views are not whole: {reason}")
@@ -192,9 +196,10 @@ class VllmCpuModel:
             version: Its name, which `version` gives back.
 
         Raises:
-            ValueError: Tensors of the version have not come; or what vLLM's processing raises. The
-                version before is served then.
+            ValueError: Tensors of the version have not come, or experts of the model have moved; or what
+                vLLM's processing raises. The version before is served then.
         """
+        self._refuse_moved_experts()
         if not self._checkpoint:
             raise ValueError(f"version {version}: nothing was accepted")
         if self._missing:
@@ -215,6 +220,15 @@ class VllmCpuModel:
         self._missing = set(self._views)
         self.refit_module.has_come = False
         self._version = version
+
+    def _refuse_moved_experts(self) -> None:
+        """Raise ValueError where staging and views are of other experts than the model's now."""
+        for path, now in _expert_maps(self._model).items():
+            if now != (then := self._expert_maps.get(path)):
+                raise ValueError(
+                    f"{path}: its expert map was {then} when VllmCpuModel was made, and is {now}; make "
+                    "another VllmCpuModel, and refits into its views"
+                )
 
     def _record(self, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointView, ...]:
         load_weights: Callable[..., object] = self._model.load_weights  # type: ignore[assignment]
@@ -392,6 +406,20 @@ def _forget_first_time(model: torch.nn.Module) -> list[tuple[object, dict[str, A
             forgotten.append((method, {name: vars(method)[name] for name in _FIRST_TIME}))
             vars(method)["moe_kernel"] = None
     return forgotten
+
+
+def _expert_maps(model: torch.nn.Module) -> dict[str, list[int] | None]:
+    """Return the local number of every expert that vLLM's loader looks up, by the layer's path.
+
+    -1 stands for an expert of another rank; None for a layer that holds all of them.
+    """
+    maps: dict[str, list[int] | None] = {}
+    for path, module in model.named_modules():
+        manager = getattr(module, "expert_map_manager", None)
+        if manager is not None:
+            of_layer: torch.Tensor | None = manager.expert_map
+            maps[path] = None if of_layer is None else of_layer.tolist()
+    return maps
 
 
 def _refuse_other_engines(model: torch.nn.Module, vllm_config: Any) -> None:
