@@ -159,6 +159,7 @@ namespace {
 
 constexpr int kLanes = 8;
 constexpr int64_t kRoundBytes = 8 * kLanes;
+constexpr int64_t kAheadBytes = 2048;
 constexpr uint64_t kOdd = 0x9E3779B97F4A7C15ull;
 
 uint64_t absorb(uint64_t lane, uint64_t word) {
@@ -170,14 +171,27 @@ struct Lanes {
   uint64_t lane[kLanes];
 
   /// @param bytes  A multiple of kRoundBytes.
-  void take(const std::byte* data, int64_t bytes) {
+  /// @param next   Where the bytes that are taken afterwards lie, from @p data: they are fetched
+  ///               ahead, as the processor cannot guess them.
+  void take(const std::byte* data, int64_t bytes, int64_t next) {
+    const int64_t ahead = std::min(kAheadBytes, bytes);
     Lanes now = *this;  // a copy that stays in registers
-    for (int64_t at = 0; at < bytes; at += kRoundBytes)
+    const auto take_round = [&now](const std::byte* from) {
       for (int i = 0; i < kLanes; ++i) {
         uint64_t word = 0;
-        std::memcpy(&word, data + at + 8 * i, sizeof(word));
+        std::memcpy(&word, from + 8 * i, sizeof(word));
         now.lane[i] = absorb(now.lane[i], word);
       }
+    };
+    int64_t at = 0;
+    for (; at < bytes - ahead; at += kRoundBytes) {
+      __builtin_prefetch(data + at + ahead);
+      take_round(data + at);
+    }
+    for (; at < bytes; at += kRoundBytes) {
+      __builtin_prefetch(data + (at + ahead - bytes) + next);
+      take_round(data + at);
+    }
     *this = now;
   }
 };
@@ -188,22 +202,33 @@ static_assert(std::endian::native == std::endian::little, "words are read as the
 
 uint64_t checksum(const Place& place, int64_t bytes) {
   constexpr int64_t kStagedBytes = 64 * kRoundBytes;
+  constexpr int64_t kLongRunBytes = 16 * kRoundBytes;
   Lanes lanes;
   for (int i = 0; i < kLanes; ++i)
     lanes.lane[i] = absorb(kOdd, static_cast<uint64_t>(i));
-  int64_t at = 0;
-  if (place.shape == nullptr) {
-    at = bytes / kRoundBytes * kRoundBytes;
-    lanes.take(place.data, at);
-  }
+  const bool is_read_in_place = place.shape == nullptr || place.shape->run_bytes >= kLongRunBytes;
+  const int64_t staged_bytes = is_read_in_place ? kRoundBytes : kStagedBytes;
+  const int64_t next = place.shape == nullptr || place.shape->is_contiguous()
+                           ? bytes
+                           : place.shape->strides[place.shape->num_dims - 1];
   alignas(64) std::byte staged[kStagedBytes];
   const RowKernels& kernels = best_row_kernels();
-  while (at < bytes) {
-    const int64_t part = std::min(bytes - at, kStagedBytes);
+  for (int64_t at = 0; at < bytes;) {
+    if (is_read_in_place) {
+      const Cursor here(place, at, bytes);
+      const int64_t adjacent = here.run_left() / kRoundBytes * kRoundBytes;
+      if (adjacent > 0) {
+        lanes.take(here.data(), adjacent, next);
+        at += adjacent;
+        continue;
+      }
+    }
+    // Rounds that lie in several runs, and the end.
+    const int64_t part = std::min(bytes - at, staged_bytes);
     const int64_t padded = (part + kRoundBytes - 1) / kRoundBytes * kRoundBytes;
     copy_strided(kernels, place, at, Place{staged, nullptr}, 0, part, StoreMode::kCached);
     std::memset(staged + part, 0, static_cast<size_t>(padded - part));
-    lanes.take(staged, padded);
+    lanes.take(staged, padded, padded);
     at += part;
   }
   auto sum = static_cast<uint64_t>(bytes);

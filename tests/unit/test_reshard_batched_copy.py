@@ -607,7 +607,7 @@ def test_destroyed() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "shape", [(), (0,), (1,), (63,), (17, 9), (5000, 3), (3, 5, 7, 2)], ids=str
+    "shape", [(), (0,), (1,), (63,), (17, 9), (5000, 3), (3, 5, 7, 2), (2, 3, 1001)], ids=str
 )
 def test_checksum_is_of_the_logical_bytes(shape: tuple[int, ...], form: str) -> None:
     values = values_of(Piece(0, 0, shape, torch.float32), 1)
