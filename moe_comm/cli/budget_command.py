@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from moe_comm.cli.bench.case import BenchCase
-from moe_comm.cli.bench.replicas import plan_replicas
+from moe_comm.cli.bench.replicas import placement_by_loads
 from moe_comm.cli.bench.run import BenchOptions, check_options
 from moe_comm.cli.command_rules import FoldedTable, in_a_sentence, wide_console
 from moe_comm.cli.options import (
@@ -116,7 +116,7 @@ def budget(
         config = case.config
         if replicas is not None:
             # Sizes follow from the number of slots, whatever lies in them.
-            placement = plan_replicas(torch.ones(experts), ranks, replicas)
+            placement = placement_by_loads(torch.ones(experts), ranks, replicas)
             config = dataclasses.replace(config, placement=placement)
         num_slots = int(config.resolve_expert_rank(ranks).bincount().max())
         sizes = config.window_sizes(

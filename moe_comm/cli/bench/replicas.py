@@ -13,7 +13,13 @@ from moe_comm.ep.placement import Placement
 from moe_comm.ep.replica_spec import balance
 from moe_comm.ep.routing_trace import load_routing_trace
 
-__all__ = ["place_replicas", "plan_replicas", "rows_per_rank", "slots_of_rank", "summarize_rows"]
+__all__ = [
+    "place_replicas",
+    "placement_by_loads",
+    "rows_per_rank",
+    "slots_of_rank",
+    "summarize_rows",
+]
 
 NUM_EARLIER_BATCHES = 8
 
@@ -42,11 +48,11 @@ def place_replicas(case: BenchCase, num_replicas: int) -> BenchCase:
     loads = torch.zeros(case.num_experts, dtype=torch.int64)
     for batch_idx in range(num_batches):
         loads += _counts(dataclasses.replace(case, batch_idx=batch_idx)).sum(0)
-    placement = plan_replicas(loads, case.num_ranks, num_replicas)
+    placement = placement_by_loads(loads, case.num_ranks, num_replicas)
     return dataclasses.replace(case, batch_idx=num_batches, placement=placement)
 
 
-def plan_replicas(loads: torch.Tensor, num_ranks: int, num_replicas: int) -> Placement:
+def placement_by_loads(loads: torch.Tensor, num_ranks: int, num_replicas: int) -> Placement:
     """A placement with so many slots a rank beyond those that experts without replicas take.
 
     Args:
