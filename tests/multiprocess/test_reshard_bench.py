@@ -81,6 +81,8 @@ def test_a_list_of_tensors_goes_to_ranks_of_its_own(tmp_path: Path) -> None:
         assert (case["from"], case["to"]) == ("ep2", "single")
         assert case["bytes"] == 2 * 50 * 4096
         assert case["speedup"]["checksum"] > 0.0
+    # Slots for tensors smaller than a page.
+    assert cases[1]["memory_bytes"]["heap"] > 0
 
 
 @pytest.mark.parametrize("places", ["attic", "heap,attic", ""])

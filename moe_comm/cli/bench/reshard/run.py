@@ -132,11 +132,12 @@ def run_case(
     on_progress(f"{case.memory}: weights")
     make_worker = functools.partial(ReshardWorker, launch)
     with WorkerProcesses(case.num_ranks, make_worker) as ranks:
-        memory_bytes: dict[str, int] = {}
-        for transport in (*peers, case.transport):
-            on_progress(f"{case.memory}: check {transport}")
-            # Of the transport that is measured: it comes last.
-            memory_bytes = _check(ranks, transport)
+        on_progress(f"{case.memory}: check {case.transport}")
+        # First, as a peer may leave it what it would need memory for.
+        memory_bytes = _check(ranks, case.transport)
+        for peer in peers:
+            on_progress(f"{case.memory}: check {peer}")
+            _check(ranks, peer)
         if not all(ranks.call("prepare_roof")):
             ranks.call("release_roof")  # some rank has none, and all of them time it or none
         return _measure(ranks, case, options, peers, memory_bytes, on_progress)
