@@ -271,6 +271,13 @@ def _client_table(framework: str, rows: Sequence[Row]) -> str:
 _CLIENT_TABLES = {name: functools.partial(_client_table, name) for name in FRAMEWORKS}
 
 
+_DESTINATIONS = {
+    "heap": "in the heap",
+    "shared": "outside it, shared in place",
+    "outside": "outside it, through slots",
+}
+
+
 def _reshard_table(rows: Sequence[Row]) -> str:
     head = (
         "weights, second reshard of the same models",
@@ -278,15 +285,17 @@ def _reshard_table(rows: Sequence[Row]) -> str:
         "p50",
         "of the copy roof",
         "against Gloo on the same plan",
+        "whole tensors by name",
         "outside the copies",
     )
     body = (
         (
             _weights(case),
-            "in the heap" if case["destination"] == "heap" else "outside it, through slots",
+            _DESTINATIONS[case["destination"]],
             _ms(case["p50_us"]),
             _share(case["fraction_of_roof"]),
             _ratio(case, "gloo"),
+            _ratio(case, "full-tensors"),
             _ms(case["outside_copies_us"]),
         )
         for _, case in rows
@@ -361,6 +370,8 @@ def _weights(case: Case) -> str:
         what = f"{shape['num_tensors']:,} tensors of {size:g} KiB"
     else:
         what = f"{case['model_bytes'] / 2**30:.1f} GiB"
+        if case.get("stacked_experts"):
+            what += f" of layers of {shape['num_experts']} stacked experts"
     if case["disjoint"]:
         where = f"{case['source_ranks']} ranks to {case['destination_ranks']} others"
     else:
