@@ -236,8 +236,6 @@ py::tuple row_streams(py::handle topk_idx,
       vector_tensor(std::move(of_choices), {choices.num_rows, choices.row_elements}, kInt64));
 }
 
-/// Plans every layer.
-/// @param loads    float64 [layers, experts]
 /// Rows of the fullest rank, once those of every expert are shared out between its slots.
 /// @param expert_rows  int64 [num_experts]
 int64_t fullest_rank(py::handle expert_rows,
@@ -254,6 +252,8 @@ int64_t fullest_rank(py::handle expert_rows,
   return slots.level(slot_rows.data());
 }
 
+/// Plans every layer.
+/// @param loads    float64 [layers, experts]
 /// @param present  int32 [layers, ranks * any number of slots], or None
 /// @return int32 [layers, ranks * slots]
 py::object plan_placement(py::handle loads, py::handle present, const layout::PlanRules& rules) {
