@@ -162,31 +162,22 @@ class EpBuffer(Destroyable):
     def _replace_placement(self, placement: Placement) -> None:
         def check() -> str:
             self._check_alive()
-            self.check_placement(placement)
+            present = self.config.placement
+            if present is None:
+                raise ValueError(
+                    "the buffer was made without a placement, which another would have to replace"
+                )
+            check_kind("placement", placement, Placement)
+            dataclasses.replace(self.config, placement=placement)
+            found, expected = ([*map(len, each.slots)] for each in (placement, present))
+            if found != expected:
+                raise ValueError(f"placement must have {expected} slots a rank, got {found}")
             return str(placement.slots)
 
         self.communicator.check_together(
             check, "replace_placement", "ranks have different placements"
         )
         self.switch_placement(placement)
-
-    def check_placement(self, placement: Placement) -> None:
-        """Whether `placement` may replace the present one. Local.
-
-        Raises:
-            ValueError: It does not fit, or the buffer has none to replace.
-            TypeError: It is none.
-        """
-        present = self.config.placement
-        if present is None:
-            raise ValueError(
-                "the buffer was made without a placement, which another would have to replace"
-            )
-        check_kind("placement", placement, Placement)
-        dataclasses.replace(self.config, placement=placement)
-        found, expected = ([*map(len, each.slots)] for each in (placement, present))
-        if found != expected:
-            raise ValueError(f"placement must have {expected} slots a rank, got {found}")
 
     def switch_placement(self, placement: Placement) -> None:
         """Replace the placement by one that all ranks have agreed on, and have checked. Local.
