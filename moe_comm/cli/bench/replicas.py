@@ -10,13 +10,11 @@ import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.ep.placement import Placement
-from moe_comm.ep.replica_spec import balance
 from moe_comm.ep.routing_trace import load_routing_trace
 
 __all__ = [
     "place_replicas",
     "placement_by_loads",
-    "rows_per_rank",
     "slots_of_rank",
     "summarize_rows",
 ]
@@ -74,19 +72,6 @@ def slots_of_rank(case: BenchCase, rank_idx: int) -> list[int]:
     return experts
 
 
-def rows_per_rank(placement: Placement, counts: Sequence[Sequence[int]]) -> list[int]:
-    """Rows of every rank where the largest number is as small as the placement allows, exactly.
-
-    Args:
-        placement: Of the experts.
-        counts: `[R][E]`: rows of every rank for every expert.
-    """
-    rows = torch.tensor(balance(counts, placement, placement.num_ranks))
-    loads = torch.zeros(placement.num_ranks, dtype=torch.int64)
-    of_rank: list[int] = loads.index_add_(0, torch.tensor(placement.slot_rank), rows).tolist()
-    return of_rank
-
-
 def summarize_rows(case: BenchCase, found: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Rows of every rank, of the case and of its baseline, and the best that its placement allows.
 
@@ -97,10 +82,14 @@ def summarize_rows(case: BenchCase, found: Sequence[Sequence[int]]) -> dict[str,
     sides = [_summary(rows) for rows in found]
     summary: dict[str, Any] = dict(sides[0])
     if case.placement is not None:
-        optimum = _summary(rows_per_rank(case.placement, _counts(case).tolist()))
-        summary["optimum_rows"] = optimum["largest_rows"]
-        summary["optimum_over_mean"] = optimum["largest_over_mean"]
-        summary["largest_over_optimum"] = sides[0]["largest_rows"] / max(1, optimum["largest_rows"])
+        # Here, because the other commands work without the native module.
+        from moe_comm.ep.planner import fullest_rank
+
+        loads = _counts(case).sum(0)
+        optimum = fullest_rank(loads, case.placement)
+        summary["optimum_rows"] = optimum
+        summary["optimum_over_mean"] = optimum * case.num_ranks / max(1, int(loads.sum()))
+        summary["largest_over_optimum"] = sides[0]["largest_rows"] / max(1, optimum)
     if case.baseline is not None:
         summary["baseline"] = {"name": case.baseline[0], **sides[1]}
     return summary
