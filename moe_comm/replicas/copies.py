@@ -113,7 +113,6 @@ class ReplicaCopies(Destroyable):
                 **slots.stated("weights"),
             }
             found = Prefetch(self, plan.moves, slots, step_bytes)
-            found.prepare()
         self.agree("prefetch", first, stated)
         assert found is not None
         return found
@@ -135,7 +134,7 @@ class ReplicaCopies(Destroyable):
             if to not in get_args(SumTo):
                 raise ValueError(f"to must be one of {get_args(SumTo)}, got {shown(to)}")
             slots = SlotTensors(gradients, self._num_slots(placement), "gradients")
-            for tensor_idx, dtype in enumerate(slots.dtypes):
+            for tensor_idx, (dtype, _) in enumerate(slots.shapes):
                 if dtype not in _ADDED_DTYPES:
                     raise TypeError(
                         f"gradients[{tensor_idx}] must be one of {_ADDED_DTYPES}, got {dtype}"

@@ -101,7 +101,7 @@ class GradientReduction:
         for unit_idx, ((held, piece), batch_idx) in enumerate(zip(units, batch_of, strict=True)):
             self._add_unit(held, piece, slots, batch_idx, areas[batch_idx], unit_idx * 2 * most)
         memory = max(areas, key=lambda area: area.num_bytes, default=StagingArea())
-        memory.allocate(copies.communicator, memory.num_bytes)
+        memory.allocate(copies.communicator)
         for of_batch, recvs in zip(self._sums, self._recvs, strict=True):
             for added in of_batch:
                 added.take_parts(memory)

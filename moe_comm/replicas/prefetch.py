@@ -13,7 +13,7 @@ from moe_comm.peers.agree import FirstError
 from moe_comm.peers.communicator import Communicator
 from moe_comm.replicas.plan import ReplicaMove
 from moe_comm.replicas.slots import SlotTensors, batches_of, pieces_of
-from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, PreparedCopies
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem
 
 __all__ = ["Copying", "Prefetch", "StagingArea"]
 
@@ -43,15 +43,15 @@ class StagingArea:
         self.num_bytes = begin + math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
         return begin
 
-    def allocate(self, communicator: Communicator, num_bytes: int) -> None:
-        """Make the memory.
+    def allocate(self, communicator: Communicator) -> None:
+        """Make the memory of all places.
 
         Raises:
             CapacityError: The heap has no room.
         """
-        if num_bytes:
+        if self.num_bytes:
             with torch.inference_mode(mode=False):
-                self._memory = communicator.empty(num_bytes, dtype=torch.uint8)
+                self._memory = communicator.empty(self.num_bytes, dtype=torch.uint8)
 
     def view(self, begin: int, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor of dtype and shape of `like`."""
@@ -72,6 +72,9 @@ class Prefetch:
         recv_bytes: Bytes that this rank receives.
         staging_bytes: Heap memory that this rank holds until the end.
         is_committed: Whether the wanted placement holds on this rank.
+
+    Raises:
+        CapacityError: The heap has no room for what arrives.
     """
 
     def __init__(
@@ -81,28 +84,14 @@ class Prefetch:
         slots: SlotTensors,
         step_bytes: int | None,
     ) -> None:
-        self._moves = moves
         self.is_committed = False
         self.num_steps_done = 0
         self._copies = copies
         self._slots = slots
-        self._step_bytes = step_bytes
-        self._steps: list[PreparedCopies] = []
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ending = ""
-        self.staging_bytes = self.recv_bytes = self.num_steps = 0
-
-    def prepare(self) -> None:
-        """Make room for what arrives, and work out the steps. Local.
-
-        Raises:
-            CapacityError: The heap has no room.
-        """
-        units = [
-            (move, piece)
-            for piece in pieces_of(self._slots, self._step_bytes)
-            for move in self._moves
-        ]
+        self.recv_bytes = 0
+        units = [(move, piece) for piece in pieces_of(slots, step_bytes) for move in moves]
         batch_of = batches_of(
             (
                 [
@@ -111,17 +100,17 @@ class Prefetch:
                 ]
                 for move, piece in units
             ),
-            self._step_bytes,
+            step_bytes,
         )
         self.num_steps = max(batch_of, default=-1) + 1
-        rank_idx = self._copies.communicator.rank_idx
-        own = [move for move in self._moves if move.dst_rank == rank_idx]
+        rank_idx = copies.communicator.rank_idx
+        own = [move for move in moves if move.dst_rank == rank_idx]
         arrive = self._places(own)
         sends: list[list[CopyItem]] = [[] for _ in range(self.num_steps)]
         recvs: list[list[CopyItem]] = [[] for _ in range(self.num_steps)]
         for task_id, ((move, piece), batch_idx) in enumerate(zip(units, batch_of, strict=True)):
             if move.src_rank == rank_idx:
-                source = piece.of(self._slots.views, move.src_slot)
+                source = piece.of(slots.views, move.src_slot)
                 sends[batch_idx].append((task_id, source, move.dst_rank))
             if move.dst_rank == rank_idx:
                 place = piece.within(arrive[move.dst_slot][piece.tensor_idx])
@@ -129,7 +118,7 @@ class Prefetch:
                 self.recv_bytes += piece.num_bytes
         # Places in empty slots and in memory of its own share no bytes with slots that are read.
         self._steps = [
-            self._copies.engine.prepare(*items, are_apart=True)
+            copies.engine.prepare(*items, are_apart=True)
             for items in zip(sends, recvs, strict=True)
         ]
 
@@ -143,7 +132,7 @@ class Prefetch:
             if not move.is_empty
             for tensor_idx, of_tensor in enumerate(views)
         }
-        area.allocate(self._copies.communicator, area.num_bytes)
+        area.allocate(self._copies.communicator)
         self.staging_bytes = area.num_bytes
         found = {}
         for move in moves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ __all__ = [
     "placement_stated",
 ]
 
-SlotShape = tuple[str, tuple[int, ...]]
+SlotShape = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of one slot of a tensor."""
 
 
@@ -70,13 +71,10 @@ class SlotTensors:
                 )
             self.views.append(views)
             first = parts[0]
-            self.shapes.append((str(first.dtype), tuple(first.shape[1:])))
+            self.shapes.append((first.dtype, tuple(first.shape[1:])))
         places = [view for views in self.views for view in views]
         if first_overlap(places) is not None or any(map(has_element_twice, places)):
             raise ValueError(f"slots of {name} share bytes with each other")
-        self.dtypes = [
-            (given if isinstance(given, torch.Tensor) else given[0]).dtype for given in tensors
-        ]
         self._places = [view.data_ptr() for view in places]
 
     @staticmethod
@@ -133,10 +131,8 @@ class Piece(NamedTuple):
 
 def pieces_of(slots: SlotTensors, most_bytes: int | None) -> Iterator[Piece]:
     """Pieces that a slot of every tensor is cut into, each of `most_bytes` or one row."""
-    for tensor_idx, (dtype, (_, shape)) in enumerate(zip(slots.dtypes, slots.shapes, strict=True)):
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+    for tensor_idx, (dtype, shape) in enumerate(slots.shapes):
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             continue
         if not shape:

@@ -40,9 +40,8 @@ class GroupOwner:
         self._comm_streams: dict[torch.device, CommStream] = {}
         self._buffers: dict[tuple[str, tuple[int, int | None]], EpBuffer] = {}
         self._latest: dict[str, EpBuffer] = {}
-        self.lb_storage: torch.Tensor | None = (
-            None  # of redundant experts, of the buffer that has this
-        )
+        # Of redundant experts, of the buffer that has this.
+        self.lb_storage: torch.Tensor | None = None
         self.num_experts: int | None = None  # of the next normal call, where the object knows it
         self._shared.is_adopted = True
 

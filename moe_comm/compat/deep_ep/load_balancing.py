@@ -62,7 +62,6 @@ class LoadBalancing:
                 for owner, expert, rank, slot in sharings
             ]
             prefetch = Prefetch(self.copies, moves, slots, None)
-            prefetch.prepare()
         self.copies.agree("lb_prefetch_weights", first, stated)
         assert prefetch is not None
         while not prefetch.step():
