@@ -178,9 +178,14 @@ class RoleHost:
         self._refusal: _Refusal | None = None
         self._forming: _Forming | None = None
         self._num_generations = 0
+        self._over = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="moe_comm rendezvous", daemon=True)
         self._thread.start()
+
+    def refuse(self, why: str) -> None:
+        """Tell those that wait, and all that come from now on, why no further generation is assembled."""
+        self._over = why
 
     def close(self) -> None:
         """Tell those that wait that nothing comes of it, and listen no more. Idempotent."""
@@ -197,6 +202,8 @@ class RoleHost:
 
     def _look(self, now: float) -> None:
         self._take_tickets(now)
+        if self._over:
+            self._refuse_all("ValueError", self._over)
         for ticket in [*self._waiting.values(), *self._rivals.values()]:
             self._listen(ticket, now)
         self._drop_the_dead(now)

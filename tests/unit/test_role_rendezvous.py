@@ -90,6 +90,15 @@ def test_who_does_not_come_is_named_to_all_that_wait(meeting: Meeting) -> None:
         assert f"trainer 1 did not come within {SHORT_S} s of engine 0" in said(outcome)
 
 
+def test_a_host_that_refuses_is_heard_by_all_in_whatever_order_they_come(meeting: Meeting) -> None:
+    early = meeting.come("trainer", 0)
+    meeting.await_tickets(1)
+    meeting.host.refuse("the server is full")
+    assert said(early) == "ValueError: join: the server is full"
+    for outcome in [meeting.come(*place) for place in reversed(PLACES)]:
+        assert said(outcome) == "ValueError: join: the server is full"
+
+
 @pytest.mark.parametrize(
     ("other", "text"),
     [

@@ -115,15 +115,13 @@ class SglangStream:
         )
         pool = concurrent.futures.ThreadPoolExecutor(len(self._num_ranks), "moe_comm SGLang")
         self._posted = [
-            pool.submit(self._ask, server, version, host.info)
-            for server in range(len(self._num_ranks))
+            pool.submit(self._ask, server, version, host) for server in range(len(self._num_ranks))
         ]
         pool.shutdown(wait=False)
         try:
             self._world = _join(host.info, "trainer", 0, self._timeout_s)
         except BaseException as error:
-            why = f"the trainer gave up: {first_line(error)}"
-            RefitWorld.refuse(host.info, "engine", 0, why, timeout_s=_GRACE_S)
+            host.refuse(f"the trainer gave up: {first_line(error)}")
             self._leave()
             raise
         stream = TensorStream(self._world.process_group, self._bucket_bytes)
@@ -187,16 +185,15 @@ class SglangStream:
         # Models of drafts load by themselves; SGLang would call the loader for each.
         return {"serialized_named_tensors": texts, "load_format": LOADER, "selector": "target"}
 
-    def _ask(self, server: int, version: str, info: Mapping[str, Any]) -> None:
+    def _ask(self, server: int, version: str, host: RefitHost) -> None:
         """Post a request; whoever waits for the ranks of a server that refuses it hears why."""
         try:
-            answer = self._post(server, self._body(server, version, info))
+            answer = self._post(server, self._body(server, version, host.info))
             if isinstance(answer, Mapping) and not answer.get("success", True):
                 raise RuntimeError(f"SGLang refused the update: {answer.get('message', answer)}")
         except Exception as error:
             if self._world is None:
-                why = f"server {server} did not take the request: {first_line(error)}"
-                RefitWorld.refuse(info, "trainer", 0, why, timeout_s=_GRACE_S)
+                host.refuse(f"server {server} did not take the request: {first_line(error)}")
             raise
 
 

@@ -132,6 +132,10 @@ class RefitHost:
             "transport": transport,
         }
 
+    def refuse(self, why: str) -> None:
+        """Raise `why` as a ValueError in all that wait in `join`, and in all that come until `close`."""
+        self._ranks.refuse(why)
+
     def close(self) -> None:
         """Let nobody join any more; a world that is there goes on. Idempotent."""
         self._ranks.close()
