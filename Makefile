@@ -137,6 +137,10 @@ tsan: build  ## Ranks as threads under ThreadSanitizer
 bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 	$(BIN)/moe-comm bench dispatch-combine $(BENCH_ARGS)
 
+.PHONY: pictures
+pictures: build  ## Draw the drawings of the docs
+	$(BIN)/python -m tools.drawings docs/pictures
+
 .PHONY: gpu
 gpu: $(if $(GPU_PYTHON),,build)  ## On a machine with a GPU: build, conformance, benchmarks, compute-sanitizer, in stages
 	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu/run_stages.py $(GPU_ARGS)

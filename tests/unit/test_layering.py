@@ -13,24 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tools.drawings.folders import known_folders, read_arrows
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # ---------------------------------------------------------------------------------------------
 # C++: which folders of csrc a folder may include from, besides itself, is said by its README.
 
-KNOWS = re.compile(r"^Knows: ([\w, ]+)\.$", re.MULTILINE)
-
-
-def known_folders(readme: str) -> set[str]:
-    """What the README of a folder of csrc says that it knows."""
-    (knows,) = KNOWS.findall(readme)
-    return set() if knows == "nothing else" else set(knows.split(", "))
-
-
-CXX_ARROWS = {
-    folder.name: known_folders((folder / "README.md").read_text())
-    for folder in (ROOT / "csrc").iterdir()
-}
+CXX_ARROWS = read_arrows()
 
 SYSTEM_FOLDERS = {"sys", "linux", "net", "netinet", "arpa", "bits"}
 # Boost.Context, and what the compiler's sanitizers are told.
