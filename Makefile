@@ -74,7 +74,7 @@ $(PACKAGE):
 
 # What tests and linters need besides: extras of the package, which pip finds installed.
 $(READY):
-	$(install) 'moe_comm[lint,plot,test,wheel]'
+	$(install) 'moe_comm[docs,lint,plot,test,wheel]'
 	$(install) --no-deps "torchtitan; python_version >= '3.11'"
 	[ -z "$(CUDA_MAJOR)" ] || $(BIN)/python -c "import nvidia.nvshmem" 2>/dev/null \
 	  || $(install) --no-deps nvidia-nvshmem-cu$(CUDA_MAJOR)
@@ -117,7 +117,7 @@ emulated: $(TOOLS)
 .PHONY: test
 test: $(PACKAGE)  ## Lint, then one of everything that can break, cheapest rung first
 	@$(MAKE) --no-print-directory -j2 $(READY) emulated
-	@$(MAKE) --no-print-directory -j2 lint test-programs
+	@$(MAKE) --no-print-directory -j2 lint docs test-programs
 	$(call run_tests,not full and not clock and not slow)
 
 .PHONY: test-full
@@ -136,6 +136,10 @@ tsan: build  ## Ranks as threads under ThreadSanitizer
 .PHONY: bench
 bench: build  ## Time dispatch and combine at the reference sizes, over 2 ranks
 	$(BIN)/moe-comm bench dispatch-combine $(BENCH_ARGS)
+
+.PHONY: docs
+docs: $(READY)  ## Render the docs into build/docs; a link that leads nowhere is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/docs
 
 .PHONY: pictures
 pictures: build  ## Draw the drawings of the docs

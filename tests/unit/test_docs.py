@@ -8,8 +8,10 @@ import importlib.util
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import moe_comm
@@ -166,6 +168,27 @@ def is_importable(name: str) -> bool:
         )
     except ModuleNotFoundError:
         return False
+
+
+NAMED_ATTRIBUTE = re.compile(r"`(communicator|comm|buffer|result)\.(\w+)")
+
+
+def test_attributes_that_pages_name_exist() -> None:
+    """Of what examples call so, made by one rank."""
+    with moe_comm.Communicator() as communicator:
+        config = moe_comm.EpConfig(num_experts=2, num_topk=1, hidden=8, num_max_tokens_per_rank=4)
+        buffer = moe_comm.EpBuffer(communicator, config)
+        x = torch.zeros(2, 8, dtype=torch.bfloat16)
+        result = buffer.dispatch(x, torch.zeros(2, 1, dtype=torch.int64))
+        things: dict[str, Any] = {"communicator": communicator, "comm": communicator}
+        things |= {"buffer": buffer, "result": result}
+        named = [
+            (document, *found)
+            for document in DOCUMENTS
+            for found in NAMED_ATTRIBUTE.findall((ROOT / document).read_text())
+        ]
+        assert len(named) > 15
+        assert [each for each in named if not hasattr(things[each[1]], each[2])] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
