@@ -105,6 +105,7 @@ lint: $(READY)  ## Style, types and scale: ruff, mypy, clang-format, codespell, 
 	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
 	$(BIN)/python tools/code_lines.py
+	$(BIN)/python tools/commit_subjects.py
 
 # The programs that tests run, and before them only what needs no package beside the compiler.
 .PHONY: test-programs emulated
