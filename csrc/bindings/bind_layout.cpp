@@ -92,8 +92,7 @@ py::object choose_slots(py::handle topk_idx,
   return vector_tensor(layout::choose_slots(ids_of(choices),
                                             choices.num_rows * choices.row_elements,
                                             replicas,
-                                            count_matrix(counts, placement).row(rank_idx),
-                                            placement.num_experts),
+                                            count_matrix(counts, placement).row(rank_idx)),
                        {choices.num_rows, choices.row_elements},
                        kInt64);
 }

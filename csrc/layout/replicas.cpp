@@ -161,28 +161,93 @@ void share_rows(const Replicas& replicas, const Placement& placement, CountMatri
   Sharing(replicas, placement, counts).run();
 }
 
+namespace {
+
+/// One rank's choices on their way to slots: those of an expert fill its slots one after the other.
+class SlotRuns {
+ public:
+  /// @param counts  What share_rows() made of this rank's counts.
+  SlotRuns(const Replicas& replicas, const int32_t* counts)
+      : slots_(replicas.slots),
+        counts_(counts),
+        left_(static_cast<size_t>(replicas.num_experts())),
+        run_(left_.size()) {
+    for (size_t e = 0; e < left_.size(); ++e)
+      left_[e] = counts_[of_expert(e).front()];
+  }
+
+  int32_t take(int64_t expert_idx) {
+    const auto e = static_cast<size_t>(expert_idx);
+    if (left_[e] == 0)
+      go_on(e);
+    --left_[e];
+    return of_expert(e)[run_[e]];
+  }
+
+  /// Whether as many were taken as there are rows.
+  bool is_used_up() {
+    for (size_t e = 0; e < left_.size(); ++e) {
+      if (left_[e] == 0)
+        go_on(e);
+      if (left_[e] != 0)
+        return false;
+    }
+    return true;
+  }
+
+ private:
+  std::span<const int32_t> of_expert(size_t e) const {
+    return slots_.of_expert(static_cast<int>(e));
+  }
+  void go_on(size_t e) {
+    const auto slots = of_expert(e);
+    while (left_[e] == 0 && run_[e] + 1 < slots.size())
+      left_[e] = counts_[slots[++run_[e]]];
+  }
+
+  const ReplicaSlots& slots_;
+  const int32_t* counts_;
+  std::vector<int32_t> left_;  ///< by expert, in the slot of the run
+  std::vector<size_t> run_;
+};
+
+}  // namespace
+
 std::vector<int64_t> choose_slots(const int64_t* topk_idx,
                                   int64_t num_choices,
                                   const Replicas& replicas,
-                                  const int32_t* counts,
-                                  int num_slots) {
-  std::vector<int32_t> left(counts, counts + num_slots);
-  std::vector<size_t> next(static_cast<size_t>(replicas.num_experts()));
+                                  const int32_t* counts) {
+  SlotRuns runs(replicas, counts);
   std::vector<int64_t> chosen(static_cast<size_t>(num_choices));
-  for (int64_t i = 0; i < num_choices; ++i) {
-    const int64_t expert_idx = topk_idx[i];
-    if (expert_idx < 0) {
-      chosen[static_cast<size_t>(i)] = -1;
-      continue;
-    }
-    const auto slots = replicas.slots.of_expert(static_cast<int>(expert_idx));
-    size_t& run = next[static_cast<size_t>(expert_idx)];
-    while (run + 1 < slots.size() && left[static_cast<size_t>(slots[run])] == 0)
-      ++run;
-    --left[static_cast<size_t>(slots[run])];
-    chosen[static_cast<size_t>(i)] = slots[run];
-  }
+  for (int64_t i = 0; i < num_choices; ++i)
+    chosen[static_cast<size_t>(i)] = topk_idx[i] < 0 ? -1 : runs.take(topk_idx[i]);
   return chosen;
+}
+
+bool count_tokens(const int64_t* topk_idx,
+                  int64_t num_tokens,
+                  int64_t num_topk,
+                  const Replicas& replicas,
+                  const Placement& placement,
+                  int32_t* counts) {
+  SlotRuns runs(replicas, counts);
+  int32_t* const to_rank = counts + placement.num_experts;
+  std::fill_n(to_rank, placement.num_ranks, 0);
+  std::vector<int64_t> last_token(static_cast<size_t>(placement.num_ranks), -1);
+  for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx)
+    for (int64_t k = 0; k < num_topk; ++k) {
+      const int64_t expert_idx = *topk_idx++;
+      if (expert_idx < 0 || expert_idx >= replicas.num_experts()) {
+        if (expert_idx == -1)
+          continue;
+        return false;
+      }
+      const int32_t dst_rank = placement.expert_rank[static_cast<size_t>(runs.take(expert_idx))];
+      int64_t& last = last_token[static_cast<size_t>(dst_rank)];
+      to_rank[dst_rank] += last != token_idx;
+      last = token_idx;
+    }
+  return runs.is_used_up();
 }
 
 }  // namespace moe::layout

@@ -44,7 +44,7 @@ int64_t count_choices(const int64_t* topk_idx,
                       int32_t* counts);
 
 /// Turns counts of logical experts into counts of slots. Where tokens bound for a rank were, there
-/// are rows then, but for the marks of masks.
+/// are rows then, but for the marks of masks; see count_tokens().
 void share_rows(const Replicas& replicas, const Placement& placement, CountMatrix* counts);
 
 /// The slots of one rank's choices, in order of tokens.
@@ -52,7 +52,17 @@ void share_rows(const Replicas& replicas, const Placement& placement, CountMatri
 std::vector<int64_t> choose_slots(const int64_t* topk_idx,
                                   int64_t num_choices,
                                   const Replicas& replicas,
-                                  const int32_t* counts,
-                                  int num_slots);
+                                  const int32_t* counts);
+
+/// Says in one rank's counts how many of its tokens are bound for every rank, where a token has one
+/// row a rank. Choices may be anything.
+/// @param counts  What share_rows() made of this rank's counts; those of ranks are overwritten.
+/// @return whether the choices are those that were counted.
+bool count_tokens(const int64_t* topk_idx,
+                  int64_t num_tokens,
+                  int64_t num_topk,
+                  const Replicas& replicas,
+                  const Placement& placement,
+                  int32_t* counts);
 
 }  // namespace moe::layout

@@ -253,6 +253,10 @@ std::exception_ptr join_problems(const std::vector<RankProblem>& problems) {
   return std::make_exception_ptr(error);
 }
 
+std::string describe_other_choices(int rank_idx) {
+  return concat("rank ", rank_idx, " offers choices that are not those it counts");
+}
+
 std::exception_ptr find_disagreement(const Rows& rows, const group::Group& group) {
   if (is_agreed(rows, group)) [[likely]]
     return nullptr;

@@ -20,7 +20,8 @@ struct RowMessage {
   int64_t num_tokens = 0;
   const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
   Offer offer;
-  Offer weights_offer;
+  Offer weights_offer;                 ///< or of choices, see layout::Row
+  const std::byte* choices = nullptr;  ///< what is offered there
   layout::RowStatus status = layout::RowStatus::kOk;
   std::string message;  ///< status not kOk: what is wrong, with both values
   uint64_t needed_bytes = 0;
@@ -63,6 +64,9 @@ int32_t unite_gradients(const Rows& rows, const group::Group& group);
 /// What every rank throws where some have a problem, else null. The message names all that have.
 /// @param problems  [num_ranks], none for ranks that are excluded.
 std::exception_ptr join_problems(const std::vector<RankProblem>& problems);
+
+/// "rank 1 offers choices that are not those it counts"
+std::string describe_other_choices(int rank_idx);
 
 /// What every rank throws where some rank found something wrong or rows disagree, else null.
 std::exception_ptr find_disagreement(const Rows& rows, const group::Group& group);

@@ -54,6 +54,20 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
       reject_if(find_failed_ranks(to_rank, endpoint_.group()));
     to_rank[num_ranks_] = static_cast<int32_t>(params_.fixed_rows);
     to_rank[num_ranks_ + 1] = static_cast<int32_t>(params_.num_topk);
+    if (params_.replicas != nullptr && arrangement_.is_by_rank())
+      offer_choices();
+  }
+
+  void offer_choices() {
+    const auto bytes = static_cast<uint64_t>(params_.num_tokens * params_.num_topk * 8);
+    if (bytes == 0)
+      return;
+    try {
+      offered_choices_ = exchange_.allocate(bytes);
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(), error);
+    }
+    sync::write_shared(offered_choices_->data(), params_.topk_idx, bytes);
   }
 
   void take_plan() {}
@@ -64,7 +78,13 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
     message.num_tokens = params_.num_tokens;
     message.counts = counts_.empty() ? nullptr : counts_.data();
     message.offer = offer;
+    if (offered_choices_ != nullptr) {
+      message.weights_offer = offered_choices_->offer();
+      message.choices = offered_choices_->data();
+    }
     exchange_.publish(message);
+    if (offered_choices_ != nullptr)
+      endpoint_.keep_readable(exchange_.epoch(), std::move(offered_choices_));
   }
 
   std::shared_ptr<const Plan> make_plan(JudgedCounts judged) const {
@@ -209,6 +229,7 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
   bool with_topk_idx_;
   std::vector<int32_t> counts_;  ///< this rank's row of the count matrix, uncached
   std::vector<std::byte*> bases_;
+  std::shared_ptr<Window> offered_choices_;  ///< by rank with replicas, until they are published
 };
 
 }  // namespace

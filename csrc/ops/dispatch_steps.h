@@ -173,7 +173,7 @@ class DispatchSteps {
   void judge(Rows* rows) {
     take_headers(*rows);
     if (params_.replicas != nullptr)
-      choose_replicas(&rows->counts);
+      choose_replicas(rows);
     JudgedCounts judged = judge_counts(
         std::move(rows->counts), endpoint_, arrangement_, params_.capacity, params_.row_bytes);
     if (judged.overflow) {
@@ -186,13 +186,15 @@ class DispatchSteps {
     endpoint_.remember_need(needed(endpoint_.rank_idx()));
   }
 
-  void choose_replicas(layout::CountMatrix* counts) {
-    layout::share_rows(*params_.replicas, endpoint_.placement(), counts);
+  void choose_replicas(Rows* rows) {
+    layout::share_rows(*params_.replicas, endpoint_.placement(), &rows->counts);
     chosen_slots_ = layout::choose_slots(params_.topk_idx,
                                          params_.num_tokens * params_.num_topk,
                                          *params_.replicas,
-                                         counts->row(endpoint_.rank_idx()),
-                                         counts->num_experts);
+                                         rows->counts.row(endpoint_.rank_idx()));
+    if constexpr (Exchange::kHearsChoices)
+      if (arrangement_.is_by_rank())
+        exchange_.count_tokens(params_.topk_idx, *params_.replicas, rows);
   }
 
   /// A rank whose offer is too small obtains memory; every rank sees which those are in the same

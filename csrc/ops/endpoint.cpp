@@ -53,7 +53,8 @@ Endpoint::Endpoint(std::shared_ptr<group::Group> group, EndpointConfig config)
       cache_bytes_(cpu::last_level_cache_bytes()),
       threads_(this->group().num_threads()),
       rail_(this->config().rail),
-      rail_buffers_(kMostKeptRailBytes) {
+      rail_buffers_(kMostKeptRailBytes),
+      readable_(static_cast<size_t>(this->config().depth)) {
   if (rail_)
     listen();
 }
@@ -87,12 +88,18 @@ Endpoint::InternodeBytes Endpoint::internode_bytes() const {
 
 void Endpoint::restart(uint64_t next_epoch) {
   EndpointBase::restart(next_epoch);
+  for (auto& windows : readable_)
+    windows.clear();
   // The next operation makes another, over the sockets: an engine cannot drop what was under way.
   retire_rail("the communicator has recovered");
 }
 
 void Endpoint::end_device_operations() {
   retire_rail("the buffer was destroyed");
+  for (auto& windows : readable_)
+    for (auto& window : windows)
+      add_control_window(std::move(window));
+  readable_.clear();
 }
 
 void Endpoint::retire_rail(const std::string& reason) {

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "core/dtype.h"
 #include "cpu/row_kernels.h"
@@ -30,6 +32,15 @@ class Endpoint : public EndpointBase {
     return cpu::can_quantize(format, scale);
   }
   void restart(uint64_t next_epoch) override;
+  bool hears_choices() const override { return true; }
+
+  /// Keeps what peers may read throughout the operation of @p epoch until they have ended it, as
+  /// whoever takes its place in the ring finds.
+  void keep_readable(uint64_t epoch, std::shared_ptr<Window> window) {
+    readable(epoch).push_back(std::move(window));
+  }
+  /// They have ended it.
+  void drop_readable(uint64_t epoch) { readable(epoch).clear(); }
 
   bool is_across_nodes() const { return group().nodes().num_nodes() > 1; }
   /// Of a buffer across nodes.
@@ -56,6 +67,9 @@ class Endpoint : public EndpointBase {
 
  private:
   Endpoint(std::shared_ptr<group::Group> group, EndpointConfig config);
+  std::vector<std::shared_ptr<Window>>& readable(uint64_t epoch) {
+    return readable_[static_cast<size_t>(epoch % readable_.size())];
+  }
   void listen();
   void retire_rail(const std::string& reason);
 
@@ -66,6 +80,7 @@ class Endpoint : public EndpointBase {
   std::shared_ptr<Rail> rail_;
   InternodeBytes bytes_of_former_rails_;
   group::RailBuffers rail_buffers_;
+  std::vector<std::vector<std::shared_ptr<Window>>> readable_;  ///< [depth]
 };
 
 }  // namespace moe::ops

@@ -1,7 +1,9 @@
 #include "ops/exchange.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "core/text.h"
@@ -45,6 +47,7 @@ void Exchange::await_reuse() {
     const auto& done = endpoint_.own_workspace().done(former_epoch, peer_rank);
     await_flag(peer_rank, Phase::kReuse, former_epoch, done.epoch);
   }
+  endpoint_.drop_readable(former_epoch);
 }
 
 void Exchange::publish(const RowMessage& message) {
@@ -69,7 +72,7 @@ void Exchange::publish(const RowMessage& message) {
       std::memcpy(image.data() + sizeof(header), text, sizeof(text));
     else if (message.counts != nullptr)
       std::memcpy(image.data() + sizeof(header), message.counts, count_bytes());
-    relay_->exchange_row(image.data());
+    relay_->exchange_row(image.data(), message.choices);
   }
   store_row(group_.rank_idx(), header, [&](Row& row) {
     if (message.status != RowStatus::kOk)
@@ -143,6 +146,52 @@ Rows Exchange::collect(bool with_counts) {
                           count_bytes());
   }
   return rows;
+}
+
+void Exchange::count_tokens(const int64_t* own_choices,
+                            const layout::Replicas& replicas,
+                            Rows* rows) {
+  constexpr int64_t kBytesWorthAChoice = 32;
+  std::vector<const std::byte*> offered(rows->headers.size());
+  int64_t num_choices = 0;
+  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
+    const Row& header = rows->headers[static_cast<size_t>(peer_rank)];
+    num_choices += header.num_tokens * rows->counts.num_topk(peer_rank);
+    if (peer_rank != group_.rank_idx() && header.weights_offer.bytes > 0)
+      offered[static_cast<size_t>(peer_rank)] =
+          resolve(watched_rank(peer_rank), header.weights_offer);
+  }
+  std::atomic<int> other_rank{-1};
+  const auto count = [&](int peer_rank) {
+    const Row& header = rows->headers[static_cast<size_t>(peer_rank)];
+    const int64_t num_topk = rows->counts.num_topk(peer_rank);
+    std::vector<int64_t> read;
+    if (peer_rank != group_.rank_idx()) {
+      read.resize(static_cast<size_t>(header.num_tokens * num_topk));
+      const uint64_t bytes = read.size() * sizeof(int64_t);
+      if (bytes > header.weights_offer.bytes)
+        return false;
+      if (bytes > 0)
+        sync::read_shared(read.data(), offered[static_cast<size_t>(peer_rank)], bytes);
+    }
+    return layout::count_tokens(peer_rank == group_.rank_idx() ? own_choices : read.data(),
+                                header.num_tokens,
+                                num_topk,
+                                replicas,
+                                endpoint_.placement(),
+                                rows->counts.row(peer_rank));
+  };
+  endpoint_.for_tokens(
+      group_.num_ranks(), num_choices * kBytesWorthAChoice, [&](int64_t first, int64_t end) {
+        for (auto peer_rank = static_cast<int>(first); peer_rank < end; ++peer_rank)
+          if (!count(peer_rank))
+            other_rank = peer_rank;
+      });
+  if (other_rank < 0)
+    return;
+  // A rank that has given up may have used the memory for something else.
+  group_.check_abort();
+  throw std::runtime_error(describe_other_choices(other_rank));
 }
 
 void Exchange::exchange_rejection(const RowMessage& row) {

@@ -32,14 +32,29 @@ int Relay::rail_rank(int node_idx) const {
   return group_.nodes().rail_rank(group_.rank_idx(), node_idx);
 }
 
-void Relay::exchange_row(const std::byte* image) {
+namespace {
+
+/// Of the choices that come behind a row.
+uint64_t choice_bytes(const std::byte* image) {
+  Row header;
+  std::memcpy(&header, image, sizeof(header));
+  const bool is_dispatch =
+      header.arguments.operation == static_cast<int32_t>(layout::Operation::kDispatch);
+  return is_dispatch ? header.weights_offer.bytes : 0;
+}
+
+}  // namespace
+
+void Relay::exchange_row(const std::byte* image, const std::byte* choices) {
   const auto bytes =
       static_cast<uint64_t>(Row::stride(group_.num_ranks(), endpoint_.config().num_experts));
   send_to_all(image, bytes);
+  if (choices != nullptr)
+    send_to_all(choices, choice_bytes(image));
   for (const int node_idx : nodes_) {
     Rail::Buffer theirs = buffer(bytes);
     const Transfer transfer = receive(node_idx, theirs, bytes);
-    incoming_.push_back({node_idx, transfer, std::move(theirs), true});
+    incoming_.push_back({node_idx, transfer, std::move(theirs), true, nullptr});
   }
 }
 
@@ -61,7 +76,7 @@ void Relay::expect_second_offers(const std::vector<int>& short_ranks) {
       continue;
     Rail::Buffer offer = buffer(sizeof(SecondOffer));
     const Transfer transfer = receive(node_idx, offer, sizeof(SecondOffer));
-    incoming_.push_back({node_idx, transfer, std::move(offer), false});
+    incoming_.push_back({node_idx, transfer, std::move(offer), false, nullptr});
   }
 }
 
@@ -71,21 +86,64 @@ void Relay::pump() {
       ++i;
       continue;
     }
-    relay(incoming_[i]);
+    Incoming moved = std::move(incoming_[i]);
     incoming_.erase(incoming_.begin() + static_cast<std::ptrdiff_t>(i));
+    relay(std::move(moved));
   }
 }
 
-void Relay::relay(const Incoming& incoming) {
+void Relay::relay(Incoming incoming) {
   const int src_rank = rail_rank(incoming.node_idx);
   if (incoming.is_row) {
-    check_row(src_rank, incoming.buffer.get());
-    exchange_.store_row(src_rank, incoming.buffer.get());
+    if (incoming.choices == nullptr)
+      check_row(src_rank, incoming.buffer.get());
+    if (choice_bytes(incoming.buffer.get()) > 0)
+      relay_choices(std::move(incoming));
+    else
+      exchange_.store_row(src_rank, incoming.buffer.get());
     return;
   }
   SecondOffer second;
   std::memcpy(&second, incoming.buffer.get(), sizeof(second));
   exchange_.store_second_offer(src_rank, second);
+}
+
+std::vector<int32_t> Relay::counts_of(const std::byte* image) const {
+  std::vector<int32_t> counts(
+      static_cast<size_t>(Row::num_counts(group_.num_ranks(), endpoint_.config().num_experts)));
+  std::memcpy(counts.data(), image + sizeof(Row), counts.size() * sizeof(int32_t));
+  return counts;
+}
+
+/// Has them received, then offers them in the heap with their row.
+void Relay::relay_choices(Incoming incoming) {
+  const int src_rank = rail_rank(incoming.node_idx);
+  std::byte* const image = incoming.buffer.get();
+  Row header;
+  std::memcpy(&header, image, sizeof(header));
+  const std::vector<int32_t> counts = counts_of(image);
+  const int64_t num_topk = counts.back();
+  const uint64_t bytes = choice_bytes(image);
+  if (incoming.choices == nullptr) {
+    if (bytes != static_cast<uint64_t>(header.num_tokens * num_topk) * sizeof(int64_t))
+      throw std::runtime_error(describe_other_choices(src_rank));
+    incoming.choices = buffer(bytes);
+    incoming.transfer = receive(incoming.node_idx, incoming.choices, bytes);
+    incoming_.push_back(std::move(incoming));
+    return;
+  }
+  if (!layout::are_counts_of(counts.data(),
+                             reinterpret_cast<const int64_t*>(incoming.choices.get()),
+                             header.num_tokens,
+                             num_topk,
+                             endpoint_.placement()))
+    throw std::runtime_error(describe_other_choices(src_rank));
+  const std::shared_ptr<Window> window = exchange_.allocate(bytes);
+  sync::write_shared(window->data(), incoming.choices.get(), bytes);
+  endpoint_.keep_readable(exchange_.epoch(), window);
+  header.weights_offer = window->offer();
+  std::memcpy(image, &header, sizeof(header));
+  exchange_.store_row(src_rank, image);
 }
 
 /// Counts from which memory is laid out, before any rank of this node sees them. What they say
@@ -96,12 +154,10 @@ void Relay::check_row(int src_rank, const std::byte* image) const {
   if (header.status != static_cast<int32_t>(layout::RowStatus::kOk) ||
       header.arguments.operation != static_cast<int32_t>(layout::Operation::kDispatch))
     return;
-  const int num_experts = endpoint_.config().num_experts;
-  std::vector<int32_t> counts(
-      static_cast<size_t>(Row::num_counts(group_.num_ranks(), num_experts)));
-  std::memcpy(counts.data(), image + sizeof(header), counts.size() * sizeof(int32_t));
-  const std::string problem = layout::describe_bad_counts(
-      counts.data(), header.num_tokens, group_.num_ranks(), num_experts);
+  const std::string problem = layout::describe_bad_counts(counts_of(image).data(),
+                                                          header.num_tokens,
+                                                          group_.num_ranks(),
+                                                          endpoint_.config().num_experts);
   if (!problem.empty())
     throw std::runtime_error(concat("rank ", src_rank, " says that ", problem));
 }

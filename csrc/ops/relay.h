@@ -32,8 +32,10 @@ class Relay {
   int rail_rank(int node_idx) const;
 
   /// Sends this rank's row, an image of Row::stride() bytes, and asks for those of the rail. Of one
-  /// operation the first messages.
-  void exchange_row(const std::byte* image);
+  /// operation the first messages. A row that offers choices is followed by them; the ranks of a
+  /// node find them on the one that relays the row, which offers them in its place.
+  /// @param choices  What the row offers, or null.
+  void exchange_row(const std::byte* image, const std::byte* choices);
   void send_second_offer(const layout::SecondOffer& second);
   /// Asks for the second offers of those of @p short_ranks that are on this rank's rail.
   void expect_second_offers(const std::vector<int>& short_ranks);
@@ -74,7 +76,8 @@ class Relay {
     int node_idx;
     Transfer transfer;
     Rail::Buffer buffer;
-    bool is_row;  ///< else a second offer
+    bool is_row;           ///< else a second offer
+    Rail::Buffer choices;  ///< what moves then: of the row in `buffer`; or null
   };
   struct Outgoing {
     int node_idx;
@@ -87,7 +90,10 @@ class Relay {
     uint64_t bytes;
     uint32_t message_idx;
   };
-  void relay(const Incoming& incoming);
+  void relay(Incoming incoming);
+  void relay_choices(Incoming incoming);
+  /// A row of the count matrix.
+  std::vector<int32_t> counts_of(const std::byte* image) const;
   void check_row(int src_rank, const std::byte* image) const;
   void send_to_all(const std::byte* message, uint64_t bytes);
   uint32_t checksum(int src_rank,

@@ -50,6 +50,7 @@ class RowArrivals {
 class DeviceExchange : public ops::BufferOperation {
  public:
   static constexpr bool kMayHearLater = true;
+  static constexpr bool kHearsChoices = false;
 
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,

@@ -343,7 +343,7 @@ class WindowSizes:
         gradients: The same of a backward, whose rows are not quantized.
         expert_output: Rows of the experts, written in place or copied in.
         sums: Sums of a combine, with `rank_reduction` also those that its rank made for others.
-        control: Workspace of the buffer and control block of the rank.
+        control: Workspace of the buffer and control block of the rank, and choices that peers read.
     """
 
     num_recv_rows: int
@@ -410,6 +410,7 @@ def window_sizes(
     can_grow: bool = False,
     spans_devices: bool = False,
     rank_reduction: bool = False,
+    offers_choices: bool = False,
 ) -> WindowSizes:
     """Bytes of every kind of window.
 
@@ -434,6 +435,8 @@ def window_sizes(
         can_grow: Not LOW_LATENCY.
         spans_devices: See `receive_window_bytes`.
         rank_reduction: As in `EpConfig`, on GPUs; the CPU takes nothing for it.
+        offers_choices: Peers read K int64 ids a token, of `depth` operations, which RANK_MAJOR balances
+            replicas by. On several nodes each further node takes as much again.
     """
     has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
     if layout == "low_latency" and has_capacity:
@@ -484,7 +487,8 @@ def window_sizes(
         expert_output=round_window_bytes(num_rows * row_bytes),
         sums=sums,
         control=round_window_bytes(workspace_bytes(num_ranks, num_experts, depth))
-        + round_window_bytes(_sizes().CONTROL_BLOCK_BYTES),
+        + round_window_bytes(_sizes().CONTROL_BLOCK_BYTES)
+        + offers_choices * depth * round_window_bytes(num_tokens * num_topk * 8),
     )
 
 

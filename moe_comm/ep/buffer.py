@@ -399,10 +399,14 @@ class EpBuffer(Destroyable):
                 if self._slot_table is not None:
                     assert topk_idx is not None
                     topk_idx = self._slot_table.take(topk_idx)
-                elif self._is_balanced and options.layout is Layout.RANK_MAJOR:
+                elif (
+                    self._is_balanced
+                    and options.layout is Layout.RANK_MAJOR
+                    and not self._backend.has_balanced_rank_major
+                ):
                     raise ValueError(
-                        "how many rows a rank gets in RANK_MAJOR does not follow from counts: layout must be "
-                        'EXPERT_MAJOR or LOW_LATENCY where replica_rule is "balanced", got RANK_MAJOR'
+                        f"the {self.backend} backend does not balance replicas in RANK_MAJOR, where counts "
+                        "do not say how many rows a rank gets: layout must be EXPERT_MAJOR or LOW_LATENCY"
                     )
             else:
                 validation.check_cached_dispatch(

@@ -149,7 +149,7 @@ class EpConfig:
             `topk_idx` stays logical, and whatever goes by local expert goes by local slot.
         replica_rule: Which replica of an expert takes a row, where there is a `placement`. "balanced":
             from the counts that ranks exchange anyway, so that the largest number of rows of any rank
-            is as small as the placement allows; not with RANK_MAJOR. "nearest": on the own rank, or
+            is as small as the placement allows. "nearest": on the own rank, or
             else the own node. "hash": by the token's number, as vLLM. "given": `topk_idx` has slots of
             all ranks. See docs/replicas.md.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
@@ -357,6 +357,10 @@ class EpConfig:
             can_grow=capacity is not None and capacity.on_overflow == "grow",
             spans_devices=spans_devices,
             rank_reduction=self.rank_reduction,
+            offers_choices=layout is Layout.RANK_MAJOR
+            and self.replica_rule == "balanced"
+            and self.placement is not None
+            and self.placement.has_replicas,
         )
 
     def heap_bytes(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -44,6 +46,21 @@ def rows_by_rank(
     for rank_idx, count in zip(placement.slot_rank, rows, strict=True):
         loads[rank_idx] += count
     return loads
+
+
+def least_largest_load(totals: list[int], placement: Placement, allowed: list[int]) -> int:
+    """The least of the largest loads: by Hall's theorem, the most of what a set of ranks must take."""
+    owners = placement.slot_rank
+    most = 0
+    for size in range(1, len(allowed) + 1):
+        for some in itertools.combinations(allowed, size):
+            bound = 0
+            for total, slots in zip(totals, placement.slots_of_expert, strict=True):
+                ranks = {owners[slot] for slot in slots} & {*allowed}
+                if ranks and ranks <= {*some}:
+                    bound += total
+            most = max(most, -(-bound // size))
+    return most
 
 
 def inputs(seed: int, num_ranks: int) -> tuple[list[torch.Tensor], ...]:
@@ -125,7 +142,7 @@ def check_dispatch(
     masked: tuple[int, ...] = (),
     expert_alignment: int = 1,
 ) -> None:
-    """Uncached and cached, against the definition."""
+    """Uncached, cached, and combined, against the definition."""
     placement = random_placement(seed, comm.num_ranks)
     x, topk_idx, weights = inputs(seed, comm.num_ranks)
     if rule == "given":
@@ -151,6 +168,15 @@ def check_dispatch(
         check_received(result, spec.received(rank_idx, sent, weights, x_sf=factors))
         again = buffer.dispatch(x[rank_idx].neg(), None, handle=result.handle)
         check_received(again, spec.again.received(rank_idx, [rows.neg() for rows in x]))
+        received = [
+            spec.again.received(peer, [rows.neg() for rows in x], weights)
+            for peer in range(comm.num_ranks)
+        ]
+        back = buffer.combine(again.x.clone(), result.handle, row_weights=result.topk_weights)
+        sums = spec.sums(rank_idx, [of_rank.x for of_rank in received])
+        assert torch.equal(back.x.view(torch.uint8), sums.view(torch.uint8))
+        row_weights = [of_rank.topk_weights for of_rank in received]
+        assert torch.equal(back.topk_weights, spec.pulled(rank_idx, row_weights))
 
 
 def _through_experts(
@@ -188,6 +214,35 @@ def check_same_bits(comm: Communicator, rule: ReplicaRule, seed: int) -> None:
     found = sums_and_gradients(comm, config_of(placement, rule), seed)
     for one, other in zip(found, sums_and_gradients(comm, config_of(None), seed), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def check_dense_by_rank(comm: Communicator, seed: int) -> int:
+    """Rows by rank, their weights and both gradients, against a layer that moves nothing; in float64.
+
+    Returns:
+        Choices that this rank's experts computed.
+    """
+    placement = random_placement(seed, comm.num_ranks)
+    x, topk_idx, weights = (tensors[comm.rank_idx] for tensors in inputs(seed, comm.num_ranks))
+    leaves = [x.double().requires_grad_(), weights.double().requires_grad_()]
+    factors = 1.0 + 0.37 * torch.arange(NUM_EXPERTS, dtype=torch.float64)
+    chosen_factors = factors[topk_idx.clamp(min=0)] * (topk_idx >= 0)
+    expected = leaves[0] * (leaves[1] * chosen_factors).sum(1, keepdim=True)
+    gradient = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view(x.shape)
+    gradients = torch.autograd.grad(expected, leaves, gradient)
+    config = dataclasses.replace(config_of(placement), dtype=torch.float64)
+    with EpBuffer(comm, config) as buffer:
+        result = moe_comm.dispatch(
+            leaves[0], topk_idx, leaves[1], buffer=buffer, layout=Layout.RANK_MAJOR
+        )
+        experts = torch.tensor(placement.slots[comm.rank_idx])[result.topk_idx.clamp(min=0)]
+        applied = result.topk_weights * factors[experts] * (result.topk_idx >= 0)
+        out = result.x * applied.sum(1, keepdim=True)
+        found = moe_comm.combine(out, result.handle, buffer=buffer)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for one, other in zip(torch.autograd.grad(found, leaves, gradient), gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        return int(result.num_tokens_per_expert.sum())
 
 
 def check_reduced(comm: Communicator, seed: int, reduction: str) -> None:
@@ -234,8 +289,6 @@ def check_loads(comm: Communicator, rule: ReplicaRule | None) -> None:
         buffer.dispatch(x[comm.rank_idx], as_passed(topk_idx, placement, rule)[comm.rank_idx])
         buffer.count_loads()
         for seed, layout in enumerate(Layout):
-            if rule == "balanced" and layout is Layout.RANK_MAJOR:
-                continue
             x, topk_idx, weights = (each for each in inputs(seed, comm.num_ranks))
             mine = as_passed(topk_idx, placement, rule)[comm.rank_idx]
             result = buffer.dispatch(

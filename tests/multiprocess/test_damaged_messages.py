@@ -29,10 +29,16 @@ ROW_BITS = 48
 # Parts of messages, counted in int64 numbers. A dispatch in which every token goes everywhere has 20 rows
 # of 128 bytes in its one chunk, or of 64 bytes and a scale factor of 4, then their slots, then their ids.
 COUNTS_AT = 144 // 8
+OFFERED_BYTES_AT = 120 // 8
 SLOTS_AT = 20 * 128 // 8
 IDS_AT = SLOTS_AT + 20 * 2
 IDS_OF_QUANTIZED_AT = (20 * 64 + 128 + 20 * 8 * 8) // 8
 
+# Rows by rank, which every rank finds the places of in the choices of all.
+REPLICATED: dict[str, Any] = {
+    "dispatch": {"layout": Layout.RANK_MAJOR},
+    "placement": moe_comm.Placement([[0, 1, 6], [2, 3, 4], [4, 5, 0], [6, 7, 2]], NUM_EXPERTS),
+}
 EVERYWHERE: dict[str, Any] = {"num_topk": NUM_EXPERTS}
 
 Numbers = list[int]
@@ -64,6 +70,7 @@ class _Damage:
         dispatch: Arguments of the dispatch.
         with_weights: Rows are dispatched with weights.
         avoids_rank_1: The even ranks, rank 0 among them, send nothing to rank 1.
+        placement: Of the configuration.
     """
 
     in_combine: bool
@@ -75,6 +82,7 @@ class _Damage:
     dispatch: dict[str, Any] = dataclasses.field(default_factory=dict)
     with_weights: bool = False
     avoids_rank_1: bool = False
+    placement: moe_comm.Placement | None = None
 
 
 DAMAGES = {
@@ -128,6 +136,23 @@ DAMAGES = {
             )
         },
         **EVERYWHERE,
+    ),
+    "choice of no expert": _Damage(
+        False, 1, _set(7, lambda _: 1 << 40), "offers choices that are not those", **REPLICATED
+    ),
+    "choice of another expert": _Damage(
+        False,
+        1,
+        _set(7, lambda expert: (expert + 1) % NUM_EXPERTS),
+        "offers choices that are not those",
+        **REPLICATED,
+    ),
+    "more bytes than there are choices": _Damage(
+        False,
+        0,
+        _set(OFFERED_BYTES_AT, lambda _: 1 << 40),
+        "offers choices that are not those",
+        **REPLICATED,
     ),
     "row of a rank that nobody pulls from here": _Damage(
         True,
@@ -186,6 +211,7 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
         num_max_tokens_per_rank=NUM_TOKENS,
         dtype=torch.bfloat16,
         node_reduction=damage.node_reduction,
+        placement=damage.placement,
     )
 
     def body(comm: moe_comm.Communicator) -> Exception:
@@ -241,11 +267,13 @@ class _Layer:
         dispatch: Arguments of the dispatch.
         with_weights: Rows are dispatched with weights, which the combine pulls.
         node_reduction: Of the configuration.
+        placement: Of the configuration.
     """
 
     dispatch: dict[str, Any] = dataclasses.field(default_factory=dict)
     with_weights: bool = False
     node_reduction: bool = False
+    placement: moe_comm.Placement | None = None
 
     @property
     def config(self) -> EpConfig:
@@ -256,6 +284,7 @@ class _Layer:
             num_max_tokens_per_rank=NUM_TOKENS,
             dtype=torch.bfloat16,
             node_reduction=self.node_reduction,
+            placement=self.placement,
         )
 
     def run(self, buffer: EpBuffer) -> list[torch.Tensor]:
@@ -278,6 +307,7 @@ LAYERS = {
     "rows": _Layer(),
     "weights": _Layer(with_weights=True),
     "rank-major": _Layer({"layout": Layout.RANK_MAJOR}, with_weights=True),
+    "choices": _Layer(**REPLICATED),
     "quantized": _Layer({"quantization": Quantization(format=QuantizationFormat.MXFP8)}),
     "sums": _Layer(node_reduction=True),
 }

@@ -6,7 +6,13 @@ import pytest
 
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, Layout
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.replica_ranks import check_dispatch, check_loads, check_reduced, check_same_bits
+from tests.helpers.replica_ranks import (
+    check_dense_by_rank,
+    check_dispatch,
+    check_loads,
+    check_reduced,
+    check_same_bits,
+)
 
 
 def be_rank(context: RankContext, backend: str) -> None:
@@ -14,6 +20,8 @@ def be_rank(context: RankContext, backend: str) -> None:
     with Communicator(context.group, backend=backend, num_local_ranks=2) as comm:
         for seed in range(3):
             check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, seed)
+            check_dispatch(comm, "balanced", Layout.RANK_MAJOR, seed)
+            check_dense_by_rank(comm, seed)
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 4, capacity=drop, expert_alignment=4)
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 5, quantization=FP8_BLOCK128)
         check_dispatch(comm, "balanced", Layout.LOW_LATENCY, 6, masked=(2,))

@@ -84,6 +84,8 @@ def test_memory_goes_by_slots() -> None:
     placed = dataclasses.replace(plain, placement=Placement(slots, 1000))
     for layout in Layout:
         found, expected = (each.window_sizes(2, layout=layout) for each in (placed, as_many))
+        if layout is Layout.RANK_MAJOR:  # what ranks chose in the four operations in flight
+            expected = dataclasses.replace(expected, control=expected.control + 4 * 128 * 2 * 8)
         assert found == expected != plain.window_sizes(2, layout=layout)
     found, expected = (each.rail_region_bytes(2, 1) for each in (placed, as_many))
     assert found == expected > plain.rail_region_bytes(2, 1)

@@ -10,7 +10,7 @@ import torch
 
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.replica_spec import balance, choose_slots, share
-from tests.helpers.replica_ranks import rows_by_rank
+from tests.helpers.replica_ranks import least_largest_load, rows_by_rank
 
 
 def _random_placement(rng: random.Random, num_ranks: int, num_experts: int) -> Placement:
@@ -25,21 +25,6 @@ def _random_placement(rng: random.Random, num_ranks: int, num_experts: int) -> P
     return Placement(slots, num_experts)
 
 
-def _least_largest_load(totals: list[int], placement: Placement, allowed: list[int]) -> int:
-    """The least of the largest loads: by Hall's theorem, the most of what a set of ranks must take."""
-    owners = placement.slot_rank
-    most = 0
-    for size in range(1, len(allowed) + 1):
-        for some in itertools.combinations(allowed, size):
-            bound = 0
-            for total, slots in zip(totals, placement.slots_of_expert, strict=True):
-                ranks = {owners[slot] for slot in slots} & {*allowed}
-                if ranks and ranks <= {*some}:
-                    bound += total
-            most = max(most, -(-bound // size))
-    return most
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_no_rank_has_more_rows_than_the_placement_makes_necessary(seed: int) -> None:
     rng = random.Random(seed)
@@ -50,7 +35,7 @@ def test_no_rank_has_more_rows_than_the_placement_makes_necessary(seed: int) -> 
     allowed = [rank for rank in range(num_ranks) if rank not in masked]
     loads = rows_by_rank(placement, counts, rng.choice((1, num_ranks)), masked)
     totals = [sum(counts[rank][expert] for rank in allowed) for expert in range(num_experts)]
-    assert max(loads) == _least_largest_load(totals, placement, allowed)
+    assert max(loads) == least_largest_load(totals, placement, allowed)
     assert all(loads[rank] == 0 for rank in masked)
 
     shares = share(counts, placement, num_ranks, masked)

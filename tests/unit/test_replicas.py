@@ -8,9 +8,20 @@ import random
 import pytest
 import torch
 
-from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout, _host
+from moe_comm import (
+    FP8_BLOCK128,
+    Capacity,
+    CapacityError,
+    Communicator,
+    EpBuffer,
+    EpConfig,
+    Layout,
+    _host,
+)
+from moe_comm.ep.backends.reference import ReferenceBackend
 from moe_comm.ep.backends.routing import Placement as Slots
 from moe_comm.ep.backends.routing import replicas_of
+from moe_comm.ep.budget import round_window_bytes
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.ep.replica_spec import choose_slots, share
 from tests.helpers.described_tensors import needs_described_tensors
@@ -19,20 +30,18 @@ from tests.helpers.replica_ranks import (
     HIDDEN,
     NUM_EXPERTS,
     NUM_TOPK,
+    check_dense_by_rank,
     check_dispatch,
     check_received,
     check_reduced,
     check_same_bits,
+    chosen,
     config_of,
     definition,
     inputs,
+    least_largest_load,
     random_placement,
 )
-
-LAYOUTS = {
-    rule: [*Layout] if rule != "balanced" else [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY]
-    for rule in REPLICA_RULES
-}
 
 
 def test_native_shares_are_those_of_the_definition() -> None:
@@ -60,7 +69,7 @@ def test_native_shares_are_those_of_the_definition() -> None:
 
 @pytest.mark.parametrize("backend", ["host", "reference"])
 @pytest.mark.parametrize(
-    ("rule", "layout"), [(rule, layout) for rule in REPLICA_RULES for layout in LAYOUTS[rule]]
+    ("rule", "layout"), [(rule, layout) for rule in REPLICA_RULES for layout in Layout]
 )
 def test_rows_go_to_the_replicas_of_the_rule(
     backend: str, rule: ReplicaRule, layout: Layout
@@ -81,6 +90,9 @@ def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
         for masked in ((1,), (0, 3)):
             check_dispatch(comm, "balanced", Layout.LOW_LATENCY, 6, masked=masked)
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 7, quantization=FP8_BLOCK128)
+        check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 7, quantization=FP8_BLOCK128)
+        grow = Capacity(num_rows=20, on_overflow="grow")
+        check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 9, capacity=grow, expert_alignment=4)
         check_dispatch(comm, "nearest", Layout.EXPERT_MAJOR, 8)
 
     on_ranks(4, body, backend=backend, num_local_ranks=2)
@@ -92,6 +104,78 @@ def test_sums_and_gradients_have_the_bits_of_those_without_replicas(
     backend: str, rule: ReplicaRule
 ) -> None:
     on_ranks(3, lambda comm: check_same_bits(comm, rule, 3), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+def test_rows_by_rank_are_those_of_a_dense_layer_and_loads_the_least(backend: str) -> None:
+    for seed, num_ranks in enumerate((2, 3, 4, 5, 3, 2)):
+        loads = on_ranks(
+            num_ranks, lambda comm, seed=seed: check_dense_by_rank(comm, seed), backend=backend
+        )
+        totals = chosen(inputs(seed, num_ranks)[1])
+        placement = random_placement(seed, num_ranks)
+        assert max(loads) == least_largest_load(totals, placement, [*range(num_ranks)])
+
+
+def test_choices_that_peers_read_go_back() -> None:
+    placement = random_placement(3, 3)
+
+    def body(comm: Communicator) -> None:
+        live_bytes = []
+        with EpBuffer(comm, config_of(placement)) as buffer:
+            for step in range(12):
+                x, topk_idx, weights = inputs(step % 4, 3)
+                result = buffer.dispatch(
+                    *(each[comm.rank_idx] for each in (x, topk_idx, weights)),
+                    layout=Layout.RANK_MAJOR,
+                    async_op=step < 4,
+                )
+                spec = definition(placement, "balanced", topk_idx, 3, Layout.RANK_MAJOR)
+                result.event.wait()
+                check_received(result, spec.received(comm.rank_idx, x, weights))
+                del result
+                live_bytes.append(comm.heap_stats().live_bytes)
+            for _ in range(buffer.config.num_max_in_flight):
+                buffer.dispatch(x[comm.rank_idx], topk_idx[comm.rank_idx])
+            idle_bytes = comm.heap_stats().live_bytes
+        # Those of as many operations as may be in flight are kept.
+        num_tokens = [len(inputs(seed, 3)[0][comm.rank_idx]) for seed in range(4)]
+        kept_bytes = sum(round_window_bytes(number * NUM_TOPK * 8) for number in num_tokens)
+        assert kept_bytes > 0
+        assert [each - idle_bytes for each in live_bytes[8:]] == [kept_bytes] * 4
+
+    on_ranks(3, body)
+
+
+def test_ranks_without_memory_for_choices_say_so() -> None:
+    placement = random_placement(3, 2)
+
+    def body(comm: Communicator) -> None:
+        config = dataclasses.replace(config_of(placement), num_max_tokens_per_rank=None)
+        with EpBuffer(comm, config) as buffer:
+            num_tokens = 1 << 17 if comm.rank_idx else 1
+            x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
+            topk_idx = torch.full((num_tokens, NUM_TOPK), -1)
+            with pytest.raises(CapacityError, match="rank 1") as caught:
+                buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR)
+            assert caught.value.ranks == (1,)
+            buffer.dispatch(x[:1], topk_idx[:1], layout=Layout.RANK_MAJOR)
+
+    on_ranks(2, body, max_heap_bytes=2 << 20)
+
+
+def test_a_backend_that_cannot_balance_by_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceBackend, "has_balanced_rank_major", False)
+    placement = random_placement(3, 2)
+
+    def body(comm: Communicator) -> None:
+        x, topk_idx, _ = (each[comm.rank_idx] for each in inputs(3, 2))
+        with EpBuffer(comm, config_of(placement)) as buffer:
+            with pytest.raises(ValueError, match="does not balance replicas in RANK_MAJOR"):
+                buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR)
+            buffer.dispatch(x, topk_idx)
+
+    on_ranks(2, body, backend="reference")
 
 
 @pytest.mark.parametrize("backend", ["host", "reference"])
@@ -186,9 +270,6 @@ def test_bad_choices_and_configurations_are_refused_on_every_rank() -> None:
             with EpBuffer(comm, config_of(placement, rule)) as buffer:
                 with pytest.raises(ValueError, match=text):
                     buffer.dispatch(x, torch.tensor([[0, bad_id if comm.rank_idx else 1, -1]]))
-                if rule == "balanced":
-                    with pytest.raises(ValueError, match="does not follow from counts"):
-                        buffer.dispatch(x, torch.tensor([[0, 1, -1]]), layout=Layout.RANK_MAJOR)
                 buffer.dispatch(x, torch.tensor([[0, 1, -1]]))
         for mine, theirs in (
             (config_of(placement), config_of(other)),
@@ -236,7 +317,7 @@ def test_a_glance_suffices_where_ids_are_slots_or_counts_decide(
         mine = topk_idx[comm.rank_idx]
         routing_map = torch.zeros(len(mine), num_ids + 1, dtype=torch.bool)
         routing_map = routing_map.scatter_(1, mine + 1, True)[:, 1:].contiguous()
-        for layout in LAYOUTS[rule]:
+        for layout in Layout:
             spec = definition(placement, rule, topk_idx, 2, layout)
             expected = spec.received(comm.rank_idx, x, weights)
             unweighted = spec.received(comm.rank_idx, x)

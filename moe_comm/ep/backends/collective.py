@@ -68,6 +68,7 @@ class CollectiveBackend(Backend):
     has_node_reduction = True
     has_rank_reduction = True
     has_balanced_replicas = True
+    has_balanced_rank_major = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)
@@ -113,6 +114,8 @@ class CollectiveBackend(Backend):
                 slots = _host.layout.choose_slots(
                     choices, asked, replicas, self._placement.native, self._rank_idx
                 )
+                if layout is Layout.RANK_MAJOR:
+                    self._exchange_tokens(slots, asked)
             row_bytes = x.shape[1] * x.element_size()
             if quantization is not None and x_sf is None:
                 row_bytes = quantization.row_bytes(x.shape[1])
@@ -259,6 +262,14 @@ class CollectiveBackend(Backend):
         except ValueError as error:
             problem = error
         return self._agree(call, problem, mine, options.gradients)
+
+    def _exchange_tokens(self, slots: torch.Tensor, asked: torch.Tensor) -> None:
+        """Write into counts of slots how many tokens are bound for every rank, which choices decide."""
+        num_experts, num_ranks = self._placement.num_experts, self._placement.num_ranks
+        mine = torch.empty(self._num_counts, dtype=torch.int32)
+        _host.layout.count_choices(self._placement.native, slots, mine)
+        to_ranks = slice(num_experts, num_experts + num_ranks)
+        asked[:, to_ranks] = self._transport.all_gather_row(mine[to_ranks].long(), "dispatch")
 
     def _agree(
         self,

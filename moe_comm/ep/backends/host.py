@@ -29,6 +29,7 @@ class HostBackend(NativeBackend):
     has_node_reduction = True
     has_rank_reduction = True
     has_balanced_replicas = True
+    has_balanced_rank_major = True
     _endpoint: _host.Endpoint
     _rail_engine: RailEngine | None = None
 
