@@ -48,10 +48,14 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
           params_.topk_idx[bad_idx],
           layout::num_ids(params_.replicas.get(), endpoint_.placement())));
     int32_t* const to_rank = counts_.data() + num_experts;
-    if (is_low_latency())
+    if (is_low_latency() || params_.replicas != nullptr)
       mask_ranks(params_.masked_ranks, endpoint_.group(), to_rank);
-    else
-      reject_if(find_failed_ranks(to_rank, endpoint_.group()));
+    if (!is_low_latency())
+      reject_if(
+          params_.replicas == nullptr
+              ? find_failed_ranks(to_rank, endpoint_.group())
+              : find_lost_experts(
+                    counts_.data(), *params_.replicas, endpoint_.placement(), endpoint_.group()));
     to_rank[num_ranks_] = static_cast<int32_t>(params_.fixed_rows);
     to_rank[num_ranks_ + 1] = static_cast<int32_t>(params_.num_topk);
     if (params_.replicas != nullptr && arrangement_.is_by_rank())

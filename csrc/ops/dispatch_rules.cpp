@@ -151,6 +151,25 @@ std::string find_failed_ranks(const int32_t* to_rank, const group::Group& group)
   return "";
 }
 
+std::string find_lost_experts(const int32_t* counts,
+                              const layout::Replicas& replicas,
+                              const layout::Placement& placement,
+                              const group::Group& group) {
+  for (int expert_idx = 0; expert_idx < replicas.num_experts(); ++expert_idx) {
+    const auto slots = replicas.slots.of_expert(expert_idx);
+    const auto is_lost = [&](int32_t slot) {
+      return !group.is_active(placement.expert_rank[static_cast<size_t>(slot)]);
+    };
+    if (counts[expert_idx] > 0 && std::ranges::all_of(slots, is_lost))
+      return concat(counts[expert_idx],
+                    " choices are of expert ",
+                    expert_idx,
+                    ", all of whose ranks have failed, the first of them rank ",
+                    placement.expert_rank[static_cast<size_t>(slots.front())]);
+  }
+  return "";
+}
+
 std::string find_failed_ranks(const PlanHeader& plan, const group::Group& group) {
   for (int rank_idx = 0; rank_idx < group.num_ranks(); ++rank_idx) {
     if (group.is_active(rank_idx))

@@ -65,6 +65,12 @@ std::string describe_failed_rank(int64_t num_tokens, int rank_idx);
 /// What is wrong where rows go to ranks that have failed, "" for nothing.
 /// @param to_rank  [num_ranks] tokens bound for every rank.
 std::string find_failed_ranks(const int32_t* to_rank, const group::Group& group);
+/// The same where living replicas take the rows: experts that have none.
+/// @param counts  Choices of every logical expert.
+std::string find_lost_experts(const int32_t* counts,
+                              const layout::Replicas& replicas,
+                              const layout::Placement& placement,
+                              const group::Group& group);
 /// The same for the rows of a plan, which also has places for those of other ranks.
 std::string find_failed_ranks(const PlanHeader& plan, const group::Group& group);
 

@@ -192,6 +192,11 @@ class DispatchSteps {
                                          params_.num_tokens * params_.num_topk,
                                          *params_.replicas,
                                          rows->counts.row(endpoint_.rank_idx()));
+    // Ranks that have failed take no rows; other marks than theirs only low latency has.
+    for (int rank_idx = 0; !is_low_latency() && rank_idx < num_ranks_; ++rank_idx) {
+      int32_t* const to_rank = rows->counts.row(rank_idx) + rows->counts.num_experts;
+      std::replace(to_rank, to_rank + num_ranks_, layout::CountMatrix::kMasked, 0);
+    }
     if constexpr (Exchange::kHearsChoices)
       if (arrangement_.is_by_rank())
         exchange_.count_tokens(params_.topk_idx, *params_.replicas, rows);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -11,9 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, Recovery
+from moe_comm import (
+    Communicator,
+    EpBuffer,
+    Layout,
+    PeerFailedError,
+    PeerTimeoutError,
+    Placement,
+    Recovery,
+)
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
+    NUM_TOPK,
     SHORT_S,
     config_for,
     die,
@@ -29,6 +39,33 @@ from tests.helpers.failing_ranks import (
     wait_for,
     when_waiting,
 )
+
+
+def _use_replicas(comm: Communicator, living: list[int]) -> None:
+    """Balanced rows go to living ranks, in every layout; experts without any are refused."""
+    num_ranks = comm.num_ranks
+    # Expert e lies on ranks e and e + 1, and another on each rank alone.
+    slots = [[rank, (rank - 1) % num_ranks, num_ranks + rank] for rank in range(num_ranks)]
+    placement = Placement(slots, 2 * num_ranks)
+    config = dataclasses.replace(config_for(num_ranks), placement=placement)
+    dead = next(rank for rank in range(num_ranks) if rank not in living)
+    generator = torch.Generator().manual_seed(comm.rank_idx)
+    x = torch.randn(40, config.hidden, generator=generator).to(config.dtype)
+    topk_idx = torch.randint(len(slots), (40, NUM_TOPK), generator=generator)
+    with EpBuffer(comm, config) as buffer:
+        for layout in Layout:
+            result = buffer.dispatch(x, topk_idx, layout=layout)
+            assert torch.equal(result.num_dropped_per_expert, torch.zeros(3, dtype=torch.int64))
+            rows = result.x.clone()
+            if layout is Layout.RANK_MAJOR:
+                rows *= (result.topk_idx >= 0).sum(1, keepdim=True)
+            assert torch.equal(buffer.combine(rows, result.handle), NUM_TOPK * x)
+        for layout in (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR):
+            topk_idx[3, 1] = num_ranks + dead
+            refused = error_of(lambda layout=layout: buffer.dispatch(x, topk_idx, layout=layout))
+            assert isinstance(refused, ValueError), repr(refused)
+            text = f"1 choices are of expert {num_ranks + dead}, all of whose ranks have failed"
+            assert text in str(refused)
 
 
 def _two_deaths(context: RankContext) -> list[tuple[int, ...]]:
@@ -68,6 +105,7 @@ def _two_deaths(context: RankContext) -> list[tuple[int, ...]]:
         with EpBuffer(comm, config_for(context.num_ranks)) as later:
             step(later, 7, living)
             comm.all_gather(b"")
+        _use_replicas(comm, living)
     buffer.destroy()
     comm.destroy()
     return found
