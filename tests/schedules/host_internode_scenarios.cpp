@@ -37,14 +37,19 @@ MOE_SCENARIO(host_internode, "CPU: two nodes; layers, and calls that one rank's 
   const HostWorld::Options options = draw_nodes(run);
   HostWorld world(run, options);
   HostLayer::Shape shape = draw_shape_across_nodes(run.random(), options.num_ranks);
+  bool has_replicas = false;
   if (run.random().chance(1, 4)) {
     shape.layout = layout::RowLayout::kRankMajor;
     shape.with_weights = false;
+    has_replicas = run.random().chance(1, 2);
   }
   const int depth = static_cast<int>(run.random().between(1, 2));
   const int bad_rank = static_cast<int>(run.random().between(0, options.num_ranks - 1));
   world.run([&](HostRank& rank) {
-    HostLayer layer(rank, rank.make_endpoint(shape.num_experts, depth), shape);
+    HostLayer layer(rank,
+                    has_replicas ? rank.make_replicated(shape.num_experts, depth)
+                                 : rank.make_endpoint(shape.num_experts, depth),
+                    shape);
     layer.run(0);
     layer.run_rejected(1, bad_rank);
     for (int64_t step = 2; step < 4; ++step)

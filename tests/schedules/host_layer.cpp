@@ -51,7 +51,31 @@ DispatchSpec HostLayer::spec_of(int64_t step) const {
   std::vector<AskedOfRank> asked;
   for (int rank_idx = 0; rank_idx < rank_.num_ranks(); ++rank_idx)
     asked.push_back({tokens_of(rank_idx, step, 0).topk_idx, shape_.num_topk, {}, -1});
+  if (const layout::Replicas* const replicas = endpoint_->replicas().get())
+    choose_slots(*replicas, &asked);
   return DispatchSpec(arrangement, {}, endpoint_->placement().expert_rank, std::move(asked));
+}
+
+/// By csrc/layout, which replica_spec.py holds.
+void HostLayer::choose_slots(const layout::Replicas& replicas,
+                             std::vector<AskedOfRank>* asked) const {
+  const layout::Placement& placement = endpoint_->placement();
+  layout::CountMatrix counts(placement.num_ranks, placement.num_experts);
+  for (int rank_idx = 0; rank_idx < placement.num_ranks; ++rank_idx) {
+    const AskedOfRank& of_rank = (*asked)[static_cast<size_t>(rank_idx)];
+    layout::count_choices(of_rank.topk_idx.data(),
+                          of_rank.num_tokens(),
+                          of_rank.num_topk,
+                          &replicas,
+                          placement,
+                          counts.row(rank_idx));
+  }
+  layout::share_rows(replicas, placement, &counts);
+  for (int rank_idx = 0; rank_idx < placement.num_ranks; ++rank_idx) {
+    std::vector<int64_t>& chosen = (*asked)[static_cast<size_t>(rank_idx)].topk_idx;
+    chosen =
+        layout::choose_slots(chosen.data(), std::ssize(chosen), replicas, counts.row(rank_idx));
+  }
 }
 
 ops::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
@@ -80,6 +104,8 @@ ops::DispatchOutcome HostLayer::dispatch(const Tokens& tokens,
   params.expert_alignment = shape_.alignment;
   params.copy_out = shape_.copy_out;
   params.plan = plan;
+  if (plan == nullptr)
+    params.replicas = endpoint_->replicas();
   ops::DispatchOutcome outcome = ops::dispatch(*endpoint_, params, interrupt_check_);
   ++num_completed_;
   return outcome;

@@ -68,6 +68,7 @@ class HostLayer {
   /// @param values  Of the rows; another number gives other rows for the same routing.
   Tokens tokens_of(int rank_idx, int64_t step, int64_t values) const;
   DispatchSpec spec_of(int64_t step) const;
+  void choose_slots(const layout::Replicas& replicas, std::vector<AskedOfRank>* asked) const;
   ops::DispatchOutcome dispatch(const Tokens& tokens,
                                 const std::shared_ptr<const ops::PlanHeader>& plan);
   void check_rows(const ops::DispatchOutcome& outcome, int64_t step, int64_t values) const;

@@ -114,6 +114,21 @@ MOE_SCENARIO(host_scales, "CPU: rows with scale factors in rows or columns, past
   });
 }
 
+MOE_SCENARIO(host_replicas,
+             "CPU: rows by rank of replicas, for which ranks read what others chose") {
+  HostWorld world(run, draw_options(run, 3));
+  HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());
+  shape.layout = layout::RowLayout::kRankMajor;
+  shape.alignment = 1;
+  shape.with_weights = false;
+  const int depth = static_cast<int>(run.random().between(1, 2));
+  world.run([&](HostRank& rank) {
+    HostLayer layer(rank, rank.make_replicated(shape.num_experts, depth), shape);
+    for (int64_t step = 0; step < 3; ++step)
+      layer.run_twice(step);
+  });
+}
+
 MOE_SCENARIO(host_results, "CPU: a rank hands what an operation gave it to another thread") {
   HostWorld world(run, draw_options(run, 3));
   HostLayer::Shape shape = draw_shape(run.random(), world.num_ranks());

@@ -40,6 +40,25 @@ std::shared_ptr<ops::Endpoint> HostRank::make_endpoint(int num_experts,
   // Experts in turn, so that every rank owns some wherever there are enough.
   for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx)
     config.expert_rank.push_back(expert_idx % num_ranks());
+  return make(std::move(config));
+}
+
+std::shared_ptr<ops::Endpoint> HostRank::make_replicated(int num_experts, int depth) {
+  ops::EndpointConfig config;
+  config.num_experts = num_experts * num_ranks();
+  config.depth = depth;
+  std::vector<int32_t> slot_expert;
+  for (int slot = 0; slot < config.num_experts; ++slot) {
+    config.expert_rank.push_back(slot / num_experts);
+    slot_expert.push_back(slot % num_experts);
+  }
+  auto endpoint = make(std::move(config));
+  endpoint->balance_replicas(std::make_shared<layout::Replicas>(
+      slot_expert, num_experts, group_->nodes().num_local_ranks, endpoint->placement()));
+  return endpoint;
+}
+
+std::shared_ptr<ops::Endpoint> HostRank::make(ops::EndpointConfig config) {
   endpoints_.push_back(ops::Endpoint::create(group_, std::move(config), {}));
   return endpoints_.back();
 }

@@ -36,6 +36,8 @@ class HostRank {
   std::shared_ptr<ops::Endpoint> make_endpoint(int num_experts,
                                                int depth,
                                                Reduction reduction = Reduction::kNone);
+  /// Whose dispatches find any of @p num_experts on every rank, and balance what ranks get.
+  std::shared_ptr<ops::Endpoint> make_replicated(int num_experts, int depth);
   /// Ends a buffer before its rank does.
   void destroy(const std::shared_ptr<ops::Endpoint>& endpoint);
 
@@ -50,6 +52,7 @@ class HostRank {
 
  private:
   friend class HostWorld;
+  std::shared_ptr<ops::Endpoint> make(ops::EndpointConfig config);
   struct Task {
     bool has_ended = false;
     Clock end;
