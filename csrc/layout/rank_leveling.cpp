@@ -62,8 +62,8 @@ int64_t ReplicaSlots::level(int64_t* slot_rows, const uint8_t* left_out) const {
   for (size_t rank_idx = 0; rank_idx < rank_rows.size() && left_out != nullptr; ++rank_idx)
     if (left_out[rank_idx] != 0)
       rank_rows[rank_idx] = -1;
-  std::vector<int32_t> words(static_cast<size_t>(RankLeveling::num_words(num_ranks())));
-  return RankLeveling{table(), slot_rows, rank_rows.data(), words.data()}.run();
+  std::vector<int32_t> words(static_cast<size_t>(RankLeveling<HostMemory>::num_words(num_ranks())));
+  return RankLeveling<HostMemory>{table(), slot_rows, rank_rows.data(), words.data()}.run();
 }
 
 }  // namespace moe::layout

@@ -20,6 +20,18 @@ struct ReplicaTable {
   const int32_t* shared_slots = nullptr;  ///< of every rank, ascending: those of replicated experts
 };
 
+/// How a thread of the host reads and writes what it works on; kernels have their own.
+struct HostMemory {
+  template <typename T>
+  MOE_HOST_DEVICE static T load(const T* from) {
+    return *from;
+  }
+  template <typename T>
+  MOE_HOST_DEVICE static void store(T* to, T value) {
+    *to = value;
+  }
+};
+
 /// Moves rows between slots of the same expert until the largest number of rows of any rank is as
 /// small as the slots allow, exactly.
 ///
@@ -34,6 +46,7 @@ struct ReplicaTable {
 /// 1, at first [9, 0, 3, 0]. The limit is 4: rank 0 hands 1 row to rank 1, and 3 more while rank 1
 /// hands its 3 of expert 1 to rank 2. What ranks 0 and 1 have then cannot go there: the limit
 /// becomes 5, and the result is [5, 4, 0, 3].
+template <typename Memory>
 struct RankLeveling {
   /// Numbers of 4 bytes to work in.
   MOE_HOST_DEVICE static constexpr int64_t num_words(int num_ranks) {
@@ -50,19 +63,22 @@ struct RankLeveling {
   MOE_HOST_DEVICE int64_t run() {
     int num_present = 0;
     for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
-      const bool is_present = rank_rows[rank_idx] >= 0;
-      limit += is_present ? rank_rows[rank_idx] : 0;
+      const int64_t num_rows = rows_of(rank_idx);
+      const bool is_present = num_rows >= 0;
+      limit += is_present ? num_rows : 0;
       num_present += is_present;
-      last_search()[rank_idx] = is_present ? -1 : INT32_MAX;
+      Memory::store(last_search() + rank_idx, is_present ? int32_t{-1} : INT32_MAX);
     }
     limit = num_present == 0 ? 0 : mean(limit, num_present);
     int32_t search = 0;
     int64_t most = 0;
     for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx)
-      while (rank_rows[rank_idx] > limit)
+      while (rows_of(rank_idx) > limit)
         hand_on(rank_idx, search++);
-    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx)
-      most = rank_rows[rank_idx] > most ? rank_rows[rank_idx] : most;
+    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
+      const int64_t num_rows = rows_of(rank_idx);
+      most = num_rows > most ? num_rows : most;
+    }
     return most;
   }
 
@@ -73,6 +89,14 @@ struct RankLeveling {
   /// The slot whose rows come to a rank, and the one of the same expert that they come to.
   MOE_HOST_DEVICE int32_t* giver() const { return words + 2 * table.num_ranks; }
   MOE_HOST_DEVICE int32_t* taker() const { return words + 3 * table.num_ranks; }
+  MOE_HOST_DEVICE int64_t rows_of(int rank_idx) const { return Memory::load(rank_rows + rank_idx); }
+  MOE_HOST_DEVICE void add(int64_t* rows, int64_t more) const {
+    Memory::store(rows, Memory::load(rows) + more);
+  }
+  /// The rank whose rows come to @p rank_idx.
+  MOE_HOST_DEVICE int giving_rank(int rank_idx) const {
+    return Memory::load(table.slot_rank + Memory::load(giver() + rank_idx));
+  }
   MOE_HOST_DEVICE static int64_t mean(int64_t num_rows, int num_ranks) {
     return (num_rows + num_ranks - 1) / num_ranks;
   }
@@ -82,49 +106,58 @@ struct RankLeveling {
   /// of which every one has been found.
   MOE_HOST_DEVICE void hand_on(int root, int32_t search) {
     int num_found = 1;
-    queue()[0] = root;
-    last_search()[root] = search;
-    for (int at = 0; at < num_found; ++at)
-      for (int i = table.rank_begin[queue()[at]]; i < table.rank_begin[queue()[at] + 1]; ++i) {
-        const int32_t slot = table.shared_slots[i];
-        const int32_t* const begins = table.expert_begin + table.slot_expert[slot];
-        for (int j = begins[0]; j < begins[1] && slot_rows[slot] > 0; ++j) {
-          const int32_t other = table.expert_slots[j];
-          const int32_t rank_idx = table.slot_rank[other];
-          if (last_search()[rank_idx] >= search)
+    Memory::store(queue(), int32_t{root});
+    Memory::store(last_search() + root, search);
+    for (int at = 0; at < num_found; ++at) {
+      const int32_t* const of_rank = table.rank_begin + Memory::load(queue() + at);
+      const int32_t end_of_rank = Memory::load(of_rank + 1);
+      for (int i = Memory::load(of_rank); i < end_of_rank; ++i) {
+        const int32_t slot = Memory::load(table.shared_slots + i);
+        const int32_t* const of_expert =
+            table.expert_begin + Memory::load(table.slot_expert + slot);
+        const int32_t end_of_expert = Memory::load(of_expert + 1);
+        for (int j = Memory::load(of_expert);
+             j < end_of_expert && Memory::load(slot_rows + slot) > 0;
+             ++j) {
+          const int32_t other = Memory::load(table.expert_slots + j);
+          const int32_t rank_idx = Memory::load(table.slot_rank + other);
+          if (Memory::load(last_search() + rank_idx) >= search)
             continue;
-          last_search()[rank_idx] = search;
-          giver()[rank_idx] = slot;
-          taker()[rank_idx] = other;
-          queue()[num_found++] = rank_idx;
-          if (rank_rows[rank_idx] < limit && !move(root, rank_idx))
+          Memory::store(last_search() + rank_idx, search);
+          Memory::store(giver() + rank_idx, slot);
+          Memory::store(taker() + rank_idx, other);
+          Memory::store(queue() + num_found++, rank_idx);
+          if (rows_of(rank_idx) < limit && !move(root, rank_idx))
             return;
         }
       }
+    }
     int64_t num_rows = 0;
     for (int at = 0; at < num_found; ++at)
-      num_rows += rank_rows[queue()[at]];
+      num_rows += rows_of(Memory::load(queue() + at));
     limit = mean(num_rows, num_found);
   }
 
   /// Hands rows on from @p root to the rank that was just found.
   /// @return whether @p root has more, and every rank on the way has something left to hand on.
   MOE_HOST_DEVICE bool move(int root, int found) {
-    int64_t num_rows = rank_rows[root] - limit;
-    if (num_rows > limit - rank_rows[found])
-      num_rows = limit - rank_rows[found];
-    for (int on = found; on != root; on = table.slot_rank[giver()[on]])
-      if (num_rows > slot_rows[giver()[on]])
-        num_rows = slot_rows[giver()[on]];
-    rank_rows[root] -= num_rows;
-    rank_rows[found] += num_rows;
-    bool goes_on = rank_rows[root] > limit;
-    for (int on = found; on != root; on = table.slot_rank[giver()[on]]) {
-      slot_rows[giver()[on]] -= num_rows;
-      slot_rows[taker()[on]] += num_rows;
+    int64_t num_rows = rows_of(root) - limit;
+    const int64_t room = limit - rows_of(found);
+    if (num_rows > room)
+      num_rows = room;
+    for (int on = found; on != root; on = giving_rank(on)) {
+      const int64_t given = Memory::load(slot_rows + Memory::load(giver() + on));
+      num_rows = num_rows > given ? given : num_rows;
     }
-    for (int on = found; on != root; on = table.slot_rank[giver()[on]])
-      goes_on = goes_on && slot_rows[giver()[on]] > 0;
+    add(rank_rows + root, -num_rows);
+    add(rank_rows + found, num_rows);
+    bool goes_on = rows_of(root) > limit;
+    for (int on = found; on != root; on = giving_rank(on)) {
+      add(slot_rows + Memory::load(giver() + on), -num_rows);
+      add(slot_rows + Memory::load(taker() + on), num_rows);
+    }
+    for (int on = found; on != root; on = giving_rank(on))
+      goes_on = goes_on && Memory::load(slot_rows + Memory::load(giver() + on)) > 0;
     return goes_on;
   }
 };

@@ -1,7 +1,8 @@
 #include "layout/replicas.h"
 
 #include <algorithm>
-#include <span>
+
+#include "layout/replica_sharing.h"
 
 namespace moe::layout {
 
@@ -49,92 +50,37 @@ class Sharing {
         counts_(*counts),
         num_ranks_(counts->num_ranks),
         is_masked_(static_cast<size_t>(num_ranks_)),
-        rows_(static_cast<size_t>(placement.num_experts)) {
-    for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
-      for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
-        if (counts_.to_rank(src_rank, rank_idx) == CountMatrix::kMasked)
-          is_masked_[static_cast<size_t>(rank_idx)] = 1;
-  }
+        rows_(static_cast<size_t>(placement.num_experts)),
+        logical_(static_cast<size_t>(num_ranks_) * static_cast<size_t>(num_experts())),
+        sharing_{replicas.slots.table(),
+                 num_experts(),
+                 placement.num_experts,
+                 replicas.num_local_ranks,
+                 is_masked_.data(),
+                 rows_.data(),
+                 logical_.data(),
+                 counts_.counts.data()} {}
 
   void run() {
-    place_at_home();
-    replicas_.slots.level(rows_.data(), is_masked_.data());
-    std::vector<int32_t> logical(static_cast<size_t>(num_ranks_) *
-                                 static_cast<size_t>(num_experts()));
+    for (int rank_idx = 0; rank_idx < num_ranks_; ++rank_idx)
+      is_masked_[static_cast<size_t>(rank_idx)] = sharing_.finds_mask(rank_idx) ? 1 : 0;
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
       int32_t* const row = counts_.row(src_rank);
-      std::copy_n(row, num_experts(), logical.data() + offset(src_rank));
+      std::copy_n(row, num_experts(), logical_.data() + int64_t{src_rank} * num_experts());
       std::fill_n(row, placement_.num_experts, 0);
+      if (is_masked_[static_cast<size_t>(src_rank)] == 0)
+        for (int expert_idx = 0; expert_idx < num_experts(); ++expert_idx)
+          sharing_.place_at_home(src_rank, expert_idx);
     }
+    replicas_.slots.level(rows_.data(), is_masked_.data());
     for (int expert_idx = 0; expert_idx < num_experts(); ++expert_idx)
-      share_expert(expert_idx, logical.data() + expert_idx);
+      sharing_.share(expert_idx);
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
       say_ranks(counts_.row(src_rank));
   }
 
  private:
   int num_experts() const { return replicas_.num_experts(); }
-  int64_t offset(int src_rank) const { return int64_t{src_rank} * num_experts(); }
-  bool is_masked(int rank_idx) const { return is_masked_[static_cast<size_t>(rank_idx)] != 0; }
-  int owner(int32_t slot) const { return placement_.expert_rank[static_cast<size_t>(slot)]; }
-  int64_t& rows(int32_t slot) { return rows_[static_cast<size_t>(slot)]; }
-
-  /// Every row at the slot on its own rank, else the lowest on its node, else the lowest; -1 where
-  /// all are masked.
-  int32_t home(int src_rank, std::span<const int32_t> slots) const {
-    int32_t on_node = -1;
-    int32_t lowest = -1;
-    for (const int32_t slot : slots) {
-      if (is_masked(owner(slot)))
-        continue;
-      if (owner(slot) == src_rank)
-        return slot;
-      if (lowest < 0)
-        lowest = slot;
-      if (on_node < 0 &&
-          owner(slot) / replicas_.num_local_ranks == src_rank / replicas_.num_local_ranks)
-        on_node = slot;
-    }
-    return on_node >= 0 ? on_node : lowest;
-  }
-
-  void place_at_home() {
-    for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
-      const int32_t* const row = counts_.row(src_rank);
-      for (int expert_idx = 0; expert_idx < num_experts() && !is_masked(src_rank); ++expert_idx) {
-        if (row[expert_idx] == 0)
-          continue;
-        const int32_t slot = home(src_rank, replicas_.slots.of_expert(expert_idx));
-        if (slot >= 0)
-          rows(slot) += row[expert_idx];
-      }
-    }
-  }
-
-  /// @param logical  Choices of the expert, of rank r at r times the number of experts.
-  void share_expert(int expert_idx, int32_t* logical) {
-    const auto slots = replicas_.slots.of_expert(expert_idx);
-    if (slots.size() > 1)
-      for (const int distance : {1, replicas_.num_local_ranks, num_ranks_})
-        share_near(slots, distance, logical);
-    for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
-      counts_.row(src_rank)[slots.front()] += logical[offset(src_rank)];
-  }
-
-  /// Gives slots rows of ranks that are no further than @p distance consecutive ranks reach.
-  void share_near(std::span<const int32_t> slots, int distance, int32_t* logical) {
-    for (int src_rank = 0; src_rank < num_ranks_; ++src_rank) {
-      int32_t& left = logical[offset(src_rank)];
-      for (const int32_t slot : slots) {
-        if (is_masked(src_rank) || src_rank / distance != owner(slot) / distance)
-          continue;
-        const auto amount = static_cast<int32_t>(std::min<int64_t>(left, rows(slot)));
-        counts_.row(src_rank)[slot] += amount;
-        left -= amount;
-        rows(slot) -= amount;
-      }
-    }
-  }
 
   void say_ranks(int32_t* row) const {
     int32_t* const to_rank = row + placement_.num_experts;
@@ -152,7 +98,9 @@ class Sharing {
   CountMatrix& counts_;
   int num_ranks_;
   std::vector<uint8_t> is_masked_;
-  std::vector<int64_t> rows_;  ///< of every slot
+  std::vector<int64_t> rows_;     ///< of every slot
+  std::vector<int32_t> logical_;  ///< [num_ranks, num_experts]
+  ReplicaSharing<HostMemory> sharing_;
 };
 
 }  // namespace
