@@ -84,10 +84,6 @@ void bind_buffer(py::module_& module) {
       .def("import_plan", &import_plan)
       .def("export_plan",
            [](const ops::Endpoint&, const ops::Plan& plan) { return plan_tensors(plan); })
-      .def("balance_replicas",
-           [](ops::Endpoint& self, std::shared_ptr<layout::Replicas> replicas) {
-             self.balance_replicas(std::move(replicas));
-           })
       .def_property_readonly("isa", [](const ops::Endpoint& self) { return self.kernels().name; })
       .def("internode_bytes", [](const ops::Endpoint& self) {
         const auto bytes = self.internode_bytes();

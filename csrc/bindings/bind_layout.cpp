@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/bind_endpoint.h"
 #include "bindings/shared/count_matrix.h"
 #include "bindings/shared/make_tensor.h"
 #include "bindings/shared/submitted.h"
@@ -54,24 +55,6 @@ Placement make_placement(py::handle expert_rank, int num_ranks) {
   for (const int32_t owner : owners)
     MOE_CHECK(owner >= 0 && owner < num_ranks, owner, " is not a rank of ", num_ranks);
   return Placement(std::move(owners), num_ranks);
-}
-
-std::shared_ptr<Replicas> make_replicas(const std::vector<int32_t>& slot_expert,
-                                        int num_experts,
-                                        int num_local_ranks,
-                                        const Placement& placement) {
-  MOE_CHECK(static_cast<int>(slot_expert.size()) == placement.num_experts && num_local_ranks > 0,
-            "expected an expert for each of ",
-            placement.num_experts,
-            " slots, got ",
-            slot_expert.size());
-  MOE_CHECK(std::ranges::is_sorted(placement.expert_rank), "slots must ascend by rank");
-  for (const int32_t expert_idx : slot_expert)
-    MOE_CHECK(expert_idx >= -1 && expert_idx < num_experts,
-              expert_idx,
-              " is not an expert of ",
-              num_experts);
-  return std::make_shared<Replicas>(slot_expert, num_experts, num_local_ranks, placement);
 }
 
 /// The counts of slots for those of logical experts.

@@ -15,9 +15,14 @@ namespace moe::kernels {
 /// What counting is told.
 struct Counted {
   Choices choices;
-  const int32_t* expert_rank;  ///< Buffer::expert_rank
-  int32_t num_experts;
+  const int32_t* expert_rank;  ///< Buffer::expert_rank; null where tokens of ranks do not count
+  int32_t num_experts;         ///< columns of counts
+  int32_t num_ids;             ///< at most as many
   int32_t num_ranks;
+
+  MOE_DEVICE bool is_id(int64_t expert_idx) const {
+    return expert_idx >= 0 && expert_idx < num_ids;
+  }
 };
 
 /// Successive tokens that one block counts, and what Choices has of them.
@@ -44,7 +49,7 @@ MOE_DEVICE uint32_t bound_ranks(const Counted& counted, const int64_t* chosen, i
   uint32_t bound = 0;
   for (int k = 0; k < counted.choices.num_topk; ++k) {
     const int64_t expert_idx = device::load_constant(chosen + k);
-    if (expert_idx < 0 || expert_idx >= counted.num_experts)
+    if (!counted.is_id(expert_idx))
       continue;
     const auto bit =
         static_cast<uint32_t>(device::load_constant(counted.expert_rank + expert_idx) - first);
@@ -92,7 +97,7 @@ MOE_DEVICE int check_choices(const Counted& counted, const Chunk& chunk, int32_t
   for (int i = device::thread_idx(); i < end; i += device::num_threads()) {
     const int64_t expert_idx = device::load_constant(chunk.asked_idx + i);
     device::store(chunk.topk_idx + i, expert_idx);
-    if (expert_idx < -1 || expert_idx >= counted.num_experts)
+    if (expert_idx != -1 && !counted.is_id(expert_idx))
       first_bad = i < first_bad ? i : first_bad;
     else if (choices.is_by_rank && expert_idx >= 0)
       device::add_shared(to_expert + expert_idx, int32_t{1});
@@ -115,7 +120,7 @@ MOE_DEVICE void place_choices(const Counted& counted, const Chunk& chunk, int32_
       key = device::load(chunk.places + i);
     } else if (i < end) {
       const int64_t expert_idx = device::load_constant(chunk.asked_idx + i);
-      if (expert_idx >= 0 && expert_idx < counted.num_experts)
+      if (counted.is_id(expert_idx))
         key = static_cast<int32_t>(expert_idx);
     }
     const uint32_t equals = device::match_any(static_cast<uint32_t>(key));
@@ -148,7 +153,8 @@ MOE_DEVICE_CALLED void count_chunks(Counted counted, int64_t* scratch, int32_t* 
     device::sync_block();
     const Chunk chunk = Chunk::make(choices, chunk_idx);
     const int first_bad = check_choices(counted, chunk, counts);
-    count_ranks(counted, chunk, to_rank);
+    if (counted.expert_rank != nullptr)
+      count_ranks(counted, chunk, to_rank);
     const auto bad_idx = static_cast<int>(-device::block_max(-int64_t{first_bad}, scratch));
     if (device::thread_idx() == 0) {
       const int64_t first = int64_t{chunk_idx} * choices.tokens_per_chunk * choices.num_topk;

@@ -4,6 +4,7 @@
 
 #include "device/launch.h"
 #include "kernels/buffer.h"
+#include "kernels/replicas.h"
 #include "layout/capacity.h"
 #include "layout/routing.h"
 
@@ -11,8 +12,8 @@ namespace moe::kernels {
 
 /// Choices of this rank, counted in chunks of successive tokens so that many blocks can count.
 struct Choices {
-  /// device [num_tokens, num_topk]: what the caller gave, ids in [-1, num_experts). Counting copies
-  /// it to topk_idx.
+  /// device [num_tokens, num_topk]: what the caller gave, ids of experts. Counting copies
+  /// it to topk_idx; where these are no slots yet, dispatch writes which it has chosen.
   const int64_t* asked_idx = nullptr;
   int64_t* topk_idx = nullptr;
   int64_t num_tokens = 0;
@@ -69,6 +70,7 @@ struct ExchangeParams {
   int32_t is_dispatch = 0;  ///< dispatch, cached or not: windows are laid out; else a combine
   int32_t with_counts = 0;
   Choices choices;
+  Replicas replicas;
   const uint8_t* is_masked = nullptr;  ///< device [num_ranks] or null
   layout::CapacityRule rule;
 
@@ -95,6 +97,11 @@ MOE_HOST_DEVICE inline bool counts_choices(const ExchangeParams& params) {
   return params.with_counts != 0 && params.status == static_cast<int32_t>(layout::RowStatus::kOk);
 }
 
+/// Whether ids are of logical experts, whose rows the counts give to replicas.
+inline bool has_replicas(const ExchangeParams& params) {
+  return params.replicas.num_experts > 0;
+}
+
 /// Exchanges rows: waits until the ring entry is free, publishes this rank's row, takes
 /// everybody's, and fills the tables. Blocks of at most kMaxExchangeThreads: as many as
 /// Launch::num_blocks, and no more than there are chunks, count the choices; the last to be done
@@ -103,7 +110,7 @@ MOE_HOST_DEVICE inline bool counts_choices(const ExchangeParams& params) {
 /// Where the operation ends here (rejected, too many rows; too little room without a host that
 /// could make more), it has ended on all ranks alike, and its ring entry is given back.
 void launch_exchange(const device::Launch& launch, const ExchangeParams& params);
-size_t exchange_shared_bytes(int num_ranks, int num_experts);
+size_t exchange_shared_bytes(const ExchangeParams& params);
 /// Of the kernel that exchanges rows, across nodes too.
 int num_exchange_blocks(int most_blocks, const ExchangeParams& params);
 

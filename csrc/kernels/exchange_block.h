@@ -9,6 +9,7 @@
 #include "kernels/exchange.h"
 #include "kernels/node_peers.h"
 #include "kernels/publish.h"
+#include "kernels/replica_rows.h"
 #include "kernels/tables.h"
 #include "kernels/wait.h"
 
@@ -23,6 +24,7 @@ namespace moe::kernels {
 ///   then      int32 [kMaxExchangeThreads]: sums of chunks, see ChunkSums
 ///   then      the row of this rank, Row::stride; while choices are counted, counts of one chunk
 ///   then      int64 [E]: totals; [E + 1]: starts; int32 [R]: is_masked
+///   then      multiple of 8: see ReplicaSharedMap, where there are replicas
 struct ExchangeSharedMap {
   static constexpr int64_t kMaxWarps = kMaxExchangeThreads / 32;
 
@@ -40,7 +42,7 @@ struct ExchangeSharedMap {
     map.totals = map.row + layout::Row::stride(num_ranks, num_experts);
     map.starts = map.totals + int64_t{8} * num_experts;
     map.is_masked = map.starts + int64_t{8} * (num_experts + 1);
-    map.bytes = map.is_masked + int64_t{4} * num_ranks;
+    map.bytes = round_up(map.is_masked + int64_t{4} * num_ranks, 8);
     return map;
   }
 };
@@ -48,7 +50,8 @@ struct ExchangeSharedMap {
 /// One operation's exchange, by the threads of one block, the last of those that count.
 ///
 /// @tparam Peers  how rows reach all ranks: NodePeers, or RailPeers across nodes.
-template <typename Peers>
+/// @tparam kHasReplicas  has_replicas(): what shares rows out costs registers.
+template <typename Peers, bool kHasReplicas>
 class ExchangeBlock {
   using Row = layout::Row;
   using RowStatus = layout::RowStatus;
@@ -76,7 +79,12 @@ class ExchangeBlock {
   MOE_DEVICE bool count() const {
     if (!counts_choices(params_))
       return true;
-    count_chunks({params_.choices, buffer_.expert_rank, buffer_.num_experts, buffer_.num_ranks},
+    // Where counts are to say which ranks tokens go to, nobody can count those yet.
+    count_chunks({params_.choices,
+                  kHasReplicas ? nullptr : buffer_.expert_rank,
+                  buffer_.num_experts,
+                  kHasReplicas ? params_.replicas.num_experts : buffer_.num_experts,
+                  buffer_.num_ranks},
                  scratch(),
                  row()->counts());
     return is_last_block(buffer_, narrow_scratch());
@@ -141,6 +149,14 @@ class ExchangeBlock {
         return needed;
     }
     if (params_.with_counts != 0) {
+      if constexpr (kHasReplicas)
+        share_replicas({params_.replicas,
+                        buffer_.first_of_rank,
+                        buffer_.num_experts,
+                        buffer_.rank_idx,
+                        params_.arrangement.layout == layout::RowLayout::kLowLatency,
+                        params_.tables.counts,
+                        shared(map_.bytes)});
       int64_t num_dropped = 0;
       if (counts_.keep_rows(params_.rule, &num_dropped))
         return OperationStatus::kOverflow;
@@ -205,12 +221,17 @@ class ExchangeBlock {
       const bool is_failed = !is_active(rank_idx);
       const bool is_masked =
           params_.is_masked != nullptr && device::load_constant(params_.is_masked + rank_idx) != 0;
-      if (is_low_latency && (is_failed || is_masked))
+      // Replicas elsewhere take the rows of a rank that has failed.
+      if (is_failed ? is_low_latency || kHasReplicas : is_low_latency && is_masked)
         device::store(to_rank + rank_idx, int32_t{layout::CountMatrix::kMasked});
       else if (is_failed && device::load(to_rank + rank_idx) > 0 &&
                kFirstRank + rank_idx < first_wrong)
         first_wrong = kFirstRank + rank_idx;
     }
+    if constexpr (kHasReplicas)
+      if (const int lost = is_low_latency ? INT_MAX : first_lost_expert();
+          lost != INT_MAX && kFirstRank + lost < first_wrong)
+        first_wrong = kFirstRank + lost;
     if (device::thread_idx() == 0) {
       device::store(to_rank + buffer_.num_ranks, params_.fixed_rows);
       device::store(to_rank + buffer_.num_ranks + 1, params_.num_topk);
@@ -226,6 +247,14 @@ class ExchangeBlock {
       *needed_bytes = static_cast<uint64_t>(first_wrong);
       *available_bytes =
           static_cast<uint64_t>(device::load_constant(params_.choices.asked_idx + first_wrong));
+    } else if constexpr (kHasReplicas) {
+      const auto expert_idx = static_cast<int>(first_wrong - kFirstRank);
+      const layout::ReplicaTable& table = params_.replicas.table;
+      const int first = device::load_constant(table.expert_begin + expert_idx);
+      *status = static_cast<int32_t>(RowStatus::kFailedRank);
+      *needed_bytes = static_cast<uint64_t>(device::load(row()->counts() + expert_idx));
+      *available_bytes = static_cast<uint64_t>(device::load_constant(
+          table.slot_rank + device::load_constant(table.expert_slots + first)));
     } else {
       const auto rank_idx = static_cast<int>(first_wrong - kFirstRank);
       *status = static_cast<int32_t>(RowStatus::kFailedRank);
@@ -234,6 +263,25 @@ class ExchangeBlock {
     }
     // The message takes the place of the counts.
     device::sync_block();
+  }
+
+  /// The first expert that this rank chose and whose ranks have all failed, of those that this
+  /// thread looks at; INT_MAX for none.
+  MOE_DEVICE int first_lost_expert() const {
+    const layout::ReplicaTable& table = params_.replicas.table;
+#pragma unroll 1
+    for (int expert_idx = device::thread_idx(); expert_idx < params_.replicas.num_experts;
+         expert_idx += device::num_threads()) {
+      bool is_lost = device::load(row()->counts() + expert_idx) > 0;
+      const int end = device::load_constant(table.expert_begin + expert_idx + 1);
+#pragma unroll 1
+      for (int i = device::load_constant(table.expert_begin + expert_idx); is_lost && i < end; ++i)
+        is_lost = !is_active(
+            device::load_constant(table.slot_rank + device::load_constant(table.expert_slots + i)));
+      if (is_lost)
+        return expert_idx;
+    }
+    return INT_MAX;
   }
 
   MOE_DEVICE void copy_message() const {

@@ -29,9 +29,10 @@ struct InternodeOffersParams {
 // Example: 2 nodes of 2 ranks. Rank 1 gets its own row, that of rank 0 by its stores, that of rank
 // 3
 //   by its own hand from the rail region, and that of rank 2 from rank 0.
+template <bool kHasReplicas>
 MOE_KERNEL void internode_exchange(InternodeExchangeParams params) {
   const RailPeers peers(params.operation.buffer, params.rails);
-  ExchangeBlock<RailPeers> block(params.operation, peers);
+  ExchangeBlock<RailPeers, kHasReplicas> block(params.operation, peers);
   if (block.count())
     block.run();
 }
@@ -49,8 +50,12 @@ void launch_internode_exchange(const device::Launch& launch,
   device::Launch shape = launch;
   shape.num_threads = num_threads_of(launch.num_threads);
   shape.num_blocks = num_exchange_blocks(launch.num_blocks, params);
-  shape.shared_bytes = exchange_shared_bytes(params.buffer.num_ranks, params.buffer.num_experts);
-  device::launch(internode_exchange, shape, InternodeExchangeParams{params, rails});
+  shape.shared_bytes = exchange_shared_bytes(params);
+  const InternodeExchangeParams both{params, rails};
+  if (has_replicas(params))
+    device::launch(&internode_exchange<true>, shape, both);
+  else
+    device::launch(&internode_exchange<false>, shape, both);
 }
 
 void launch_internode_offers(const device::Launch& launch,

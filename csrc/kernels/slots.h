@@ -46,10 +46,10 @@ class SlotFinder {
         if (params_.is_cached != 0) {
           slot = device::load(place);
         } else {
-          slot = slot_of(
-              token_idx,
-              i,
-              device::load(params_.choices.topk_idx + token_idx * params_.choices.num_topk + i));
+          const int64_t entry = token_idx * params_.choices.num_topk + i;
+          slot = params_.replicas.num_experts > 0
+                     ? slot_of_replica(token_idx, i, entry, is_first)
+                     : slot_of(token_idx, i, device::load(params_.choices.topk_idx + entry));
           if (is_first)
             device::store(place, slot);
         }
@@ -64,7 +64,41 @@ class SlotFinder {
     if (expert_idx < 0)
       return layout::Slot::kNone;
     const int dst_rank = device::load_constant(params_.buffer.expert_rank + expert_idx);
-    return pack(token_idx, choice_idx, static_cast<int>(expert_idx), dst_rank);
+    const auto column = static_cast<int>(expert_idx);
+    return pack(place_of(token_idx, choice_idx, column), column, column, dst_rank);
+  }
+
+  /// What layout::choose_slots says: of this rank's choices of an expert, in order, the first go to
+  /// its lowest slot, and so on.
+  /// @param entry  of Choices::topk_idx, which gets the slot that was chosen
+  MOE_DEVICE int64_t slot_of_replica(int64_t token_idx,
+                                     int choice_idx,
+                                     int64_t entry,
+                                     bool is_first) const {
+    const Choices& choices = params_.choices;
+    const layout::ReplicaTable& table = params_.replicas.table;
+    const int64_t expert_idx = device::load(choices.asked_idx + entry);
+    int32_t chosen = -1;
+    int64_t slot = layout::Slot::kNone;
+    if (expert_idx >= 0) {
+      int32_t place = place_of(token_idx, choice_idx, static_cast<int>(expert_idx));
+      int32_t begin = 0;
+      const int end = device::load_constant(table.expert_begin + expert_idx + 1);
+#pragma unroll 1
+      for (int j = device::load_constant(table.expert_begin + expert_idx); j < end; ++j) {
+        const int32_t next = device::load_constant(table.expert_slots + j);
+        const int32_t next_begin = device::load_constant(params_.replicas.run_begins + next);
+        if (next_begin > place)
+          break;
+        chosen = next;
+        begin = next_begin;
+      }
+      place -= begin;
+      slot = pack(place, chosen, chosen, device::load_constant(table.slot_rank + chosen));
+    }
+    if (is_first)
+      device::store(choices.topk_idx + entry, int64_t{chosen});
+    return slot;
   }
 
   /// Entry i is for the i-th distinct rank, ascending: each is the least that is above the last.
@@ -81,8 +115,10 @@ class SlotFinder {
       }
       least = -device::warp_max(-least);
       int64_t slot = layout::Slot::kNone;
-      if (least < params_.buffer.num_ranks)
-        slot = pack(token_idx, i, params_.buffer.num_experts + least, least);
+      if (least < params_.buffer.num_ranks) {
+        const int column = params_.buffer.num_experts + least;
+        slot = pack(place_of(token_idx, i, column), column, least, least);
+      }
       if (device::lane_idx() == 0) {
         if (is_first)
           device::store(params_.slots + token_idx * num_slots + i, slot);
@@ -105,18 +141,24 @@ class SlotFinder {
     return expert_idx < 0 ? -1 : device::load_constant(params_.buffer.expert_rank + expert_idx);
   }
 
+  /// How many of this rank's before it are counted in the same column.
   /// @param column  of the count matrix: an expert, or num_experts and a rank.
-  MOE_DEVICE int64_t pack(int64_t token_idx, int entry, int column, int dst_rank) const {
+  MOE_DEVICE int32_t place_of(int64_t token_idx, int entry, int column) const {
     const Choices& choices = params_.choices;
     const int64_t chunk_idx = token_idx / choices.tokens_per_chunk;
     int32_t place =
         device::load_constant(choices.place_in_chunk + token_idx * choices.num_slots + entry);
     place += device::load_constant(choices.chunk_counts + chunk_idx * num_columns_ + column);
+    return place;
+  }
+
+  /// @param place   of the row, among those of this rank in the column
+  /// @param stream  of Tables::stream_starts
+  MOE_DEVICE int64_t pack(int32_t place, int column, int stream, int dst_rank) const {
     const int32_t num_kept = device::load_constant(kept_ + column);
     if (place >= num_kept)
       return layout::Slot::kNone;
-    const int64_t start = device::load_constant(params_.tables.stream_starts +
-                                                (choices.is_by_rank != 0 ? dst_rank : column));
+    const int64_t start = device::load_constant(params_.tables.stream_starts + stream);
     return layout::Slot::pack(dst_rank, start + place);
   }
 

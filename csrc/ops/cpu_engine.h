@@ -10,6 +10,8 @@ struct CpuEngine {
   using Endpoint = ops::Endpoint;
   using Exchange = ops::Exchange;
   using Plan = ops::Plan;
+  /// Whether the host reads choices; else kernels choose replicas.
+  static constexpr bool kReadsChoices = true;
 };
 
 }  // namespace moe::ops

@@ -17,7 +17,7 @@ namespace moe::ops {
 /// The steps of a dispatch of every engine: a rank says what it sends where and what memory
 /// it offers, hears the same of all, judges it as every rank does, and has the rows moved.
 ///
-/// @tparam Engine  Names the types Endpoint, Exchange and Plan.
+/// @tparam Engine  Names the types Endpoint, Exchange and Plan, and says kReadsChoices.
 /// @tparam Mover   Derives from this, and says how its engine does the parts, in this order:
 ///   - begin(): before anything else
 ///   - count_choices(): uncached: what this rank sends where; rejects what is wrong with it
@@ -188,18 +188,19 @@ class DispatchSteps {
 
   void choose_replicas(Rows* rows) {
     layout::share_rows(*params_.replicas, endpoint_.placement(), &rows->counts);
-    chosen_slots_ = layout::choose_slots(params_.topk_idx,
-                                         params_.num_tokens * params_.num_topk,
-                                         *params_.replicas,
-                                         rows->counts.row(endpoint_.rank_idx()));
-    // Ranks that have failed take no rows; other marks than theirs only low latency has.
-    for (int rank_idx = 0; !is_low_latency() && rank_idx < num_ranks_; ++rank_idx) {
-      int32_t* const to_rank = rows->counts.row(rank_idx) + rows->counts.num_experts;
-      std::replace(to_rank, to_rank + num_ranks_, layout::CountMatrix::kMasked, 0);
-    }
-    if constexpr (Exchange::kHearsChoices)
+    if constexpr (Engine::kReadsChoices) {
+      chosen_slots_ = layout::choose_slots(params_.topk_idx,
+                                           params_.num_tokens * params_.num_topk,
+                                           *params_.replicas,
+                                           rows->counts.row(endpoint_.rank_idx()));
+      // Ranks that have failed take no rows; other marks than theirs only low latency has.
+      for (int rank_idx = 0; !is_low_latency() && rank_idx < num_ranks_; ++rank_idx) {
+        int32_t* const to_rank = rows->counts.row(rank_idx) + rows->counts.num_experts;
+        std::replace(to_rank, to_rank + num_ranks_, layout::CountMatrix::kMasked, 0);
+      }
       if (arrangement_.is_by_rank())
         exchange_.count_tokens(params_.topk_idx, *params_.replicas, rows);
+    }
   }
 
   /// A rank whose offer is too small obtains memory; every rank sees which those are in the same

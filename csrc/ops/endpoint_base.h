@@ -34,6 +34,7 @@ struct EndpointConfig {
   bool node_reduction = false;
   /// The same on the rank they lie on; see docs/gpu.md. Of ranks of one node.
   bool rank_reduction = false;
+  bool balances_replicas = false;  ///< choices may be of logical experts, see balance_replicas()
   std::string isa;               ///< of row kernels on the CPU; empty for the best of this machine
   std::shared_ptr<Rail> rail;    ///< between nodes; null for the communicator's own sockets
   bool checks_messages = false;  ///< between nodes; see layout::MessageId
@@ -58,7 +59,7 @@ class EndpointBase : public BufferBase {
   /// What later dispatches choose replicas from; null where they choose slots. Of the thread that
   /// issues operations.
   const std::shared_ptr<const layout::Replicas>& replicas() const { return replicas_; }
-  void balance_replicas(std::shared_ptr<const layout::Replicas> replicas) {
+  virtual void balance_replicas(std::shared_ptr<const layout::Replicas> replicas) {
     replicas_ = std::move(replicas);
   }
   /// Control area that the host reads and writes, in the heap of the group. Of a rank of another

@@ -50,7 +50,6 @@ class Exchange : public BufferOperation {
   /// row.
   /// @param own_choices  Of this rank.
   void count_tokens(const int64_t* own_choices, const layout::Replicas& replicas, Rows* rows);
-  static constexpr bool kHearsChoices = true;
 
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
   /// On several nodes every rank calls expect_second_offers() first.

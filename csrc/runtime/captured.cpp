@@ -122,6 +122,8 @@ std::shared_ptr<const ops::PlanHeader> capture_plan(Capture& capture,
     return params.plan;
   }
   launches.make_plan([&](int64_t bytes) { return capture.allocate(bytes).get(); });
+  if (params.replicas != nullptr)
+    endpoint.keep(params.replicas);
   launches.foresee_plan();
   launches.made_plan()->hash = endpoint.num_captured();  // ranks capture alike
   launches.made_plan()->status = capture.status();

@@ -63,7 +63,8 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       return;
     }
     // What the text about a bad id needs of this rank.
-    row.message = exchange_.mailbox().write_message(std::to_string(params_.num_topk));
+    row.message = exchange_.mailbox().write_message(concat(
+        params_.num_topk, ' ', layout::num_ids(params_.replicas.get(), endpoint_.placement())));
     if (is_low_latency() && !params_.masked_ranks.empty())
       row.is_masked =
           endpoint_.upload_ranks(exchange_.mailbox(), rank_flags(params_.masked_ranks, num_ranks_));
@@ -107,7 +108,10 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
                     &endpoint = endpoint_,
                     arrangement = arrangement_,
                     capacity = params_.capacity,
+                    replicas = params_.replicas,
                     row_bytes = params_.row_bytes](ops::Rows rows, uint64_t epoch) {
+      if (replicas != nullptr)
+        layout::share_rows(*replicas, endpoint.placement(), &rows.counts);
       ops::JudgedCounts judged =
           ops::judge_counts(std::move(rows.counts), endpoint, arrangement, capacity, row_bytes);
       if (judged.overflow)

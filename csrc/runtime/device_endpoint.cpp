@@ -11,6 +11,7 @@
 #include "layout/window.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/device_plan.h"
+#include "runtime/device_replicas.h"
 #include "runtime/dispatch_launches.h"
 #include "runtime/late_verdict.h"
 #include "runtime/polling.h"
@@ -223,7 +224,13 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
       DispatchTables::memory_bytes(*this, nullptr) + 2 * kPageBytes;
   scratch(DispatchLaunches::scratch_bytes(*this, num_tokens, num_topk));
   const int64_t num_plans = kPlansAtOnce * std::max<int64_t>(config().depth, num_pairs);
-  reserved_ = device_->reserve(num_plans * plan_bytes, kHostBytesAtOnce);
+  // Those of two placements, while one replaces the other.
+  const int64_t replica_bytes =
+      config().balances_replicas
+          ? 2 * DeviceReplicas::memory_bytes(num_ranks(), config().num_experts)
+          : 0;
+  reserved_ =
+      device_->reserve(num_plans * plan_bytes + replica_bytes, kHostBytesAtOnce + replica_bytes);
   // Where the caller is the host, so is the device, and growth of its heap waits for nobody.
   if (is_host_caller() || config().max_row_bytes == 0 || config().num_max_tokens == 0)
     return memory_->allocate(0);
@@ -433,6 +440,21 @@ void DeviceEndpoint::upload_constants() {
   upload(buffer_.expert_rank, expert_rank, 4 * num_experts);
   upload(buffer_.experts_by_rank, experts_by_rank, 4 * num_experts);
   upload(buffer_.first_of_rank, first_of_rank, 4 * (count + 1));
+}
+
+void DeviceEndpoint::balance_replicas(std::shared_ptr<const layout::Replicas> replicas) {
+  const auto active = device_->activate_for_now();
+  if (replicas != nullptr)
+    replicas =
+        DeviceReplicas::make(*replicas,
+                             config().num_experts,
+                             *device_,
+                             [this](std::byte* target, const std::byte* source, int64_t bytes) {
+                               const std::lock_guard<std::mutex> lock(side_mutex_);
+                               side_stream().copy(target, source, bytes);
+                               await(*side_stream().record());
+                             });
+  EndpointBase::balance_replicas(std::move(replicas));
 }
 
 kernels::Buffer DeviceEndpoint::buffer() const {

@@ -73,6 +73,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   SymmetricMemory& memory() const override { return *memory_; }
   std::shared_ptr<Window> take_window(uint64_t bytes, bool is_captured) override;
   std::shared_ptr<Window> take_captured_window(int64_t kind, uint64_t bytes);
+  /// Makes it DeviceReplicas. Waits for no kernel.
+  void balance_replicas(std::shared_ptr<const layout::Replicas> replicas) override;
   int32_t dlpack_device_type() const override { return device_->dlpack_type(); }
   int32_t device_idx() const override { return device_->device_idx(); }
   bool spans_devices() const override { return spans_devices_; }

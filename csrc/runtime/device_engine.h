@@ -10,6 +10,7 @@ struct DeviceEngine {
   using Endpoint = DeviceEndpoint;
   using Exchange = DeviceExchange;
   using Plan = DevicePlan;
+  static constexpr bool kReadsChoices = false;
 };
 
 }  // namespace moe::runtime

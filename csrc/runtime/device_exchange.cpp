@@ -176,14 +176,18 @@ ops::Rows DeviceExchange::hear(bool with_counts) {
     switch (static_cast<RowStatus>(row.status)) {
       case RowStatus::kOk:
         break;
-      case RowStatus::kBadExpert:
-        // The message of a row whose ids a device has yet to check is its number of choices.
+      case RowStatus::kBadExpert: {
+        // The message of a row whose ids a device has yet to check is its number of choices, and of
+        // ids that there are.
+        char* rest = nullptr;
+        const int64_t num_topk = std::strtoll(row.message(), &rest, 10);
         problem = {RowStatus::kInvalidArgument,
                    layout::describe_bad_expert(static_cast<int64_t>(row.needed_bytes),
-                                               std::strtoll(row.message(), nullptr, 10),
+                                               num_topk,
                                                static_cast<int64_t>(row.available_bytes),
-                                               endpoint_.config().num_experts)};
+                                               std::strtoll(rest, nullptr, 10))};
         break;
+      }
       case RowStatus::kFailedRank:
         problem = {RowStatus::kInvalidArgument,
                    ops::describe_failed_rank(static_cast<int64_t>(row.needed_bytes),

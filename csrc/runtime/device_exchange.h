@@ -50,7 +50,6 @@ class RowArrivals {
 class DeviceExchange : public ops::BufferOperation {
  public:
   static constexpr bool kMayHearLater = true;
-  static constexpr bool kHearsChoices = false;
 
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops/dispatch_rules.h"
+#include "runtime/device_replicas.h"
 
 namespace moe::runtime {
 
@@ -89,6 +90,11 @@ void DispatchLaunches::take_plan(const DevicePlan& plan) {
   kept_counts_ = plan.device_counts;
 }
 
+kernels::Replicas DispatchLaunches::replicas() const {
+  return params_.replicas ? static_cast<const DeviceReplicas&>(*params_.replicas).kernels
+                          : kernels::Replicas{};
+}
+
 ExchangeParams DispatchLaunches::row() const {
   ExchangeParams row;
   row.tables = tables_.tables;
@@ -104,6 +110,7 @@ ExchangeParams DispatchLaunches::row() const {
     return row;
   row.with_counts = 1;
   row.choices = choices_;
+  row.replicas = replicas();
   row.fixed_rows = static_cast<int32_t>(params_.fixed_rows);
   row.num_topk = static_cast<int32_t>(params_.num_topk);
   return row;
@@ -124,6 +131,7 @@ kernels::DispatchParams DispatchLaunches::kernel_params() const {
   params.buffer = endpoint_.buffer();
   params.tables = tables_.tables;
   params.choices = choices_;
+  params.replicas = replicas();
   params.x = params_.x;
   params.source_row_bytes = params_.source_row_bytes;
   params.row_bytes = params_.row_bytes;

@@ -57,6 +57,7 @@ class DispatchLaunches {
 
   static void cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices);
   kernels::Choices shape_choices() const;
+  kernels::Replicas replicas() const;
   kernels::DispatchParams kernel_params() const;
   /// Of a result whose size no count decides.
   int64_t num_fixed_rows() const;

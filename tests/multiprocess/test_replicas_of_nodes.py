@@ -33,6 +33,6 @@ def be_rank(context: RankContext, backend: str) -> None:
         check_loads(comm, None)
 
 
-@pytest.mark.parametrize("backend", ["collective", "host"])
+@pytest.mark.parametrize("backend", ["collective", "host", "simt"])
 def test_ranks_of_two_nodes(backend: str) -> None:
     run_ranks(be_rank, 4, backend)

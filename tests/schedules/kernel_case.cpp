@@ -21,6 +21,13 @@ layout::Arrangement KernelCase::arrangement() const {
   return arrangement;
 }
 
+layout::Replicas KernelCase::replicas(const layout::Placement& placement) const {
+  return layout::Replicas(slot_expert,
+                          num_logical_experts,
+                          num_local_ranks > 0 ? num_local_ranks : num_ranks,
+                          placement);
+}
+
 int64_t KernelCase::origin_of(int rank_idx, const int64_t* slots, int64_t i) const {
   const int dst_rank = Slot::rank_idx(slots[i]);
   for (int64_t j = 0; is_elsewhere(rank_idx, dst_rank) && j < i; ++j)
@@ -65,11 +72,11 @@ RankInputs draw_inputs(const KernelCase& shape, Random* random) {
   const int64_t num_choices = random->between(0, shape.num_max_tokens) * shape.num_topk;
   // Now and then all tokens want few experts.
   const int num_wanted =
-      random->chance(1, 4) ? 1 + static_cast<int>(random->below(2)) : shape.num_experts;
+      random->chance(1, 4) ? 1 + static_cast<int>(random->below(2)) : shape.num_ids();
   for (int64_t i = 0; i < num_choices; ++i) {
     const bool is_none = random->chance(1, 8);
     const uint32_t expert_idx =
-        random->below(static_cast<uint32_t>(std::min(num_wanted, shape.num_experts)));
+        random->below(static_cast<uint32_t>(std::min(num_wanted, shape.num_ids())));
     inputs.topk_idx.push_back(is_none ? int64_t{-1} : int64_t{expert_idx});
     inputs.weights.push_back(draw_number(random));
   }
@@ -102,6 +109,40 @@ layout::CountMatrix asked_counts(const KernelCase& shape,
     to_rank[shape.num_ranks + 1] = shape.num_topk;
   }
   return counts;
+}
+
+/// Makes slots of what ranks pass; tests/unit/test_replicas.py holds these functions to the
+/// definition.
+void choose_replicas(const KernelCase& shape,
+                     const layout::Placement& placement,
+                     std::vector<RankInputs>* inputs) {
+  const layout::Replicas replicas = shape.replicas(placement);
+  layout::CountMatrix counts = asked_counts(shape, placement, *inputs);
+  layout::share_rows(replicas, placement, &counts);
+  for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
+    RankInputs& own = (*inputs)[static_cast<size_t>(rank_idx)];
+    own.topk_idx = layout::choose_slots(own.passed_idx.data(),
+                                        std::ssize(own.passed_idx),
+                                        replicas,
+                                        counts.row(rank_idx),
+                                        shape.num_experts);
+  }
+}
+
+/// What share_rows() leaves where tokens bound for a rank were: rows, kept or not, where any is
+/// kept.
+void count_rows_to_ranks(const layout::Placement& placement,
+                         const std::vector<RankInputs>& inputs,
+                         layout::CountMatrix* kept) {
+  for (int src_rank = 0; src_rank < kept->num_ranks; ++src_rank)
+    for (int dst_rank = 0; dst_rank < kept->num_ranks; ++dst_rank) {
+      int32_t& to_rank = kept->row(src_rank)[kept->num_experts + dst_rank];
+      const auto& chosen = inputs[static_cast<size_t>(src_rank)].topk_idx;
+      if (to_rank > 0)
+        to_rank = static_cast<int32_t>(std::ranges::count_if(chosen, [&](int64_t slot) {
+          return slot >= 0 && placement.expert_rank[static_cast<size_t>(slot)] == dst_rank;
+        }));
+    }
 }
 
 /// Takes away choices of every expert beyond its capacity, or beyond one more, and gives every rank
@@ -304,7 +345,7 @@ std::vector<std::byte> draw_rows(DType dtype, int64_t num_elements, Random* rand
 
 layout::Placement draw_placement(const KernelCase& shape, Random* random) {
   std::vector<int32_t> expert_rank(static_cast<size_t>(shape.num_experts));
-  const bool is_scattered = random->chance(1, 2);
+  const bool is_scattered = !shape.has_replicas() && random->chance(1, 2);
   for (int expert_idx = 0; expert_idx < shape.num_experts; ++expert_idx)
     expert_rank[static_cast<size_t>(expert_idx)] =
         is_scattered ? static_cast<int32_t>(random->below(static_cast<uint32_t>(shape.num_ranks)))
@@ -318,6 +359,10 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
     step.inputs.push_back(draw_inputs(shape, random));
   if (shape.is_at_limits)
     move_to_limits(shape, placement, &step.inputs, random);
+  for (RankInputs& inputs : step.inputs)
+    inputs.passed_idx = inputs.topk_idx;
+  if (shape.has_replicas())
+    choose_replicas(shape, placement, &step.inputs);
   step.spec = std::make_shared<DispatchSpec>(
       shape.arrangement(),
       shape.rule,
@@ -326,15 +371,17 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
   step.difference_of_layout =
       step.spec->difference_of_layout(asked_counts(shape, placement, step.inputs));
   step.kept = step.spec->counts();
+  if (shape.has_replicas())
+    count_rows_to_ranks(placement, step.inputs, &step.kept);
   if (step.spec->has_overflow()) {
     step.status = kernels::OperationStatus::kOverflow;
     return step;
   }
   if (shape.has_bad_choice) {
     auto& inputs = step.inputs[random->below(static_cast<uint32_t>(shape.num_ranks))];
-    if (!inputs.topk_idx.empty()) {
-      inputs.topk_idx[random->below(static_cast<uint32_t>(inputs.topk_idx.size()))] =
-          random->chance(1, 2) ? int64_t{shape.num_experts} : int64_t{-2};
+    if (!inputs.passed_idx.empty()) {
+      inputs.passed_idx[random->below(static_cast<uint32_t>(inputs.passed_idx.size()))] =
+          random->chance(1, 2) ? int64_t{shape.num_ids()} : int64_t{-2};
       step.status = kernels::OperationStatus::kRejected;
       return step;
     }

@@ -11,6 +11,7 @@
 #include "cpu/row_kernels.h"
 #include "kernels/buffer.h"
 #include "layout/capacity.h"
+#include "layout/replicas.h"
 #include "layout/routing.h"
 #include "layout/window.h"
 #include "schedules/random.h"
@@ -50,6 +51,9 @@ struct KernelCase {
   bool is_at_limits = false;    ///< as many rows as the limits allow, or one (unit) more
   bool with_masks = false;      ///< low-latency: a rank is masked now and then
   bool has_bad_choice = false;  ///< of one rank in each step
+  /// The logical expert in every slot, where counts choose replicas and `num_experts` are slots.
+  std::vector<int32_t> slot_expert;
+  int num_logical_experts = 0;
 
   int64_t source_row_bytes() const { return hidden * element_bytes(dtype); }
   int64_t row_bytes() const { return is_quantized ? hidden : source_row_bytes(); }
@@ -61,11 +65,14 @@ struct KernelCase {
   bool is_elsewhere(int rank_idx, int other_rank) const {
     return rank_idx % num_devices != other_rank % num_devices;
   }
+  bool has_replicas() const { return !slot_expert.empty(); }
+  int num_ids() const { return has_replicas() ? num_logical_experts : num_experts; }
   bool has_origins() const { return !is_by_rank() && num_devices > 1 && num_ranks > 1; }
   bool adds_by_rank() const { return rank_reduction && !is_by_rank(); }
   /// The row that brings slot @p i of a token of @p rank_idx its bytes.
   int64_t origin_of(int rank_idx, const int64_t* slots, int64_t i) const;
   layout::Arrangement arrangement() const;
+  layout::Replicas replicas(const layout::Placement& placement) const;
 };
 
 /// To the format of that name, with its default scale factors.
@@ -73,8 +80,9 @@ cpu::RowQuantization quantization_named(std::string_view name, DType dtype, int6
 
 /// What one rank puts into a step.
 struct RankInputs : AskedOfRank {
-  std::vector<std::byte> x;    ///< [num_tokens, source_row_bytes]
-  std::vector<float> weights;  ///< [num_tokens, num_topk]
+  std::vector<int64_t> passed_idx;  ///< the ids of its choices, which are slots but for replicas
+  std::vector<std::byte> x;         ///< [num_tokens, source_row_bytes]
+  std::vector<float> weights;       ///< [num_tokens, num_topk]
 };
 
 /// Bytes of which some have no value that anybody may rely on.

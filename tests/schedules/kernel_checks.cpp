@@ -99,6 +99,9 @@ void KernelWorld::check(int rank_idx, const Step& step, const Sent& sent) {
   rank(rank_idx).stream->call("check of a dispatch", [this, rank_idx, &step, sent] {
     check_tables(rank_idx, step, sent.epoch, false);
     check_dispatch(rank_idx, step, sent.segment_idx, sent.handle.slots);
+    const std::vector<int64_t>& chosen = step.inputs[static_cast<size_t>(rank_idx)].topk_idx;
+    for (size_t i = 0; step.status == kernels::OperationStatus::kOk && i < chosen.size(); ++i)
+      expect_equal(read(sent.handle.topk_idx + i), chosen[i], concat("kept choice ", i));
   });
   count_traffic(rank_idx, step, false, true);
   count_puts(rank_idx, step, layout::Operation::kDispatch, false);

@@ -182,6 +182,32 @@ void KernelWorld::make_tables(int rank_idx) {
   make(&own.chunk_counts, "chunk_counts", most_chunks * (num_experts + num_ranks));
   make(&own.place_in_chunk, "place_in_chunk", shape_.num_max_tokens * shape_.num_topk);
   make(&own.bad_choice, "bad_choice", most_chunks);
+  if (shape_.has_replicas())
+    make_replicas(rank_idx);
+}
+
+void KernelWorld::make_replicas(int rank_idx) {
+  const layout::Replicas replicas = shape_.replicas(placement_);
+  const layout::ReplicaTable from = replicas.slots.table();
+  const auto put_array = [&](const char* name, const int32_t* values, int64_t count) {
+    return put(rank_idx, Ownership::kDevice, name, std::vector<int32_t>(values, values + count));
+  };
+  kernels::Replicas& to = rank(rank_idx).replicas;
+  to.num_experts = shape_.num_logical_experts;
+  to.num_local_ranks = replicas.num_local_ranks;
+  to.table.num_ranks = from.num_ranks;
+  to.table.slot_rank = put_array("slot_rank", from.slot_rank, shape_.num_experts);
+  to.table.slot_expert = put_array("slot_expert", from.slot_expert, shape_.num_experts);
+  to.table.expert_begin = put_array("expert_begin", from.expert_begin, to.num_experts + 1);
+  to.table.expert_slots =
+      put_array("expert_slots", from.expert_slots, from.expert_begin[to.num_experts]);
+  to.table.rank_begin = put_array("rank_begin", from.rank_begin, from.num_ranks + 1);
+  to.table.shared_slots =
+      put_array("shared_slots", from.shared_slots, from.rank_begin[from.num_ranks]);
+  to.logical = unwritten<int32_t>(
+      rank_idx, Ownership::kDevice, "logical counts", int64_t{from.num_ranks} * to.num_experts);
+  to.run_begins =
+      unwritten<int32_t>(rank_idx, Ownership::kDevice, "run_begins", shape_.num_experts);
 }
 
 device::Launch KernelWorld::shape_of(int rank_idx, int num_blocks) {
@@ -202,7 +228,7 @@ device::Launch KernelWorld::shape_behind(int rank_idx) {
 
 KernelWorld::Inputs KernelWorld::put_inputs(int rank_idx, const RankInputs& inputs) {
   Inputs place;
-  place.topk_idx = put(rank_idx, Ownership::kDevice, "topk_idx", inputs.topk_idx);
+  place.topk_idx = put(rank_idx, Ownership::kDevice, "topk_idx", inputs.passed_idx);
   place.x = put(rank_idx, Ownership::kDevice, "x", inputs.x);
   if (shape_.with_weights)
     place.weights = reinterpret_cast<const std::byte*>(
@@ -275,6 +301,7 @@ kernels::ExchangeParams KernelWorld::dispatch_exchange(int rank_idx,
   params.is_dispatch = 1;
   params.with_counts = 1;
   params.choices = choices;
+  params.replicas = rank(rank_idx).replicas;
   params.is_masked = place.is_masked;
   params.rule = shape_.rule;
   params.arrangement = shape_.arrangement();
@@ -291,6 +318,7 @@ kernels::DispatchParams KernelWorld::dispatch_rows(int rank_idx,
   params.buffer = rank(rank_idx).buffer;
   params.tables = rank(rank_idx).tables;
   params.choices = choices;
+  params.replicas = rank(rank_idx).replicas;
   params.x = place.x;
   params.source_row_bytes = shape_.source_row_bytes();
   params.row_bytes = shape_.row_bytes();

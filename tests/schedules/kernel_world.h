@@ -154,6 +154,7 @@ class KernelWorld {
     int32_t* chunk_counts = nullptr;
     int32_t* place_in_chunk = nullptr;
     int64_t* bad_choice = nullptr;
+    kernels::Replicas replicas;
     kernels::Rails rails;
     uint64_t epoch = 0;
     int num_dispatched = 0;
@@ -186,6 +187,7 @@ class KernelWorld {
   int add_segment(int rank_idx, std::byte* base, int64_t bytes);
   void make_rank(int rank_idx);
   void make_tables(int rank_idx);
+  void make_replicas(int rank_idx);
   Offer offer_of(int rank_idx, int segment_idx, int64_t bytes = -1);
   int64_t most_window_bytes() const;
   bool has_nodes() const { return shape_.num_local_ranks > 0; }

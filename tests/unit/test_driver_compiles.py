@@ -16,7 +16,8 @@ NEEDED = {
     "combine<BFloat16, true>",
     "dispatch<Bytes, true>",
     "exchange_offers",
-    "exchange_rows",
+    "exchange_rows<false>",
+    "exchange_rows<true>",
     "receive_copies<true>",
     "strided_copies<true>",
 }

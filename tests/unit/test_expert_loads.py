@@ -17,21 +17,17 @@ RULES = (None, *REPLICA_RULES)
 
 @pytest.mark.parametrize(
     ("backend", "rule"),
-    [
-        (backend, rule)
-        for backend in ("host", "reference", "simt")
-        for rule in RULES
-        if (backend, rule) != ("simt", "balanced")
-    ],
+    [(backend, rule) for backend in ("host", "reference", "simt") for rule in RULES],
 )
 def test_uncached_dispatches_count_their_choices(backend: str, rule: ReplicaRule | None) -> None:
     on_ranks(3, lambda comm: check_loads(comm, rule), backend=backend)
 
 
-def test_counts_that_come_after_their_dispatch_has_returned() -> None:
+@pytest.mark.parametrize("placement", [None, Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS)])
+def test_counts_that_come_after_their_dispatch_has_returned(placement: Placement | None) -> None:
     def body(comm: Communicator) -> None:
         with simt.use_stream(simt.Stream()) as stream:
-            with EpBuffer(comm, config_of(None)) as buffer:
+            with EpBuffer(comm, config_of(placement)) as buffer:
                 buffer.count_loads()
                 expected = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
                 results = []

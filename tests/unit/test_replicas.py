@@ -18,17 +18,19 @@ from moe_comm import (
     Layout,
     _host,
 )
-from moe_comm.ep.backends.reference import ReferenceBackend
 from moe_comm.ep.backends.routing import Placement as Slots
 from moe_comm.ep.backends.routing import replicas_of
 from moe_comm.ep.budget import round_window_bytes
+from moe_comm.ep.backends.simt import SimtBackend, use_device
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.ep.replica_spec import choose_slots, share
+from tests.helpers.captured_graphs import Graph
 from tests.helpers.described_tensors import needs_described_tensors
 from tests.helpers.rank_threads import on_ranks
 from tests.helpers.replica_ranks import (
     HIDDEN,
     NUM_EXPERTS,
+    NUM_MAX_TOKENS,
     NUM_TOPK,
     check_dense_by_rank,
     check_dispatch,
@@ -42,6 +44,9 @@ from tests.helpers.replica_ranks import (
     least_largest_load,
     random_placement,
 )
+
+BACKENDS = ["host", "simt", "reference"]
+BALANCES_BY_RANK = {"host", "reference"}
 
 
 def test_native_shares_are_those_of_the_definition() -> None:
@@ -67,9 +72,15 @@ def test_native_shares_are_those_of_the_definition() -> None:
         assert found[0, width : width + num_ranks].lt(0).nonzero().flatten().tolist() == masked
 
 
-@pytest.mark.parametrize("backend", ["host", "reference"])
 @pytest.mark.parametrize(
-    ("rule", "layout"), [(rule, layout) for rule in REPLICA_RULES for layout in Layout]
+    ("backend", "rule", "layout"),
+    [
+        (backend, rule, layout)
+        for backend in BACKENDS
+        for rule in REPLICA_RULES
+        for layout in Layout
+        if backend in BALANCES_BY_RANK or (rule, layout) != ("balanced", Layout.RANK_MAJOR)
+    ],
 )
 def test_rows_go_to_the_replicas_of_the_rule(
     backend: str, rule: ReplicaRule, layout: Layout
@@ -82,7 +93,7 @@ def test_rows_go_to_the_replicas_of_the_rule(
         )
 
 
-@pytest.mark.parametrize("backend", ["host", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
     def body(comm: Communicator) -> None:
         drop = Capacity(num_rows=24, num_rows_per_expert=9, on_overflow="drop")
@@ -90,16 +101,17 @@ def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
         for masked in ((1,), (0, 3)):
             check_dispatch(comm, "balanced", Layout.LOW_LATENCY, 6, masked=masked)
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 7, quantization=FP8_BLOCK128)
-        check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 7, quantization=FP8_BLOCK128)
-        grow = Capacity(num_rows=20, on_overflow="grow")
-        check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 9, capacity=grow, expert_alignment=4)
+        if backend in BALANCES_BY_RANK:
+            check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 7, quantization=FP8_BLOCK128)
+            grow = Capacity(num_rows=20, on_overflow="grow")
+            check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 9, capacity=grow, expert_alignment=4)
         check_dispatch(comm, "nearest", Layout.EXPERT_MAJOR, 8)
 
     on_ranks(4, body, backend=backend, num_local_ranks=2)
 
 
 @pytest.mark.parametrize("rule", ["balanced", "nearest", "hash"])
-@pytest.mark.parametrize("backend", ["host", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_and_gradients_have_the_bits_of_those_without_replicas(
     backend: str, rule: ReplicaRule
 ) -> None:
@@ -164,8 +176,7 @@ def test_ranks_without_memory_for_choices_say_so() -> None:
     on_ranks(2, body, max_heap_bytes=2 << 20)
 
 
-def test_a_backend_that_cannot_balance_by_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceBackend, "has_balanced_rank_major", False)
+def test_a_backend_that_cannot_balance_by_rank_says_so() -> None:
     placement = random_placement(3, 2)
 
     def body(comm: Communicator) -> None:
@@ -175,15 +186,16 @@ def test_a_backend_that_cannot_balance_by_rank_says_so(monkeypatch: pytest.Monke
                 buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR)
             buffer.dispatch(x, topk_idx)
 
-    on_ranks(2, body, backend="reference")
+    on_ranks(2, body, backend="simt")
 
 
-@pytest.mark.parametrize("backend", ["host", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_are_added_on_their_rank(backend: str) -> None:
     on_ranks(4, lambda comm: check_reduced(comm, 9, "rank_reduction"), backend=backend)
 
 
-def test_a_placement_is_replaced_and_handles_stay_what_they_are() -> None:
+@pytest.mark.parametrize("backend", ["host", "simt"])
+def test_a_placement_is_replaced_and_handles_stay_what_they_are(backend: str) -> None:
     placements = [
         Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS),
         Placement([[5, 4, 0, -1], [0, 1, 2, 3]], NUM_EXPERTS),
@@ -208,7 +220,58 @@ def test_a_placement_is_replaced_and_handles_stay_what_they_are() -> None:
                 found = buffer.combine(result.x.clone(), result.handle)
                 assert torch.equal(found, spec.sums(rank_idx, received))
 
-    on_ranks(2, body)
+    on_ranks(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS["balanced"])
+def test_rows_of_replicas_on_several_devices(layout: Layout) -> None:
+    def body(comm: Communicator) -> None:
+        with use_device(comm.rank_idx % 2):
+            check_dispatch(comm, "balanced", layout, 4)
+
+    on_ranks(4, body, backend="simt")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS["balanced"])
+def test_replays_of_graphs_keep_the_placement_they_were_captured_with(layout: Layout) -> None:
+    placements = [
+        Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS),
+        Placement([[5, 4, 0, 3], [0, 1, 2, 3]], NUM_EXPERTS),
+    ]
+    num_rows = 2 * NUM_MAX_TOKENS * NUM_TOPK
+    capacity = Capacity(num_rows=num_rows, on_overflow="drop")
+    limit = None if layout is Layout.LOW_LATENCY else capacity
+
+    def body(comm: Communicator) -> None:
+        rank_idx = comm.rank_idx
+        num_tokens = inputs(0, 2)[0][rank_idx].shape[0]
+        x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
+        topk_idx = torch.empty(num_tokens, NUM_TOPK, dtype=torch.int64)
+        with EpBuffer(comm, config_of(placements[0])) as buffer:
+            with Graph(buffer) as graph:
+                captured = buffer.dispatch(x, topk_idx, layout=layout, capacity=limit)
+                sums = buffer.combine(captured.x, captured.handle)
+            for seed in (0, 4, 8):
+                x_of, topk_of, _ = inputs(seed, 2)
+                x.copy_(x_of[rank_idx])
+                topk_idx.copy_(topk_of[rank_idx])
+                graph.replay()
+                spec = definition(placements[0], "balanced", topk_of, 2, layout, capacity=limit)
+                received = [spec.received(peer, x_of) for peer in range(2)]
+                own = received[rank_idx]
+                assert captured.status.tolist() == [0, 0]
+                assert captured.num_tokens_per_expert.tolist() == own.num_tokens_per_expert.tolist()
+                rows = slice(None) if own.is_defined is None else own.is_defined
+                assert torch.equal(captured.x[rows], own.x[rows])
+                assert torch.equal(sums, spec.sums(rank_idx, [each.x for each in received]))
+                if seed == 0:
+                    buffer.replace_placement(placements[1])
+                spec = definition(placements[1], "balanced", topk_of, 2, layout)
+                check_received(
+                    buffer.dispatch(x, topk_idx, layout=layout), spec.received(rank_idx, x_of)
+                )
+
+    on_ranks(2, body, backend="simt")
 
 
 def test_a_placement_that_does_not_fit_is_refused_on_every_rank() -> None:
@@ -241,7 +304,8 @@ def test_a_placement_that_does_not_fit_is_refused_on_every_rank() -> None:
     on_ranks(2, body)
 
 
-def test_bad_choices_and_configurations_are_refused_on_every_rank() -> None:
+@pytest.mark.parametrize("backend", ["host", "simt"])
+def test_bad_choices_and_configurations_are_refused_on_every_rank(backend: str) -> None:
     placement = random_placement(1, 2)
     other = random_placement(2, 2)
     x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
@@ -279,7 +343,7 @@ def test_bad_choices_and_configurations_are_refused_on_every_rank() -> None:
             with pytest.raises(ValueError, match=r"placement|replica_rule"):
                 EpBuffer(comm, mine if comm.rank_idx else theirs)
 
-    on_ranks(2, body)
+    on_ranks(2, body, backend=backend)
 
 
 _IN_ORDER = [[0, 1, 2], [3, 4, 5]]
@@ -293,6 +357,7 @@ _REPLICATED = [[0, 1, 2, 5], [3, 4, 5, 0]]
         ("host", "balanced", _REPLICATED, True),
         ("host", "balanced", [[0, 1, 2, -1], [3, 4, 5, 0]], True),
         *(("host", rule, _IN_ORDER, True) for rule in REPLICA_RULES),
+        ("simt", "balanced", _REPLICATED, True),
         *((backend, "given", _REPLICATED, True) for backend in ("host", "simt")),
         ("simt", "nearest", _IN_ORDER, True),
         ("host", "given", [[0, 1, 2], [3, 4, 5, -1]], False),
@@ -352,7 +417,11 @@ def test_a_glance_suffices_where_ids_are_slots_or_counts_decide(
     on_ranks(2, body, backend=backend)
 
 
-def test_a_backend_that_cannot_balance_says_so_on_every_rank() -> None:
+def test_a_backend_that_cannot_balance_says_so_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SimtBackend, "has_balanced_replicas", False)
+
     def body(comm: Communicator) -> None:
         with pytest.raises(ValueError, match="the simt backend does not balance replicas"):
             EpBuffer(comm, config_of(random_placement(1, 2)))

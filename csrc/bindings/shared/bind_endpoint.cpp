@@ -1,5 +1,7 @@
 #include "bindings/shared/bind_endpoint.h"
 
+#include <algorithm>
+
 #include "bindings/shared/count_matrix.h"
 
 namespace moe::bindings {
@@ -20,6 +22,7 @@ ops::EndpointConfig endpoint_config_of(py::handle settings) {
   config.depth = settings.attr("depth").cast<int>();
   config.num_low_latency_windows = settings.attr("num_low_latency_windows").cast<int>();
   config.node_reduction = settings.attr("node_reduction").cast<bool>();
+  config.balances_replicas = settings.attr("balances_replicas").cast<bool>();
   config.rank_reduction = settings.attr("rank_reduction").cast<bool>();
   config.agreed = settings.attr("agreed").cast<std::vector<std::pair<std::string, std::string>>>();
   return config;
@@ -41,6 +44,24 @@ py::object empty_rows(ops::EndpointBase& endpoint,
                      {plan.num_rows(), hidden},
                      dtype,
                      {endpoint.dlpack_device_type(), endpoint.device_idx()});
+}
+
+std::shared_ptr<layout::Replicas> make_replicas(const std::vector<int32_t>& slot_expert,
+                                                int num_experts,
+                                                int num_local_ranks,
+                                                const layout::Placement& placement) {
+  MOE_CHECK(static_cast<int>(slot_expert.size()) == placement.num_experts && num_local_ranks > 0,
+            "expected an expert for each of ",
+            placement.num_experts,
+            " slots, got ",
+            slot_expert.size());
+  MOE_CHECK(std::ranges::is_sorted(placement.expert_rank), "slots must ascend by rank");
+  for (const int32_t expert_idx : slot_expert)
+    MOE_CHECK(expert_idx >= -1 && expert_idx < num_experts,
+              expert_idx,
+              " is not an expert of ",
+              num_experts);
+  return std::make_shared<layout::Replicas>(slot_expert, num_experts, num_local_ranks, placement);
 }
 
 py::list take_trace(ops::EndpointBase& endpoint) {

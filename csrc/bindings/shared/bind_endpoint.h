@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,12 @@ std::shared_ptr<NativeGroup> native_group_of(py::handle settings);
 
 /// What @p settings say of an endpoint, whatever runs its operations.
 ops::EndpointConfig endpoint_config_of(py::handle settings);
+
+/// @throws InvalidArgument  they do not fit each other.
+std::shared_ptr<layout::Replicas> make_replicas(const std::vector<int32_t>& slot_expert,
+                                                int num_experts,
+                                                int num_local_ranks,
+                                                const layout::Placement& placement);
 
 py::list take_trace(ops::EndpointBase& endpoint);
 
@@ -119,6 +126,17 @@ void bind_endpoint(py::module_& module,
               int64_t hidden,
               int64_t row_bytes,
               int32_t dtype) { return empty_rows(endpoint, plan, hidden, row_bytes, dtype); })
+      .def("balance_replicas",
+           [](EndpointT& endpoint,
+              const std::optional<std::vector<int32_t>>& slot_expert,
+              int num_experts,
+              int num_local_ranks) {
+             const py::gil_scoped_release no_gil;
+             endpoint.balance_replicas(
+                 slot_expert ? make_replicas(
+                                   *slot_expert, num_experts, num_local_ranks, endpoint.placement())
+                             : nullptr);
+           })
       .def_property_readonly("buffer_number",
                              [](const EndpointT& self) { return self.buffer_number(); })
       .def("wait_statistics",

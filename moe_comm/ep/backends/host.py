@@ -8,9 +8,7 @@ from moe_comm import _host, env
 from moe_comm.ep.backends.native import NativeBackend, Settings
 from moe_comm.ep.backends.native_endpoint import NativeGroupOwner
 from moe_comm.ep.backends.rails import RailEngine, RailOwner, make_rail
-from moe_comm.ep.backends.routing import replicas_of
 from moe_comm.ep.config import EpConfig
-from moe_comm.ep.placement import Placement
 
 __all__ = ["HostBackend"]
 
@@ -19,7 +17,6 @@ class _NodeOwner(NativeGroupOwner, RailOwner, Protocol):
     """What this backend needs of a communicator."""
 
     check_messages: bool
-    num_local_ranks: int
 
 
 class HostBackend(NativeBackend):
@@ -28,14 +25,12 @@ class HostBackend(NativeBackend):
     name = "host"
     has_node_reduction = True
     has_rank_reduction = True
-    has_balanced_replicas = True
     has_balanced_rank_major = True
     _endpoint: _host.Endpoint
     _rail_engine: RailEngine | None = None
 
     def __init__(self, communicator: _NodeOwner, config: EpConfig) -> None:
         self._checks_messages = communicator.check_messages
-        self._num_local_ranks = communicator.num_local_ranks
         self._rail_engine = make_rail(communicator)
         try:
             super().__init__(communicator, config)
@@ -51,9 +46,6 @@ class HostBackend(NativeBackend):
     def instruction_set(self) -> str:
         """Of the row kernels in use: "portable", "avx2" or "avx512"."""
         return self._endpoint.isa
-
-    def balance_replicas(self, placement: Placement | None) -> None:
-        self._endpoint.balance_replicas(replicas_of(placement, self._num_local_ranks))
 
     def internode_bytes(self) -> tuple[int, int]:
         return self._endpoint.internode_bytes()

@@ -41,6 +41,7 @@ from moe_comm.ep.backends.native_outcomes import (
 from moe_comm.ep.backends.native_scales import Scales, describe_scales, quantization_code
 from moe_comm.ep.config import EpConfig, Layout, default_expert_rank
 from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.placement import Placement
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
@@ -49,6 +50,8 @@ __all__ = ["NativeBackend", "NativeEndpoint", "NativePlan", "Settings"]
 
 class NativeBackend(Backend):
     """Dispatch and combine through windows of a symmetric heap; see `Backend`."""
+
+    has_balanced_replicas = True
 
     def __init__(self, communicator: NativeGroupOwner, config: EpConfig) -> None:
         super().__init__(communicator, config)
@@ -75,6 +78,8 @@ class NativeBackend(Backend):
                 num_low_latency_windows=config.num_windows_to_reserve,
                 node_reduction=config.node_reduction,
                 rank_reduction=config.rank_reduction,
+                balances_replicas=config.placement is not None
+                and config.replica_rule == "balanced",
                 agreed=list(agreed.items()),
                 num_max_topk=config.num_topk or 0,
                 max_row_bytes=config.rail_row_bytes,
@@ -91,6 +96,7 @@ class NativeBackend(Backend):
             communicator.device.type in ("cpu", "cuda") and config.num_max_tokens_per_rank != 0
         )
         self._rank_idx = communicator.rank_idx
+        self._num_local_ranks = communicator.num_local_ranks
         self._latest_scales: tuple[Quantization, torch.dtype, int, Scales] | None = None
         self._write_trace: Callable[[], object] | None = None
         path = env.trace_path()
@@ -99,6 +105,14 @@ class NativeBackend(Backend):
             # Runs once: at destroy(), when the buffer is dropped, or at the interpreter's exit.
             self._write_trace = weakref.finalize(
                 self, _write_records, path, self._rank_idx, self._endpoint
+            )
+
+    def balance_replicas(self, placement: Placement | None) -> None:
+        if placement is None:
+            self._endpoint.balance_replicas(None, 0, 1)
+        else:
+            self._endpoint.balance_replicas(
+                [*placement.slot_expert], placement.num_experts, self._num_local_ranks
             )
 
     @abc.abstractmethod

@@ -229,6 +229,19 @@ class NativeEndpoint(Protocol):
         """Records since the last call."""
         ...
 
+    def balance_replicas(
+        self, slot_expert: list[int] | None, num_experts: int, num_local_ranks: int
+    ) -> None:
+        """As `Backend.balance_replicas`.
+
+        Args:
+            slot_expert: The expert in every slot of all ranks, -1 for an empty one; None where choices
+                are slots.
+            num_experts: Whose ids choices are.
+            num_local_ranks: Ranks of a node, consecutive ones.
+        """
+        ...
+
     def destroy(self) -> None:
         """Tell peers, and give back what the endpoint holds."""
         ...
@@ -239,6 +252,7 @@ class NativeGroupOwner(Protocol):
 
     rank_idx: int
     num_ranks: int
+    num_local_ranks: int
     device: torch.device
 
     def require_native(self) -> _host.Group:
@@ -259,6 +273,7 @@ class Settings:
         num_low_latency_windows: See `EpConfig`.
         node_reduction: See `EpConfig`.
         rank_reduction: See `EpConfig`.
+        balances_replicas: Whether `NativeEndpoint.balance_replicas` may be told of a placement.
         agreed: What must be equal on every rank, as (name, value).
         num_max_topk: Choices of a token; 0 for any.
         max_row_bytes: Of a row with its scale factors; 0 for any.
@@ -274,6 +289,7 @@ class Settings:
     num_low_latency_windows: int
     node_reduction: bool
     rank_reduction: bool
+    balances_replicas: bool
     agreed: list[tuple[str, str]]
     num_max_topk: int = 0
     max_row_bytes: int = 0

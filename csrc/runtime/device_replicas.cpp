@@ -1,0 +1,83 @@
+#include "runtime/device_replicas.h"
+
+#include <algorithm>
+
+#include "runtime/device_memory.h"
+
+namespace moe::runtime {
+
+namespace {
+
+/// The arrays of ReplicaTable, of any placement with so many slots.
+struct TableArrays {
+  int32_t* slot_rank;
+  int32_t* slot_expert;
+  int32_t* expert_begin;
+  int32_t* expert_slots;
+  int32_t* rank_begin;
+  int32_t* shared_slots;
+
+  static TableArrays take(Carver& carver, int num_ranks, int num_slots) {
+    TableArrays arrays{};
+    arrays.slot_rank = carver.take<int32_t>(num_slots);
+    arrays.slot_expert = carver.take<int32_t>(num_slots);
+    arrays.expert_begin = carver.take<int32_t>(num_slots + 1);
+    arrays.expert_slots = carver.take<int32_t>(num_slots);
+    arrays.rank_begin = carver.take<int32_t>(num_ranks + 1);
+    arrays.shared_slots = carver.take<int32_t>(num_slots);
+    return arrays;
+  }
+
+  void copy(const layout::ReplicaTable& from, int num_experts, int num_slots) const {
+    std::copy_n(from.slot_rank, num_slots, slot_rank);
+    std::copy_n(from.slot_expert, num_slots, slot_expert);
+    std::copy_n(from.expert_begin, num_experts + 1, expert_begin);
+    std::copy_n(from.expert_slots, from.expert_begin[num_experts], expert_slots);
+    std::copy_n(from.rank_begin, from.num_ranks + 1, rank_begin);
+    std::copy_n(from.shared_slots, from.rank_begin[from.num_ranks], shared_slots);
+  }
+};
+
+}  // namespace
+
+int64_t DeviceReplicas::memory_bytes(int num_ranks, int num_slots) {
+  Carver carver(nullptr);
+  TableArrays::take(carver, num_ranks, num_slots);
+  carver.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
+  return carver.bytes();
+}
+
+std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replicas& replicas,
+                                                           int num_slots,
+                                                           Device& device,
+                                                           const Upload& upload) {
+  const int num_ranks = replicas.slots.num_ranks();
+  const int num_experts = replicas.num_experts();
+  const auto made = std::make_shared<DeviceReplicas>(DeviceReplicas{replicas, nullptr, {}});
+
+  Carver sizes(nullptr);
+  TableArrays::take(sizes, num_ranks, num_slots);
+  const auto staging = device.allocate_host(sizes.bytes());
+  Carver staged(staging.get());
+  TableArrays::take(staged, num_ranks, num_slots)
+      .copy(replicas.slots.table(), num_experts, num_slots);
+
+  made->memory = device.allocate(memory_bytes(num_ranks, num_slots));
+  upload(made->memory.get(), staging.get(), sizes.bytes());
+  Carver carver(made->memory.get());
+  const TableArrays arrays = TableArrays::take(carver, num_ranks, num_slots);
+  made->kernels.table = {num_ranks,
+                         arrays.slot_rank,
+                         arrays.slot_expert,
+                         arrays.expert_begin,
+                         arrays.expert_slots,
+                         arrays.rank_begin,
+                         arrays.shared_slots};
+  made->kernels.num_experts = num_experts;
+  made->kernels.num_local_ranks = replicas.num_local_ranks;
+  made->kernels.run_begins = carver.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
+  made->kernels.logical = made->kernels.run_begins + num_slots;
+  return made;
+}
+
+}  // namespace moe::runtime
