@@ -23,7 +23,7 @@ def test_uncached_dispatches_count_their_choices(backend: str, rule: ReplicaRule
     on_ranks(3, lambda comm: check_loads(comm, rule), backend=backend)
 
 
-@pytest.mark.parametrize("placement", [None, Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS)])
+@pytest.mark.parametrize("placement", [None, Placement([[5, 4, 0, -1], [0, 1, 2, 3]], NUM_EXPERTS)])
 def test_counts_that_come_after_their_dispatch_has_returned(placement: Placement | None) -> None:
     def body(comm: Communicator) -> None:
         with simt.use_stream(simt.Stream()) as stream:
