@@ -5,7 +5,9 @@
 #if defined(__CUDACC__)
 #define MOE_HOST_DEVICE __host__ __device__
 #define MOE_HOST_DEVICE_CALLED __host__ __device__ __noinline__
+#define MOE_ROLLED _Pragma("unroll 1")  // in front of a loop that kernels keep short
 #else
 #define MOE_HOST_DEVICE
 #define MOE_HOST_DEVICE_CALLED
+#define MOE_ROLLED
 #endif

@@ -62,6 +62,7 @@ struct RankLeveling {
   /// @return the largest number of rows of any rank.
   MOE_HOST_DEVICE int64_t run() {
     int num_present = 0;
+    MOE_ROLLED
     for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
       const int64_t num_rows = rows_of(rank_idx);
       const bool is_present = num_rows >= 0;
@@ -72,9 +73,12 @@ struct RankLeveling {
     limit = num_present == 0 ? 0 : mean(limit, num_present);
     int32_t search = 0;
     int64_t most = 0;
+    MOE_ROLLED
     for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx)
-      while (rows_of(rank_idx) > limit)
-        hand_on(rank_idx, search++);
+      MOE_ROLLED
+    while (rows_of(rank_idx) > limit)
+      hand_on(rank_idx, search++);
+    MOE_ROLLED
     for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
       const int64_t num_rows = rows_of(rank_idx);
       most = num_rows > most ? num_rows : most;
@@ -108,14 +112,17 @@ struct RankLeveling {
     int num_found = 1;
     Memory::store(queue(), int32_t{root});
     Memory::store(last_search() + root, search);
+    MOE_ROLLED
     for (int at = 0; at < num_found; ++at) {
       const int32_t* const of_rank = table.rank_begin + Memory::load(queue() + at);
       const int32_t end_of_rank = Memory::load(of_rank + 1);
+      MOE_ROLLED
       for (int i = Memory::load(of_rank); i < end_of_rank; ++i) {
         const int32_t slot = Memory::load(table.shared_slots + i);
         const int32_t* const of_expert =
             table.expert_begin + Memory::load(table.slot_expert + slot);
         const int32_t end_of_expert = Memory::load(of_expert + 1);
+        MOE_ROLLED
         for (int j = Memory::load(of_expert);
              j < end_of_expert && Memory::load(slot_rows + slot) > 0;
              ++j) {
@@ -133,6 +140,7 @@ struct RankLeveling {
       }
     }
     int64_t num_rows = 0;
+    MOE_ROLLED
     for (int at = 0; at < num_found; ++at)
       num_rows += rows_of(Memory::load(queue() + at));
     limit = mean(num_rows, num_found);
@@ -145,6 +153,7 @@ struct RankLeveling {
     const int64_t room = limit - rows_of(found);
     if (num_rows > room)
       num_rows = room;
+    MOE_ROLLED
     for (int on = found; on != root; on = giving_rank(on)) {
       const int64_t given = Memory::load(slot_rows + Memory::load(giver() + on));
       num_rows = num_rows > given ? given : num_rows;
@@ -152,10 +161,12 @@ struct RankLeveling {
     add(rank_rows + root, -num_rows);
     add(rank_rows + found, num_rows);
     bool goes_on = rows_of(root) > limit;
+    MOE_ROLLED
     for (int on = found; on != root; on = giving_rank(on)) {
       add(slot_rows + Memory::load(giver() + on), -num_rows);
       add(slot_rows + Memory::load(taker() + on), num_rows);
     }
+    MOE_ROLLED
     for (int on = found; on != root; on = giving_rank(on))
       goes_on = goes_on && Memory::load(slot_rows + Memory::load(giver() + on)) > 0;
     return goes_on;

@@ -33,6 +33,7 @@ struct ReplicaSharing {
   /// Whether any rank masks @p rank_idx, by the counts.
   MOE_HOST_DEVICE bool finds_mask(int rank_idx) const {
     bool is_found = false;
+    MOE_ROLLED
     for (int src_rank = 0; src_rank < table.num_ranks; ++src_rank)
       is_found = is_found || Memory::load(counts_of(src_rank) + num_slots + rank_idx) ==
                                  int32_t{CountMatrix::kMasked};
@@ -54,11 +55,12 @@ struct ReplicaSharing {
   MOE_HOST_DEVICE void share(int expert_idx) const {
     const int32_t first = Memory::load(table.expert_begin + expert_idx);
     if (Memory::load(table.expert_begin + expert_idx + 1) - first > 1) {
-      share_near(expert_idx, 1);
-      share_near(expert_idx, num_local_ranks);
-      share_near(expert_idx, table.num_ranks);
+      MOE_ROLLED
+      for (int round = 0; round < 3; ++round)
+        share_near(expert_idx, round == 0 ? 1 : round == 1 ? num_local_ranks : table.num_ranks);
     }
     const int32_t slot = Memory::load(table.expert_slots + first);
+    MOE_ROLLED
     for (int src_rank = 0; src_rank < table.num_ranks; ++src_rank) {
       int32_t* const count = counts_of(src_rank) + slot;
       Memory::store(count, Memory::load(count) + Memory::load(choices_of(src_rank, expert_idx)));
@@ -76,6 +78,7 @@ struct ReplicaSharing {
     int32_t on_node = -1;
     int32_t lowest = -1;
     const int32_t end = Memory::load(table.expert_begin + expert_idx + 1);
+    MOE_ROLLED
     for (int i = Memory::load(table.expert_begin + expert_idx); i < end; ++i) {
       const int32_t slot = Memory::load(table.expert_slots + i);
       const int rank_idx = owner(slot);
@@ -94,9 +97,11 @@ struct ReplicaSharing {
   /// Of ranks that are no further than @p distance consecutive ranks reach.
   MOE_HOST_DEVICE void share_near(int expert_idx, int distance) const {
     const int32_t end = Memory::load(table.expert_begin + expert_idx + 1);
+    MOE_ROLLED
     for (int src_rank = 0; src_rank < table.num_ranks; ++src_rank) {
       int32_t* const choices = choices_of(src_rank, expert_idx);
       int32_t left = masks(src_rank) ? 0 : Memory::load(choices);
+      MOE_ROLLED
       for (int i = Memory::load(table.expert_begin + expert_idx); i < end && left > 0; ++i) {
         const int32_t slot = Memory::load(table.expert_slots + i);
         const int64_t num_rows = Memory::load(slot_rows + slot);
