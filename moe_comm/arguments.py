@@ -91,7 +91,7 @@ def shown(value: Any) -> str:
 def text_of(error: Exception) -> str:
     """What an error says, or its type: those of somebody else's objects may not even be shown."""
     try:
-        return str(error)
+        return str(error) or type(error).__name__
     except Exception:  # noqa: BLE001 - of an object of somebody else
         return type(error).__name__
 

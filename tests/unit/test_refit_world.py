@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,18 +45,23 @@ def world(
     )
 
 
+def join(info: dict[str, Any], role: Any, rank: int, call: Callable[[RefitWorld], Any]) -> Any:
+    """What a call of one rank returns."""
+    with RefitWorld.join(info, role, rank, timeout_s=30.0, arrival_timeout_s=30.0) as joined:
+        return call(joined)
+
+
 def told(info: dict[str, Any], call: Callable[[RefitWorld], Any]) -> list[str]:
     """What each rank of a world raises in a call."""
 
-    def one(role: Any, rank: int) -> str:
-        with RefitWorld.join(info, role, rank, timeout_s=30.0) as joined:
-            try:
-                call(joined)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                return f"{type(error).__name__}: {error}"
+    def one(joined: RefitWorld) -> str:
+        try:
+            call(joined)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return f"{type(error).__name__}: {error}"
         return ""
 
-    return threads([functools.partial(one, *place) for place in PLACES])
+    return threads([functools.partial(join, info, *place, one) for place in PLACES])
 
 
 @pytest.mark.parametrize("transport", ["symmetric", "gloo"])
@@ -348,6 +354,74 @@ def test_ranks_that_live_go_on_in_a_new_generation(info: dict[str, Any]) -> None
                 joined.rejoin()
 
     assert told(info, twice) == [""] * 4
+
+
+@pytest.mark.parametrize("at", ["prepare", "refit", "run"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_rank_that_ends_a_call_by_itself_is_named_and_comes_again(
+    info: dict[str, Any], at: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise error
+
+    def go_on(joined: RefitWorld) -> list[str]:
+        is_odd = (joined.role, joined.rank) == ("trainer", 1)
+        is_trainer = joined.role == "trainer"
+        net = make_net(joined.role, joined.rank, 2)
+        said: list[str] = []
+
+        def call(version: int) -> None:
+            joined.prepare(net)
+            assert joined._refit is not None
+            net.fill(version if is_trainer else 50)
+            if is_odd and not said and at != "prepare":
+                name = {"refit": "_agree_on_version", "run": "_refit"}[at]
+                broken = fail if at == "refit" else SimpleNamespace(run=fail)
+                monkeypatch.setattr(joined, name, broken)
+            joined.refit(version if is_trainer else None)
+
+        if is_odd and at == "prepare":
+            monkeypatch.setattr(joined, "_plan", fail)
+        try:
+            call(1)
+        except BaseException as raised:  # noqa: BLE001 - the test looks at it
+            said.append(f"{type(raised).__name__}: {raised}")
+        if is_odd:
+            monkeypatch.undo()
+        joined.rejoin(60.0)
+        call(2)
+        assert net.wrong(2) == []
+        return said
+
+    found = [
+        said
+        for [said] in threads([functools.partial(join, info, *place, go_on) for place in PLACES])
+    ]
+    own = found.pop(1)
+    assert error.__name__ in own
+    assert error is KeyboardInterrupt or own.startswith("PeerFailedError: trainer 1 ended ")
+    for text in found:
+        assert text.startswith("PeerFailedError: ")
+        assert "rank 1 is trainer 1" in text
+
+
+def test_an_error_without_a_text_is_told_by_its_name(info: dict[str, Any]) -> None:
+    class Target:
+        abort = staticmethod(lambda: None)
+
+        def begin(self, version: Any) -> None:
+            raise MemoryError
+
+        commit = begin
+
+    def refit(joined: RefitWorld) -> None:
+        is_trainer = joined.role == "trainer"
+        is_odd = (joined.role, joined.rank) == ("engine", 0)
+        joined.prepare(make_net(joined.role, joined.rank, 2), Target() if is_odd else None)
+        joined.refit(3 if is_trainer else None)
+
+    for said in told(info, refit):
+        assert said.endswith("rank 2: MemoryError")
 
 
 def test_several_machines_have_no_heap(

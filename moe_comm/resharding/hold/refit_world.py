@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from moe_comm._version import __version__
-from moe_comm.arguments import as_int, check_bool, shown
+from moe_comm.arguments import as_int, check_bool, shown, text_of
 from moe_comm.errors import CommunicationError, PeerFailedError, RefitError
-from moe_comm.peers.agree import FirstError, agree, raise_unequal
+from moe_comm.peers.agree import FirstError, agree, first_line, raise_together, raise_unequal
 from moe_comm.peers.communicator import Communicator
 from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.missed_calls import tells_peers
@@ -91,13 +92,19 @@ class _WorldRanks:
         self.communicator: Communicator | None = None
         self.process_group: dist.ProcessGroup | None = None
 
-    def all_gather(self, item: Any) -> list[Any]:
-        """Every rank's `item`, plain data, in rank order. Collective."""
-        return gather_objects(self._exchange, item, piece_bytes=MESSAGE_BYTES)
+    def all_gather(self, item: Any, step: str = "all_gather") -> list[Any]:
+        """Every rank's `item`, plain data, in rank order. Collective.
 
-    def _exchange(self, payload: bytes) -> list[bytes]:
+        Raises:
+            CommunicationError: A rank is gone or did not come.
+            ValueError: Over the heap, some rank is in another `step`; on every rank.
+        """
+        exchange = functools.partial(self._exchange, step)
+        return gather_objects(exchange, item, piece_bytes=MESSAGE_BYTES)
+
+    def _exchange(self, step: str, payload: bytes) -> list[bytes]:
         if self.communicator is not None:
-            return self.communicator.all_gather(payload)
+            return self.communicator.exchange(step, payload)
         group = self.process_group
         if group is None:
             raise PeerFailedError("this rank has left the world", operation="refit")
@@ -149,7 +156,9 @@ class RefitHost:
 
 def _reject_refit(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell peers, who are in a refit."""
-    args[0]._meet("refit", FirstError(error), {})
+    world = args[0]
+    with world._together("refit"):
+        world._meet("refit", FirstError(error), {})
 
 
 class RefitWorld:
@@ -305,6 +314,7 @@ class RefitWorld:
         self._limits: dict[str, Any] = {}
         self._held = _Held()
         self._all_held: dict[int, _Held] = {}
+        self._all_raise = False  # what ends the collective call that this rank is in
         self.generation = 0
 
     def _take(self, info: Mapping[str, Any], role: Role, rank: int) -> None:
@@ -482,7 +492,8 @@ class RefitWorld:
         self._shares_memory = shares_memory
         self._unshare()
         self._refit, self._is_planned = None, False
-        self._plan(problem)
+        with self._together("prepare"):
+            self._plan(problem)
 
     def gather(self, item: Any, error: Exception | None = None) -> list[Any]:
         """Every rank's `item`, plain data, in rank order. Collective.
@@ -496,7 +507,8 @@ class RefitWorld:
             ValueError: Ranks are in different calls.
             Exception: Some rank's `error`.
         """
-        return self._meet("gather", FirstError(error), item)
+        with self._together("gather"):
+            return self._meet("gather", FirstError(error), item)
 
     def _plan(self, problem: FirstError) -> None:
         """Make the refit of this generation. Collective."""
@@ -509,7 +521,7 @@ class RefitWorld:
             ):
                 self._shared = share_in_place(self._models[1], self._ranks.communicator)
         self._meet("prepare", problem, {})
-        with self._naming_places():
+        with problem, self._naming_places():
             self._refit = Refit(
                 *self._models,
                 self.service,
@@ -517,6 +529,7 @@ class RefitWorld:
                 dst_rank_offset=self._roles["trainer"],
                 **self._options,
             )
+        self._vote("planned", problem)
         self._is_planned = True
 
     @tells_peers(_reject_refit)
@@ -534,13 +547,17 @@ class RefitWorld:
             The version, on every rank.
 
         Raises:
-            CommunicationError: A rank is gone or did not come; its role and rank are named. Those that
-                live call `rejoin`.
+            CommunicationError: A rank is gone or did not come, or it is this one that has ended the
+                call by itself, and left; its role and rank are named. Those that live call `rejoin`.
             RefitError: An engine did not commit; the message says who holds which version. Or checksums
                 differ.
             ValueError: The version is older than one that an engine holds, or ranks ask for different
                 ones; before anything moves. Or as `Refit.run`.
         """
+        with self._together("refit"):
+            return self._run(version, allow_older)
+
+    def _run(self, version: Version | None, allow_older: bool) -> Version:
         problem = FirstError()
         if not self._is_planned and self._models is not None and "service" in self.__dict__:
             self._plan(FirstError())
@@ -551,52 +568,99 @@ class RefitWorld:
             if version is not None or self.role == "trainer":
                 _check_version(version)
         wish = {"version": version, "allow_older": allow_older if self.role == "trainer" else None}
-        agreed = self._agree_on_version(self._meet("refit", problem, wish))
+        wishes = self._meet("refit", problem, wish)
+        with self._all_raising():
+            agreed = self._agree_on_version(wishes)
         is_engine = self.role == "engine"
         with problem:
             if is_engine:
                 self._hook.begin(agreed)
         try:
-            self._vote(problem)
+            self._vote("begun", problem)
             with problem, self._naming_places():
                 assert self._refit is not None
                 self._refit.run()
-            if isinstance(problem.error, CommunicationError):
-                problem.raise_own()
-            self._vote(problem)
+            self._vote("moved", problem)
         except BaseException as error:
             if is_engine:
-                self._abort(f"a refit to {agreed!r} failed: {error}")
-            self._tell_held(error)
+                self._abort(f"a refit to {agreed!r} failed: {error}", self._held)
+            if self._all_raise:
+                self._gather_held()
             raise
         self._commit(agreed)
         return agreed
 
-    def _vote(self, problem: FirstError) -> None:
+    @contextlib.contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Leave the generation where a collective call ends on this rank alone: others wait for it there."""
+        self._all_raise = False
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except BaseException as error:
+            if self._all_raise:
+                raise
+            self._leave()
+            if not isinstance(error, Exception):
+                raise
+            raise PeerFailedError(
+                f"{self.role} {self.rank} ended {call} by itself and has left: {first_line(error)}",
+                ranks=(self.rank_idx,),
+                operation=call,
+            ) from error
+
+    @contextlib.contextmanager
+    def _all_raising(self) -> Iterator[None]:
+        """What follows from what every rank has heard: its ValueErrors are raised on all."""
+        try:
+            yield
+        except ValueError:
+            self._all_raise = True
+            raise
+
+    def _tell(self, step: str, problem: FirstError, mine: Any = None) -> list[tuple[Any, Any]]:
+        """What is wrong on every rank, and what it says, of ranks in the same step of a call. Collective."""
+        told = self._ranks.all_gather((problem.error, mine), step)
+        self._all_raise = any(error is not None for error, _ in told)
+        return told
+
+    def _vote(self, step: str, problem: FirstError) -> None:
         """Raise on every rank what `problem` is on any. Collective."""
-        with self._naming_places():
-            agree(self._ranks.all_gather, problem.error)
+        if isinstance(problem.error, CommunicationError):
+            problem.raise_own()
+        try:
+            with self._naming_places(problem):
+                told = self._tell(step, problem)
+        except ValueError:  # the others are elsewhere: what led to that tells more
+            problem.raise_own()
+            raise
+        errors = [error for error, _ in told]
+        if None not in errors:  # every rank has said it before
+            problem.raise_own()
+        raise_together(errors, problem.error)
 
     def _commit(self, version: Version) -> None:
         before, problem = self._held, FirstError()
         if self.role == "engine":
             with problem:
+                self._held = _Held(None, f"a commit of {version!r} has not ended")
                 self._hook.commit(version)
                 self._held = _Held(version)
-        own = None if problem.error is None else str(problem.error)
+        own = None if problem.error is None else text_of(problem.error)
         try:
             with self._naming_places():
-                told = self._ranks.all_gather(own)
+                told = self._ranks.all_gather(own, "committed")
         except CommunicationError as error:
             if own is not None:  # nobody will say what comes of it: a half is not kept
-                self._abort(f"a commit of {version!r} failed: {own}; {error}")
+                self._abort(f"a commit of {version!r} failed: {own}; {error}", before)
             raise
         failed = {rank: why for rank, why in enumerate(told) if why is not None}
+        self._all_raise = bool(failed)
         if failed and self.role == "engine":
             why = "; ".join(failed.values())
             committed = self._held
-            self._held = before
-            self._abort(f"a commit of {version!r} failed: {why}", keeps=committed)
+            self._abort(f"a commit of {version!r} failed: {why}", before, keeps=committed)
         self._gather_held()
         if failed:
             reasons = "; ".join(f"{self._name_of(rank)}: {why}" for rank, why in failed.items())
@@ -605,27 +669,28 @@ class RefitWorld:
                 ranks=tuple(failed),
             )
 
-    def _abort(self, why: str, keeps: _Held | None = None) -> None:
+    def _abort(self, why: str, before: _Held, keeps: _Held | None = None) -> None:
         """Bring the old version back. Local.
 
         Args:
             why: It is brought back.
+            before: What is held then.
             keeps: Held where it cannot be, if that is whole.
         """
+        self._held = _Held(None, why)
         try:
             self._hook.abort()
+            self._held = before
         except Exception as error:  # noqa: BLE001 - the versions say it
-            is_whole = keeps is not None and keeps != self._held
+            is_whole = keeps is not None and not keeps.problem
             self._held = keeps if is_whole and keeps else _Held(None, f"{why}; abort: {error}")
 
-    def _tell_held(self, error: BaseException) -> None:
-        """Hear after an error that all ranks have raised what engines hold. Collective."""
-        if isinstance(error, Exception) and not isinstance(error, CommunicationError):
-            self._gather_held()
-
     def _gather_held(self) -> None:
+        """Hear what engines hold. Collective, also on ranks that are about to raise."""
+        self._all_raise, all_raise = False, self._all_raise
         with self._naming_places():
-            self._hear(self._ranks.all_gather((self._held.version, self._held.problem)))
+            self._hear(self._ranks.all_gather((self._held.version, self._held.problem), "held"))
+        self._all_raise = all_raise
 
     def _hear(self, told: list[Any]) -> None:
         first = self._roles["trainer"]
@@ -688,15 +753,16 @@ class RefitWorld:
     def _meet(self, call: str, problem: FirstError, wish: Any) -> list[Any]:
         """Tell each other who calls what; hear what engines hold. Collective."""
         if self._ranks.num_ranks == 0 or "service" not in self.__dict__:
+            self._all_raise = True
             problem.raise_own()
-            raise ValueError(f"{call}: this rank has left the world")
+            raise ValueError(f"{call}: this rank has left the world; rejoin() brings it back")
         with self._naming_places():
-            told = agree(
-                self._ranks.all_gather,
-                problem.error,
-                (call, self._held.version, self._held.problem, wish),
-            )
-        raise_unequal("ranks are in different calls", [said[0] for said in told])
+            said = (call, self._held.version, self._held.problem, wish)
+            gathered = self._tell("meet", problem, said)
+        raise_together([error for error, _ in gathered], problem.error)
+        told = [its for _, its in gathered]
+        with self._all_raising():
+            raise_unequal("ranks are in different calls", [said[0] for said in told])
         self._hear([said[1:3] for said in told])
         return [said[3] for said in told]
 
@@ -705,16 +771,17 @@ class RefitWorld:
         return f"{role} {rank}"
 
     @contextlib.contextmanager
-    def _naming_places(self) -> Iterator[None]:
-        """Say of the ranks of an error who they are."""
+    def _naming_places(self, problem: FirstError | None = None) -> Iterator[None]:
+        """Say of the ranks of an error who they are, and what was wrong on this one."""
         try:
             yield
         except CommunicationError as error:
-            if not error.ranks:
-                raise
             who = ", ".join(f"rank {rank} is {self._name_of(rank)}" for rank in error.ranks)
+            text = f"{error} ({who})" if who else str(error)
+            if problem is not None and problem.error is not None:
+                text += f"; {self.role} {self.rank} had failed: {first_line(problem.error)}"
             raise type(error)(
-                f"{error} ({who})",
+                text,
                 ranks=error.ranks,
                 operation=error.operation,
                 phase=error.phase,
