@@ -14,10 +14,17 @@ import torch
 
 from moe_comm.errors import CapacityError, PeerFailedError
 from moe_comm.peers import role_rendezvous
-from moe_comm.resharding import CheckpointView, CheckpointViews, RefitWorld, mark_stale
+from moe_comm.resharding import (
+    CheckpointView,
+    CheckpointViews,
+    RefitWorld,
+    is_stale,
+    mark_stale,
+)
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.hold import refit_world
 from moe_comm.resharding.hold.heap_parameters import SharedWeights
+from moe_comm.resharding.move.stale import clear_stale
 from tests.helpers.refit_worlds import make_net, run, threads
 
 SIZES = {"num_trainers": 2, "num_engines": 2}
@@ -403,6 +410,47 @@ def test_a_rank_that_ends_a_call_by_itself_is_named_and_comes_again(
     for text in found:
         assert text.startswith("PeerFailedError: ")
         assert "rank 1 is trainer 1" in text
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_engine_in_place_is_whole_only_where_nothing_was_written(
+    info: dict[str, Any], is_written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go_on(joined: RefitWorld) -> str:
+        is_trainer = joined.role == "trainer"
+        net = make_net(joined.role, joined.rank, 2)
+        joined.prepare(net)
+        refit = joined._refit
+        assert refit is not None
+
+        def run_and_fail() -> None:
+            refit.run()
+            raise ArithmeticError("too late")
+
+        for version in (1, 2, 3):
+            if is_trainer:
+                net.fill(version)
+            if (version, joined.role, joined.rank) == (2, "trainer", 1):
+                if is_written:
+                    monkeypatch.setattr(joined, "_refit", SimpleNamespace(run=run_and_fail))
+                else:
+                    mark_stale(net, "not to be read")
+            if version == 2:
+                with pytest.raises((ArithmeticError, ValueError), match=r"too late|not to be read"):
+                    joined.refit(2 if is_trainer else None)
+                holds = None if is_written else 1
+                assert joined.versions() == {0: holds, 1: holds}
+                assert is_trainer or net.wrong(2 if is_written else 1) == []
+                assert is_trainer or is_stale(net) == is_written
+                monkeypatch.undo()
+                clear_stale(net)
+            else:
+                joined.refit(version if is_trainer else None)
+                assert joined.versions() == {0: version, 1: version}
+                assert not is_stale(net)
+        return "; ".join(joined.stale_engines().values())
+
+    assert threads([functools.partial(join, info, *place, go_on) for place in PLACES]) == [""] * 4
 
 
 def test_an_error_without_a_text_is_told_by_its_name(info: dict[str, Any]) -> None:

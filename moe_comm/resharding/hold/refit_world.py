@@ -55,24 +55,38 @@ class RefitTarget(Protocol):
 
 
 class _InPlace:
-    """An engine that serves the storage which a refit writes: nothing brings the old version back."""
+    """An engine that serves the storage which a refit writes: nothing brings the old version back.
+
+    It is marked stale meanwhile: a refit that has written everything takes the mark away, one that may
+    have written a part puts its own in the place.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-        self._is_committed = False
+        self._model = model[0] if isinstance(model, list | tuple) else model
+        self._before: str | None = None
+        self._mark = ""
 
     def begin(self, version: Version) -> None:
-        self._is_committed = False
+        if self._model is not None:
+            self._before = stale.stale_reason(self._model)
+            self._mark = f"a refit to {version!r} has begun"
+            stale.mark_stale(self._model, self._mark)
 
     def commit(self, version: Version) -> None:
-        self._is_committed = True
+        if self._model is not None:  # one that nothing is sent to keeps its mark
+            stale.clear_stale(self._model)
 
     def abort(self) -> None:
-        if self._is_committed:
-            raise RuntimeError("it was written in place")
-        model = self._model[0] if isinstance(self._model, list | tuple) else self._model
-        if model is not None and (why := stale.stale_reason(model)):
-            raise RuntimeError(why)
+        if self._model is None:
+            return
+        why = stale.stale_reason(self._model) or "it was written in place"
+        if why == self._mark:  # nothing was written
+            stale.clear_stale(self._model)
+            if self._before is None:
+                return
+            why = self._before
+        stale.mark_stale(self._model, why)
+        raise RuntimeError(why)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,7 +476,7 @@ class RefitWorld:
         Args:
             model: What this rank holds: of the source on a trainer, of the target on an engine.
             target: On an engine: called around each refit; None where `model` itself is served, which a
-                refit that fails in the middle leaves without a whole version.
+                refit that fails in the middle leaves without a whole version; stale while one runs.
             shares_memory: On an engine: whether `model` is shared by `share_in_place`, in every
                 generation, until this world is closed.
             options: `transform`, `verify`, `strict` of `Refit`.
