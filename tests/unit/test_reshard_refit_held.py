@@ -99,6 +99,42 @@ def _added(net: ShardedNet) -> None:
     net.more = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
 
 
+def _overlapping(net: ShardedNet) -> None:
+    flat = torch.zeros(192, dtype=torch.bfloat16)
+    net.up.data, net.down.data = flat[:128].view(16, 8), flat[64:].view(8, 16)
+
+
+def _twice(net: ShardedNet) -> None:
+    net.norm.data = torch.zeros(1, dtype=torch.bfloat16).expand(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_overlapping, "destination parameters up and down overlap in memory"),
+        (_twice, "destination parameter norm has two elements in one place"),
+    ],
+)
+def test_memory_that_no_target_may_have_is_named_after_planning_too(change: Any, text: str) -> None:
+    def rank(context: RankContext) -> None:
+        src, dst = nets(context, "tp2", "single")
+        held = Refit(src, dst, "symmetric", context.group)
+        run_and_compare(held, src, dst, 0)
+        if context.rank_idx == 1:
+            before = [param.data for param in dst.parameters()]
+            change(dst)
+        src.fill(1)
+        assert error_of(held.run).startswith(f"ValueError: rank 1: {text}")
+        assert not is_stale(dst)
+        if context.rank_idx == 1:
+            for param, data in zip(dst.parameters(), before, strict=True):
+                param.data = data
+        assert dst.wrong(0) == []
+        run_and_compare(held, src, dst, 1)
+
+    threads(rank, 2)
+
+
 @pytest.mark.parametrize("side", ["src", "dst"])
 @pytest.mark.parametrize("change", [_data, _parameter])
 def test_a_rank_with_other_memory_prepares_alone(

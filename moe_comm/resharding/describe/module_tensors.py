@@ -13,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
+from moe_comm.tensors.memory import num_spanned
+from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
 __all__ = [
     "ModuleState",
@@ -29,6 +31,7 @@ __all__ = [
     "named_persistent_buffers",
     "named_refit_tensors",
     "names_by_memory",
+    "problem_with_places",
     "tied_names",
 ]
 
@@ -75,6 +78,43 @@ def names_by_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[st
     for name, tensor in named:
         names.setdefault(memory_of(tensor), []).append(name)
     return tuple(tuple(each) for each in names.values() if len(each) > 1)
+
+
+def problem_with_places(named: Mapping[str, torch.Tensor]) -> str | None:
+    """What keeps destinations from being written together, or None; a tensor under two names is one.
+
+    Args:
+        named: By name, what is written.
+    """
+    by_place: dict[Hashable, tuple[str, torch.Tensor]] = {}
+    for name, each in named.items():
+        tensor = local_tensor(each)
+        # Other kinds of tensors need not have a memory of their own.
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            by_place.setdefault(memory_of(each), (name, tensor))
+    written = list(by_place.values())
+    for name, tensor in written:
+        if has_element_twice(tensor):
+            return (
+                f"destination parameter {name} has two elements in one place: shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+    overlap = first_overlap([tensor for _, tensor in written])
+    if overlap is None:
+        return None
+    (one, name), (other, other_name) = sorted(
+        (_bytes_of(tensor), name) for name, tensor in map(written.__getitem__, overlap[:2])
+    )
+    return (
+        f"destination parameters {name} and {other_name} overlap in memory: bytes {list(one)} and "
+        f"{list(other)}"
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and behind its last, whatever lies between."""
+    start = tensor.data_ptr()
+    return start, start + num_spanned(tensor) * tensor.element_size()
 
 
 def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:

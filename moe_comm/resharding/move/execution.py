@@ -25,6 +25,7 @@ from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
     module_state,
     modules_with,
+    problem_with_places,
 )
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
@@ -317,6 +318,11 @@ class PlanExecution:
         problem = problem or _problem_with(
             received, plan.destinations, destinations, "destination", strict
         )
+        if problem is None:  # memory may be another than when it was planned
+            written = {piece.param_name for op in received for piece in op.pieces}
+            problem = problem_with_places(
+                {name: tensor for name, tensor in destinations.items() if name in written}
+            )
         if problem is None and self._transform is None:
             _checked.put(key, self._ops, (plan, *self._states))
         return problem

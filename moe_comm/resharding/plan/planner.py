@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ from moe_comm.resharding.describe.metadata_extraction import (
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
     get_refit_tensor_dict,
-    local_tensor,
-    memory_of,
     module_of,
+    problem_with_places,
 )
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
@@ -54,8 +53,6 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
-from moe_comm.tensors.memory import num_spanned
-from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
 __all__ = [
     "_iter_global_transfer_ops",
@@ -468,41 +465,6 @@ def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
             checked.add(tuple(ranks))
 
 
-def _check_memory(side: RefitSide, metas: Sequence[ParameterMetadata]) -> None:
-    """Whether destinations' elements lie apart in memory; a tensor under two names is one tensor."""
-    tensors = get_refit_tensor_dict(side)
-    by_place: dict[Hashable, tuple[str, torch.Tensor]] = {}
-    for meta in metas:
-        if meta.name not in tensors:
-            continue
-        tensor = local_tensor(tensors[meta.name])
-        # Other kinds of tensors need not have a memory of their own.
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            by_place.setdefault(memory_of(tensors[meta.name]), (meta.name, tensor))
-    written = list(by_place.values())
-    for name, tensor in written:
-        if has_element_twice(tensor):
-            raise PlanError(
-                f"destination parameter {name} has two elements in one place: shape "
-                f"{tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-    overlap = first_overlap([tensor for _, tensor in written])
-    if overlap is not None:
-        (one, name), (other, other_name) = sorted(
-            (_bytes_of(tensor), name) for name, tensor in map(written.__getitem__, overlap[:2])
-        )
-        raise PlanError(
-            f"destination parameters {name} and {other_name} overlap in memory: bytes "
-            f"{list(one)} and {list(other)}"
-        )
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor and behind its last, whatever lies between."""
-    start = tensor.data_ptr()
-    return start, start + num_spanned(tensor) * tensor.element_size()
-
-
 def build_plan_from_rank_metadata(
     by_rank: Sequence[tuple[RankMetadata, RankMetadata]],
     rank: int,
@@ -560,7 +522,10 @@ def _encoded_side(
     for meta in metas:
         meta.is_transformed = is_transformed is not None and is_transformed(meta.name)
     if is_written:
-        _check_memory(module, metas)
+        tensors = get_refit_tensor_dict(module)
+        named = {meta.name: tensors[meta.name] for meta in metas if meta.name in tensors}
+        if (problem := problem_with_places(named)) is not None:
+            raise PlanError(problem)
     if isinstance(module, CheckpointViews):
         return encode_rank_metadata(metas, module.ties())
     _check_names(rank, metas, side)
