@@ -392,6 +392,10 @@ def test_what_is_no_model() -> None:
     for plain in (torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)), averaged):
         with pytest.raises(RuntimeError, match=text):
             unwrap_models(None, plain)
+    published = torch.nn.Linear(2, 2)
+    vars(published)["save_pretrained"] = lambda: None
+    with pytest.raises(RuntimeError, match=r"give transformers_views\(model\) .*weight is a plain"):
+        unwrap_models(None, published)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import abc
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -86,9 +86,17 @@ def problem_with_places(named: Mapping[str, torch.Tensor]) -> str | None:
     Args:
         named: By name, what is written.
     """
+    local = list(map(local_tensor, named.values()))
+    is_dense = (
+        type(each) is torch.Tensor and each.layout is torch.strided and each.is_contiguous()
+        for each in local
+    )
+    if all(is_dense):
+        spans = sorted((each.data_ptr(), each.nbytes) for each in local if each.numel())
+        if all(start + size <= after for (start, size), (after, _) in pairwise(spans)):
+            return None  # as it is nearly always, in a tenth of the time
     by_place: dict[Hashable, tuple[str, torch.Tensor]] = {}
-    for name, each in named.items():
-        tensor = local_tensor(each)
+    for (name, each), tensor in zip(named.items(), local, strict=True):
         # Other kinds of tensors need not have a memory of their own.
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
             by_place.setdefault(memory_of(each), (name, tensor))

@@ -65,8 +65,10 @@ def _unwrapped(model: Model, side: str) -> tuple[RefitSide | None, RefitSide | N
     if getattr(core, "pg_collection", None) is None:
         tensors = get_refit_tensor_dict(core)
         if tensors and not any(hasattr(tensor, "device_mesh") for tensor in tensors.values()):
+            published = hasattr(core, "save_pretrained")
+            views = "give transformers_views(model) in its place. Or: " if published else ""
             raise RuntimeError(
-                f"{side} model: {next(iter(tensors))} is a plain tensor, no DTensor, and nothing "
+                f"{side} model: {views}{next(iter(tensors))} is a plain tensor, no DTensor, and nothing "
                 "says how it is divided over ranks. Where each of n ranks holds the whole model (one "
                 "rank, data parallel replicas, DistributedDataParallel), write model.pg_collection = "
                 "Parallelism(n).groups(rank), on the module inside its wrappers; other layouts state "
