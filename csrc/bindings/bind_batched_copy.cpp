@@ -11,6 +11,7 @@
 #include "cpu/strided_copy.h"
 #include "layout/strided.h"
 #include "ops/batched_copy.h"
+#include "ops/piece_checksums.h"
 
 namespace moe::bindings {
 
@@ -18,6 +19,7 @@ namespace py = pybind11;
 using layout::ReceiveEntry;
 using ops::BatchedCopy;
 using ops::CopyItem;
+using ops::PieceChecksums;
 using ops::PreparedCopies;
 
 namespace {
@@ -162,11 +164,13 @@ std::shared_ptr<PreparedCopies> prepare(const BatchedCopy& engine,
                                           std::move(owner));
 }
 
-py::dict run(BatchedCopy& engine, const std::shared_ptr<PreparedCopies>& prepared) {
+py::dict run(BatchedCopy& engine,
+             const std::shared_ptr<PreparedCopies>& prepared,
+             bool with_checksums) {
   ops::CopyStats stats;
   {
     const py::gil_scoped_release no_gil;
-    stats = engine.run(prepared, signal_check());
+    stats = engine.run(prepared, with_checksums, signal_check());
   }
   py::dict values;
   values["direct_bytes"] = stats.direct_bytes;
@@ -183,6 +187,27 @@ uint64_t checksum_of(py::handle tensor) {
   reader.read(tensor, &item);
   const py::gil_scoped_release no_gil;
   return cpu::checksum(item.place(), item.shape.bytes);
+}
+
+std::shared_ptr<PieceChecksums> make_piece_checksums(const py::list& pieces) {
+  TensorReader reader;
+  std::string problem;
+  auto items = read_items(pieces, "piece", &reader, &problem);
+  if (!problem.empty())
+    throw InvalidArgument(problem);
+  return std::make_shared<PieceChecksums>(std::move(items), keep_alive(py::make_tuple(pieces)));
+}
+
+/// Numbers of 8 bytes.
+py::bytes piece_checksums(const PieceChecksums& self,
+                          const std::vector<std::shared_ptr<PreparedCopies>>& sent,
+                          int num_threads) {
+  std::vector<uint64_t> checksums;
+  {
+    const py::gil_scoped_release no_gil;
+    checksums = self.compute(sent, num_threads);
+  }
+  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof(uint64_t)};
 }
 
 }  // namespace
@@ -205,7 +230,7 @@ void bind_batched_copy(py::module_& module) {
       .def_property_readonly("num_slots",
                              [](const BatchedCopy& self) { return self.config().num_slots; })
       .def("prepare", &prepare, py::arg("sends"), py::arg("receives"))
-      .def("run", &run, py::arg("prepared"))
+      .def("run", &run, py::arg("prepared"), py::arg("with_checksums") = false)
       .def(
           "reject",
           [](BatchedCopy& self, const std::string& message) {
@@ -214,6 +239,9 @@ void bind_batched_copy(py::module_& module) {
           py::arg("message"),
           py::call_guard<py::gil_scoped_release>())
       .def("destroy", &BatchedCopy::destroy, py::call_guard<py::gil_scoped_release>());
+  py::class_<PieceChecksums, std::shared_ptr<PieceChecksums>>(module, "PieceChecksums")
+      .def(py::init(&make_piece_checksums), py::arg("pieces"))
+      .def("compute", &piece_checksums, py::arg("sent"), py::arg("num_threads"));
   module.def("checksum", &checksum_of, py::arg("tensor"));
 }
 

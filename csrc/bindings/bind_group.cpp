@@ -179,6 +179,8 @@ void bind_group(py::module_& module) {
                              [](const NativeGroup& self) { return self.group->rank_idx(); })
       .def_property_readonly("num_ranks",
                              [](const NativeGroup& self) { return self.group->num_ranks(); })
+      .def_property_readonly("num_threads",
+                             [](const NativeGroup& self) { return self.group->num_threads(); })
       .def_property_readonly(
           "num_local_ranks",
           [](const NativeGroup& self) { return self.group->nodes().num_local_ranks; })

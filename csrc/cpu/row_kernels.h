@@ -93,6 +93,18 @@ struct RowKernels {
   /// Copies @p bytes (any number) between places that do not overlap.
   void (*copy)(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode);
 
+  /// Takes @p bytes, a multiple of kChecksumRoundBytes, into the lanes of a checksum, and copies
+  /// them to @p dst, which may be null, as `copy` does: the bytes are read once.
+  /// @param next  Where what is taken afterwards begins; fetched ahead, as the processor cannot
+  /// guess
+  ///   it. Need not be readable.
+  void (*absorb_copy)(const std::byte* src,
+                      std::byte* dst,
+                      int64_t bytes,
+                      StoreMode mode,
+                      const std::byte* next,
+                      uint64_t* lanes);
+
   /// Zeroes @p bytes (any number).
   void (*zero)(std::byte* dst, int64_t bytes, StoreMode mode);
 

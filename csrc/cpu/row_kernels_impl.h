@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/checksum_lanes.h"
 #include "cpu/quantize_impl.h"
 #include "cpu/row_kernels.h"
 #include "cpu/row_numbers_impl.h"
@@ -22,6 +23,9 @@ constexpr int kMaxUnrolledRows = 8;
 /// several lines of a row to see a stream, and a row is short: at its end the next call's rows are
 /// begun.
 constexpr int64_t kPrefetchBytes = 6144;
+
+/// How far ahead of what is taken into a checksum bytes are fetched.
+constexpr int64_t kAbsorbAheadBytes = 2048;
 
 /// Bytes from @p dst to the next cache line, at most @p bytes.
 MOE_FORCE_INLINE int64_t bytes_to_line(const std::byte* dst, int64_t bytes) {
@@ -53,6 +57,89 @@ void copy(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode) {
   else
     copy_lines<false>(src, dst, body);
   std::memcpy(dst + head + body, src + head + body, bytes - head - body);
+}
+
+/// How the bytes that a checksum takes are copied on.
+enum class Passing { kNone, kCached, kStreaming };
+
+/// Takes rounds into the lanes, in registers of at least 32 bytes: all lanes side by side, each
+/// line copied on as it is read.
+/// @param body_src   What is copied to @p body_dst, @p body bytes: whole lines, of streaming stores
+///   aligned ones, which need not begin where the rounds do.
+template <Passing kPassing>
+void absorb_rounds(const std::byte* src,
+                   int64_t bytes,
+                   const std::byte* body_src,
+                   std::byte* body_dst,
+                   int64_t body,
+                   const std::byte* next,
+                   uint64_t* lanes) {
+  constexpr int kRegisters = static_cast<int>(kChecksumRoundBytes) / Simd::kRegisterBytes;
+  Simd::Longs now[kRegisters];
+  std::memcpy(now, lanes, sizeof now);
+  const int64_t ahead = kAbsorbAheadBytes < bytes ? kAbsorbAheadBytes : bytes;
+  for (int64_t at = 0; at < bytes; at += kChecksumRoundBytes) {
+    const int64_t fetched = at + ahead;
+    const std::byte* const from = fetched < bytes ? src + fetched : next + (fetched - bytes);
+    for (int64_t line = 0; line < kChecksumRoundBytes; line += kLineBytes)
+      __builtin_prefetch(from + line);
+    constexpr bool kStream = kPassing == Passing::kStreaming;
+    if (kPassing != Passing::kNone && at + kChecksumRoundBytes <= body)
+      copy_lines<kStream>(body_src + at, body_dst + at, kChecksumRoundBytes);
+    else if (kPassing != Passing::kNone)
+      copy_lines<kStream>(body_src + at, body_dst + at, body - at);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      Simd::Longs word;
+      std::memcpy(&word, src + at + i * Simd::kRegisterBytes, sizeof word);
+      now[i] = absorb(now[i], word);
+    }
+  }
+  std::memcpy(lanes, now, sizeof now);
+}
+
+/// The same without wide registers: bytes stay in the cache while few lanes at a time take them.
+void absorb_rounds_by_words(const std::byte* src,
+                            int64_t bytes,
+                            const std::byte* next,
+                            uint64_t* lanes) {
+  constexpr int kGroup = 8;
+  for (int first = 0; first < kChecksumLanes; first += kGroup) {
+    uint64_t now[kGroup];
+    std::memcpy(now, lanes + first, sizeof now);
+    for (int64_t at = 0; at < bytes; at += kChecksumRoundBytes) {
+      __builtin_prefetch(next + at + 8 * first);
+      for (int i = 0; i < kGroup; ++i) {
+        uint64_t word = 0;
+        std::memcpy(&word, src + at + 8 * (first + i), sizeof word);
+        now[i] = absorb(now[i], word);
+      }
+    }
+    std::memcpy(lanes + first, now, sizeof now);
+  }
+}
+
+void absorb_copy(const std::byte* src,
+                 std::byte* dst,
+                 int64_t bytes,
+                 StoreMode mode,
+                 const std::byte* next,
+                 uint64_t* lanes) {
+  if constexpr (Simd::kRegisterBytes < 32) {
+    if (dst != nullptr)
+      copy(src, dst, bytes, mode);
+    absorb_rounds_by_words(src, bytes, next, lanes);
+  } else if (dst == nullptr) {
+    absorb_rounds<Passing::kNone>(src, bytes, nullptr, nullptr, 0, next, lanes);
+  } else if (mode == StoreMode::kCached) {
+    absorb_rounds<Passing::kCached>(src, bytes, src, dst, bytes, next, lanes);
+  } else {
+    const int64_t head = bytes_to_line(dst, bytes);
+    const int64_t body = (bytes - head) & -kLineBytes;
+    std::memcpy(dst, src, head);
+    absorb_rounds<Passing::kStreaming>(src, bytes, src + head, dst + head, body, next, lanes);
+    std::memcpy(dst + head + body, src + head + body, bytes - head - body);
+  }
 }
 
 void zero(std::byte* dst, int64_t bytes, StoreMode mode) {
@@ -418,6 +505,7 @@ constexpr RowKernels make_row_kernels(const char* name) {
           sum_grouped_rows,
           scale_and_dot,
           copy,
+          absorb_copy,
           zero,
           store_fence,
           quantize_row};

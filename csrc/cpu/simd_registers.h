@@ -15,6 +15,7 @@ template <int kBytes>
 struct Registers {
   static constexpr int kRegisterBytes = kBytes;
   typedef uint32_t Words __attribute__((vector_size(kBytes)));
+  typedef uint64_t Longs __attribute__((vector_size(kBytes)));
   typedef int32_t Ints __attribute__((vector_size(kBytes)));
   typedef int16_t Shorts __attribute__((vector_size(kBytes)));
   typedef float Floats __attribute__((vector_size(kBytes)));

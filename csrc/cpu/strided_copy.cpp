@@ -4,6 +4,9 @@
 #include <bit>
 #include <cstring>
 
+#include "core/math.h"
+#include "cpu/checksum_lanes.h"
+
 namespace moe::cpu {
 
 namespace {
@@ -157,84 +160,139 @@ void copy_strided(const RowKernels& kernels,
 
 namespace {
 
-constexpr int kLanes = 8;
-constexpr int64_t kRoundBytes = 8 * kLanes;
-constexpr int64_t kAheadBytes = 2048;
-constexpr uint64_t kOdd = 0x9E3779B97F4A7C15ull;
+static_assert(std::endian::native == std::endian::little, "words are read as they lie");
 
-uint64_t absorb(uint64_t lane, uint64_t word) {
-  lane = (lane ^ word) * kOdd;
-  return lane ^ lane >> 29;
+/// Runs from so many bytes on are hashed where they lie, shorter ones in so large a copy.
+constexpr int64_t kLongRunBytes = 4 * kChecksumRoundBytes;
+constexpr int64_t kStagedBytes = 16 * kChecksumRoundBytes;
+
+bool has_long_runs(const Place& place) {
+  return place.shape == nullptr || place.shape->run_bytes >= kLongRunBytes;
 }
 
-struct Lanes {
-  uint64_t lane[kLanes];
+/// Bytes between a run and the next.
+int64_t run_gap(const Place& place) {
+  if (place.shape == nullptr || place.shape->is_contiguous())
+    return 0;
+  return place.shape->strides[place.shape->num_dims - 1] - place.shape->run_bytes;
+}
 
-  /// @param bytes  A multiple of kRoundBytes.
-  /// @param next   Where the bytes that are taken afterwards lie, from @p data: they are fetched
-  ///               ahead, as the processor cannot guess them.
-  void take(const std::byte* data, int64_t bytes, int64_t next) {
-    const int64_t ahead = std::min(kAheadBytes, bytes);
-    Lanes now = *this;  // a copy that stays in registers
-    const auto take_round = [&now](const std::byte* from) {
-      for (int i = 0; i < kLanes; ++i) {
-        uint64_t word = 0;
-        std::memcpy(&word, from + 8 * i, sizeof(word));
-        now.lane[i] = absorb(now.lane[i], word);
+int64_t whole_rounds(int64_t bytes) {
+  return bytes & -kChecksumRoundBytes;
+}
+
+uint64_t hash_of_lanes(uint64_t* lanes, int64_t block_idx) {
+  constexpr int kLast = 8;
+  // A lane that took another as it is could not tell a change of the one from a change of the
+  // other.
+  for (int i = kLast; i < kChecksumLanes; ++i)
+    lanes[i] = absorb(absorb(lanes[i - kLast], uint64_t{0}), lanes[i]);
+  uint64_t hash = absorb(kChecksumOdd, static_cast<uint64_t>(block_idx));
+  for (int i = kChecksumLanes - kLast; i < kChecksumLanes; ++i)
+    hash = absorb(hash, lanes[i]);
+  return absorb(hash, uint64_t{0});
+}
+
+/// Hashes the block of @p src that begins at @p at, and copies its first @p copied_bytes.
+uint64_t copy_block(const RowKernels& kernels,
+                    const Place& src,
+                    int64_t src_bytes,
+                    int64_t at,
+                    const Place& dst,
+                    int64_t dst_at,
+                    int64_t copied_bytes,
+                    StoreMode mode) {
+  const int64_t block_bytes = std::min(kChecksumBlockBytes, src_bytes - at);
+  const bool is_read_in_place = has_long_runs(src);
+  const bool is_written_in_place = has_long_runs(dst);
+  uint64_t lanes[kChecksumLanes];
+  for (int i = 0; i < kChecksumLanes; ++i)
+    lanes[i] = absorb(kChecksumOdd, static_cast<uint64_t>(i));
+  alignas(64) std::byte staged[kStagedBytes];
+  int64_t done = 0;
+  const auto copy_from_done = [&](int64_t bytes) {
+    if (bytes > 0)
+      copy_strided(kernels, src, at + done, dst, dst_at + done, bytes, mode);
+  };
+  Cursor from(src, at, src_bytes);
+  while (done < block_bytes) {
+    const int64_t left = block_bytes - done;
+    const int64_t to_copy = std::clamp<int64_t>(copied_bytes - done, 0, left);
+    int64_t part = is_read_in_place ? whole_rounds(std::min(from.run_left(), left)) : 0;
+    if (part == 0) {
+      // Rounds that lie in several runs, and the end.
+      part = std::min(left, is_read_in_place ? kChecksumRoundBytes : kStagedBytes);
+      if (is_read_in_place) {
+        for (int64_t staged_bytes = 0; staged_bytes < part;) {
+          const int64_t piece = std::min(from.run_left(), part - staged_bytes);
+          std::memcpy(staged + staged_bytes, from.data(), static_cast<size_t>(piece));
+          from.advance(piece);
+          staged_bytes += piece;
+        }
+      } else {
+        copy_strided(kernels, src, at + done, Place{staged, nullptr}, 0, part, StoreMode::kCached);
       }
-    };
-    int64_t at = 0;
-    for (; at < bytes - ahead; at += kRoundBytes) {
-      __builtin_prefetch(data + at + ahead);
-      take_round(data + at);
+      const int64_t padded = whole_rounds(part + kChecksumRoundBytes - 1);
+      std::memset(staged + part, 0, static_cast<size_t>(padded - part));
+      const std::byte* const next = is_read_in_place ? from.data() : staged;
+      kernels.absorb_copy(staged, nullptr, padded, StoreMode::kCached, next, lanes);
+      copy_from_done(std::min(part, to_copy));
+      done += part;
+      continue;
     }
-    for (; at < bytes; at += kRoundBytes) {
-      __builtin_prefetch(data + (at + ahead - bytes) + next);
-      take_round(data + at);
+    std::byte* passed_to = nullptr;
+    if (to_copy > 0 && is_written_in_place) {
+      const Cursor to(dst, dst_at + done, dst_at + copied_bytes);
+      if (const int64_t both = whole_rounds(std::min({part, to_copy, to.run_left()})); both > 0) {
+        part = both;
+        passed_to = to.data();
+      } else {
+        part = kChecksumRoundBytes;
+      }
     }
-    *this = now;
+    const bool ends_run = from.run_left() - part < kChecksumRoundBytes;
+    const int64_t next = ends_run ? from.run_left() + run_gap(src) : part;
+    kernels.absorb_copy(from.data(), passed_to, part, mode, from.data() + next, lanes);
+    if (passed_to == nullptr)
+      copy_from_done(std::min(part, to_copy));
+    from.advance(part);
+    done += part;
   }
-};
-
-static_assert(std::endian::native == std::endian::little, "words are read as they lie");
+  return hash_of_lanes(lanes, at / kChecksumBlockBytes);
+}
 
 }  // namespace
 
-uint64_t checksum(const Place& place, int64_t bytes) {
-  constexpr int64_t kStagedBytes = 64 * kRoundBytes;
-  constexpr int64_t kLongRunBytes = 16 * kRoundBytes;
-  Lanes lanes;
-  for (int i = 0; i < kLanes; ++i)
-    lanes.lane[i] = absorb(kOdd, static_cast<uint64_t>(i));
-  const bool is_read_in_place = place.shape == nullptr || place.shape->run_bytes >= kLongRunBytes;
-  const int64_t staged_bytes = is_read_in_place ? kRoundBytes : kStagedBytes;
-  const int64_t next = place.shape == nullptr || place.shape->is_contiguous()
-                           ? bytes
-                           : place.shape->strides[place.shape->num_dims - 1];
-  alignas(64) std::byte staged[kStagedBytes];
-  const RowKernels& kernels = best_row_kernels();
-  for (int64_t at = 0; at < bytes;) {
-    if (is_read_in_place) {
-      const Cursor here(place, at, bytes);
-      const int64_t adjacent = here.run_left() / kRoundBytes * kRoundBytes;
-      if (adjacent > 0) {
-        lanes.take(here.data(), adjacent, next);
-        at += adjacent;
-        continue;
-      }
-    }
-    // Rounds that lie in several runs, and the end.
-    const int64_t part = std::min(bytes - at, staged_bytes);
-    const int64_t padded = (part + kRoundBytes - 1) / kRoundBytes * kRoundBytes;
-    copy_strided(kernels, place, at, Place{staged, nullptr}, 0, part, StoreMode::kCached);
-    std::memset(staged + part, 0, static_cast<size_t>(padded - part));
-    lanes.take(staged, padded, padded);
-    at += part;
+uint64_t copy_with_checksum(const RowKernels& kernels,
+                            const Place& src,
+                            int64_t src_bytes,
+                            int64_t src_from,
+                            const Place& dst,
+                            int64_t dst_from,
+                            int64_t bytes,
+                            StoreMode mode) {
+  const int64_t end = src_from + bytes;
+  const int64_t first = std::min(end, round_up(src_from, kChecksumBlockBytes));
+  const bool is_copied = dst.data != nullptr;
+  if (is_copied)
+    copy_strided(kernels, src, src_from, dst, dst_from, first - src_from, mode);
+  uint64_t blocks = 0;
+  for (int64_t at = first; at < end; at += kChecksumBlockBytes) {
+    const int64_t copied_bytes = is_copied ? std::min(kChecksumBlockBytes, end - at) : 0;
+    blocks += copy_block(
+        kernels, src, src_bytes, at, dst, dst_from + (at - src_from), copied_bytes, mode);
   }
-  auto sum = static_cast<uint64_t>(bytes);
-  for (const uint64_t lane : lanes.lane)
-    sum = absorb(sum, lane);
-  return absorb(sum, 0);
+  return blocks;
+}
+
+uint64_t finish_checksum(uint64_t blocks, int64_t bytes) {
+  return absorb(absorb(blocks, static_cast<uint64_t>(bytes)), uint64_t{0});
+}
+
+uint64_t checksum(const Place& place, int64_t bytes) {
+  const uint64_t blocks = copy_with_checksum(
+      best_row_kernels(), place, bytes, 0, Place{}, 0, bytes, StoreMode::kCached);
+  return finish_checksum(blocks, bytes);
 }
 
 }  // namespace moe::cpu

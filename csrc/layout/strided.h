@@ -19,6 +19,7 @@ struct StridedBytes {
   int64_t strides[kMaxDims] = {};  ///< in bytes; 0 where a source repeats its bytes
 
   bool is_contiguous() const { return num_dims == 0; }
+  bool operator==(const StridedBytes& other) const = default;
 
   /// Bytes from the first byte to behind the last.
   int64_t span() const {

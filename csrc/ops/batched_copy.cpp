@@ -153,11 +153,12 @@ void BatchedCopy::connect(const group::InterruptCheck& interrupt_check) {
 }
 
 CopyStats BatchedCopy::run(const std::shared_ptr<PreparedCopies>& prepared,
+                           bool with_checksums,
                            const group::InterruptCheck& interrupt_check) {
   const RunGuard guard(runner_);
   return run_operation<CopyRun>(
       *this, layout::Operation::kBatchedCopy, interrupt_check, [&](CopyRun& run) {
-        return run.execute(prepared);
+        return run.execute(prepared, with_checksums);
       });
 }
 

@@ -46,7 +46,10 @@ class BatchedCopy : public BufferBase {
 
   /// Collective. @throws InvalidArgument, CapacityError  on every rank, before data moves;
   /// PeerFailed, PeerTimeout  the communicator is aborted, destinations are undefined.
+  /// @param with_checksums  Sources are hashed as they are copied, see
+  /// PreparedCopies::checksum_of().
   CopyStats run(const std::shared_ptr<PreparedCopies>& prepared,
+                bool with_checksums,
                 const group::InterruptCheck& interrupt_check);
 
   /// Takes part in a run that cannot be, and throws @p message as every rank does.

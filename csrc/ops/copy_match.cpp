@@ -188,16 +188,17 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
     const CopyItem& send = prepared.sends()[send_idx];
     const auto peer = static_cast<size_t>(send.peer_rank);
     const uint32_t entry_idx = entry_of[send_idx];
+    uint64_t* const checksum = prepared.blocks_of(send_idx);
     if (send.peer_rank == group_.rank_idx()) {
       const size_t receive_idx = prepared.first_receive(send.peer_rank) + entry_idx;
-      route.direct.add(send.place(), prepared.destination(receive_idx), send.shape.bytes);
+      route.direct.add(send.place(), prepared.destination(receive_idx), send.shape.bytes, checksum);
       route.local_bytes += send.shape.bytes;
       continue;
     }
     const ReceiveEntry& entry = tables[peer].entries()[rows_[peer].first_entry + entry_idx];
     if (entry.is_in_heap == 0) {
       route.order[peer].push_back(entry_idx);
-      route.outgoing[peer].add(send.place(), cpu::Place{}, send.shape.bytes);
+      route.outgoing[peer].add(send.place(), cpu::Place{}, send.shape.bytes, checksum);
       route.slot_bytes += send.shape.bytes;
       continue;
     }
@@ -205,7 +206,7 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
                       nullptr};
     if (entry.num_dims > 0)
       target.shape = &route.peer_shapes.emplace_back(shape_of(entry, tables[peer]));
-    route.direct.add(send.place(), target, send.shape.bytes);
+    route.direct.add(send.place(), target, send.shape.bytes, checksum);
     route.direct_bytes += send.shape.bytes;
   }
 }
@@ -253,7 +254,7 @@ void CopyRun::route_incoming(PreparedCopies& prepared) {
       sync::read_shared(&place, table.order() + first + num_ordered++, sizeof(place));
       const CopyItem& receive = prepared.receives()[first + place];
       route.incoming[static_cast<size_t>(peer_rank)].add(
-          cpu::Place{}, receive.place(), receive.shape.bytes);
+          cpu::Place{}, receive.place(), receive.shape.bytes, nullptr);
     }
   });
   for (const CopyRow& row : rows_)

@@ -70,7 +70,8 @@ void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cp
   const cpu::RowKernels& kernels = engine_.kernels();
   if (part.channel == nullptr) {
     const int64_t begin = part.idx * kDirectPartBytes;
-    route.direct.copy(kernels, begin, std::min(begin + kDirectPartBytes, route.direct.end()), mode);
+    const int64_t end = std::min(begin + kDirectPartBytes, route.direct.end());
+    route.direct.copy(kernels, begin, end, mode, with_checksums_);
     kernels.store_fence();
     return;
   }
@@ -80,7 +81,7 @@ void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cp
   const int64_t end = std::min(begin + slot_bytes, channel.stream->end());
   std::byte* slot = channel.slots + part.idx % engine_.config().num_slots * slot_bytes;
   if (channel.is_outgoing) {
-    channel.stream->pack(kernels, begin, end, slot);
+    channel.stream->pack(kernels, begin, end, slot, with_checksums_);
     return;
   }
   channel.stream->unpack(kernels, begin, end, slot, mode);

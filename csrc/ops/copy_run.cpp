@@ -39,10 +39,12 @@ void CopyRun::check_closed() {
       [&](int peer_rank) { return sync::load_acquire(workspace.closed(peer_rank).value); });
 }
 
-CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
+CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given, bool with_checksums) {
   const int64_t start_ns = sync::now_ns();
   prepared_ = given;
+  with_checksums_ = with_checksums;
   PreparedCopies& prepared = *given;
+  prepared.begin_checksums();
   if (!prepared.problem().empty())
     reject({}, RowStatus::kInvalidArgument, prepared.problem());
   try {
@@ -75,6 +77,8 @@ CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given) {
   prepared.end_writes(false);
   is_writing_ = false;
   complete();
+  if (with_checksums)
+    prepared.end_checksums();
   const int64_t end_ns = sync::now_ns();
   CopyStats stats;
   stats.direct_bytes = route.direct_bytes;

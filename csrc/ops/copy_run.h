@@ -24,7 +24,7 @@ class CopyRun : public BufferOperation {
 
   ~CopyRun() override;
 
-  CopyStats execute(const std::shared_ptr<PreparedCopies>& prepared);
+  CopyStats execute(const std::shared_ptr<PreparedCopies>& prepared, bool with_checksums);
 
   /// Ends by an exception. Waits a little for peers to write here no more; what was prepared
   /// outlives them in any case.
@@ -81,6 +81,7 @@ class CopyRun : public BufferOperation {
 
   BatchedCopy& engine_;
   std::shared_ptr<PreparedCopies> prepared_;  ///< null until a row has said what it holds
+  bool with_checksums_ = false;               ///< sources are hashed as they are copied
   bool is_writing_ = false;                   ///< shared memory is held until the run has ended
   bool may_be_written_to_ = false;            ///< peers have this rank's verdict
   std::vector<layout::CopyRow> rows_;         ///< [num_ranks], private copies

@@ -67,6 +67,7 @@ PreparedCopies::PreparedCopies(std::vector<CopyItem> sends,
   find_twice("send", sends_);
   find_twice("receive", receives_);
   find_overlap(receives_);
+  blocks_.resize(sends_.size());
   for (uint32_t i = 0; i < sends_.size(); ++i)
     if (sends_[i].shape.bytes > 0)
       by_address_.push_back(i);
@@ -185,6 +186,27 @@ bool PreparedCopies::begin_writes() {
 void PreparedCopies::end_writes(bool is_failed) {
   for (const auto& pages : shared_pages_)
     pages->end_writes(is_failed);
+}
+
+void PreparedCopies::begin_checksums() {
+  has_checksums_ = false;
+  std::fill(blocks_.begin(), blocks_.end(), 0);
+}
+
+std::optional<uint64_t> PreparedCopies::checksum_of(const CopyItem& item) const {
+  if (!has_checksums_ || item.peer_rank < 0 || item.peer_rank >= num_ranks_)
+    return std::nullopt;
+  const auto first = sends_.begin() + static_cast<ptrdiff_t>(first_send(item.peer_rank));
+  const auto end = sends_.begin() + static_cast<ptrdiff_t>(first_send(item.peer_rank + 1));
+  const auto found =
+      std::lower_bound(first, end, item.task_id, [](const CopyItem& send, int64_t task_id) {
+        return send.task_id < task_id;
+      });
+  if (found == end || found->task_id != item.task_id || found->data != item.data ||
+      !(found->shape == item.shape))
+    return std::nullopt;
+  return cpu::finish_checksum(blocks_[static_cast<size_t>(found - sends_.begin())],
+                              item.shape.bytes);
 }
 
 std::shared_ptr<Window> PreparedCopies::take_table() {

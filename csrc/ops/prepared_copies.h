@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,16 @@ class PreparedCopies {
 
   const std::shared_ptr<void>& owner() const { return owner_; }
 
+  /// A run begins, which forgets the checksums of the last.
+  void begin_checksums();
+  /// All sources have been hashed.
+  void end_checksums() { has_checksums_ = true; }
+  /// The sum of the blocks of a send's checksum, while it is added up.
+  uint64_t* blocks_of(size_t send_idx) { return &blocks_[send_idx]; }
+  /// The checksum of what the last run sent as this task to this peer. None where that run hashed
+  /// nothing or failed, or where it sent bytes of other places than those of @p item.
+  std::optional<uint64_t> checksum_of(const CopyItem& item) const;
+
   /// What a run moves, worked out from this rank's items and its peers' tables.
   struct Route {
     std::vector<uint64_t> numbers;  ///< of every rank's prepared copies; empty for no route
@@ -110,6 +121,8 @@ class PreparedCopies {
   std::vector<size_t> first_send_;     ///< [num_ranks + 1]
   std::vector<size_t> first_receive_;  ///< [num_ranks + 1]
   std::vector<uint32_t> by_address_;
+  std::vector<uint64_t> blocks_;  ///< [sends]
+  bool has_checksums_ = false;
   std::vector<int64_t> slot_bytes_;  ///< [num_ranks], received from there outside the heap
   std::vector<std::shared_ptr<SharedPages>> shared_pages_;
   std::vector<std::byte*> written_;  ///< [receives]

@@ -5,6 +5,7 @@
 
 #include "bindings/shared/byte_buffers.h"
 #include "core/error.h"
+#include "cpu/checksum_lanes.h"
 #include "cpu/row_kernels.h"
 #include "host_testing.h"
 #include "layout/wire_format.h"
@@ -135,6 +136,33 @@ void copy(const std::string& isa, const py::buffer& src, const py::buffer& dst, 
   kernels.store_fence();
 }
 
+/// @param lanes  kChecksumLanes numbers of 8 bytes, which become those that have taken @p src.
+/// @param dst    As long as @p src, or none.
+void absorb_copy(const std::string& isa,
+                 const py::buffer& src,
+                 const std::optional<py::buffer>& dst,
+                 const py::buffer& lanes,
+                 bool streaming) {
+  const RowKernels& kernels = row_kernels(isa);
+  const Bytes from(src, false);
+  const Bytes words(lanes, true);
+  MOE_CHECK_EQ(from.size() % cpu::kChecksumRoundBytes, 0, "bytes behind whole rounds");
+  words.check(8 * cpu::kChecksumLanes, alignof(uint64_t), "lanes");
+  std::optional<Bytes> to;
+  if (dst) {
+    to.emplace(*dst, true);
+    to->check(from.size(), 1, "destination");
+  }
+  const py::gil_scoped_release release;
+  kernels.absorb_copy(from.data(),
+                      to ? to->data() : nullptr,
+                      from.size(),
+                      store_mode(streaming),
+                      from.data(),
+                      reinterpret_cast<uint64_t*>(words.data()));
+  kernels.store_fence();
+}
+
 void zero(const std::string& isa, const py::buffer& dst, bool streaming) {
   const RowKernels& kernels = row_kernels(isa);
   const Bytes to(dst, true);
@@ -222,6 +250,14 @@ void bind_row_kernels(py::module_& parent) {
         py::arg("isa"),
         py::arg("src"),
         py::arg("dst"),
+        py::kw_only(),
+        py::arg("streaming"));
+  m.def("absorb_copy",
+        &absorb_copy,
+        py::arg("isa"),
+        py::arg("src"),
+        py::arg("dst"),
+        py::arg("lanes"),
         py::kw_only(),
         py::arg("streaming"));
   m.def("zero", &zero, py::arg("isa"), py::arg("dst"), py::kw_only(), py::arg("streaming"));

@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "core/sync.h"
+#include "cpu/strided_copy.h"
 #include "ops/batched_copy.h"
 #include "schedules/host_world.h"
 #include "schedules/run.h"
@@ -109,8 +110,15 @@ MOE_SCENARIO(host_copy,
     const auto prepared = tensors.prepare(rank);
     for (int run_idx = 0; run_idx < 3; ++run_idx) {
       tensors.fill(rank, run_idx);
-      engine->run(prepared, {});
+      const bool with_checksums = run_idx != 1;
+      engine->run(prepared, with_checksums, {});
       tensors.check(rank, run_idx);
+      for (const ops::CopyItem& send : prepared->sends()) {
+        const auto hashed = prepared->checksum_of(send);
+        if (hashed.has_value() != with_checksums ||
+            (hashed && *hashed != cpu::checksum(send.place(), send.shape.bytes)))
+          rank.fail(concat("the checksum of task ", send.task_id, " is of other bytes"));
+      }
     }
     if (disagrees) {
       // The last rank sends what nobody receives: all hear of it before a byte moves.
@@ -120,12 +128,12 @@ MOE_SCENARIO(host_copy,
       const auto wrong = std::make_shared<ops::PreparedCopies>(
           sends, std::vector<ops::CopyItem>{}, rank.rank_idx(), rank.num_ranks(), "", nullptr);
       try {
-        engine->run(wrong, {});
+        engine->run(wrong, false, {});
         rank.fail("a send that nobody receives was not reported");
       } catch (const InvalidArgument&) {
       }
       tensors.fill(rank, 3);
-      engine->run(prepared, {});
+      engine->run(prepared, false, {});
       tensors.check(rank, 3);
     }
     engine->destroy();

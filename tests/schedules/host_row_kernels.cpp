@@ -98,6 +98,17 @@ void copy(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode) {
     kPortableRowKernels.copy(src, dst, bytes, mode);
 }
 
+void absorb_copy(const std::byte* src,
+                 std::byte* dst,
+                 int64_t bytes,
+                 StoreMode mode,
+                 const std::byte* next,
+                 uint64_t* lanes) {
+  if (dst != nullptr)
+    copy(src, dst, bytes, mode);
+  kPortableRowKernels.absorb_copy(src, nullptr, bytes, mode, next, lanes);
+}
+
 void zero(std::byte* dst, int64_t bytes, StoreMode mode) {
   if (note_store(dst, bytes, mode))
     kPortableRowKernels.zero(dst, bytes, mode);
@@ -126,6 +137,7 @@ constexpr RowKernels kCheckedRowKernels = {"checked",
                                            sum_grouped_rows,
                                            scale_and_dot,
                                            copy,
+                                           absorb_copy,
                                            zero,
                                            store_fence,
                                            quantize_row};

@@ -149,9 +149,9 @@ MOE_SCENARIO(strided_copies, "a batch of copies between tensors of any strides")
 
 MOE_SCENARIO(checksums, "equal parts of a tensor change places, which its checksum shows") {
   Random& random = run.random();
-  // Words, lines, and what is staged of a tensor that is not contiguous.
-  constexpr int64_t kPartBytes[] = {1, 8, 64, 512, 4096, 8192};
-  const int64_t part_bytes = kPartBytes[random.below(6)];
+  // Words, lines, what is staged of a tensor that is not contiguous, and blocks.
+  constexpr int64_t kPartBytes[] = {1, 8, 64, 512, 4096, 8192, cpu::kChecksumBlockBytes};
+  const int64_t part_bytes = kPartBytes[random.below(7)];
   const int64_t num_parts = random.between(2, 6);
   const int64_t bytes = num_parts * part_bytes;
   // A tensor with gaps: its elements come in the same order as where there are none.

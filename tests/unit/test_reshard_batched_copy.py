@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_comm
-from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, checksum
+from moe_comm.resharding.copy_services.batched_copy import (
+    BatchedCopy,
+    CopyItem,
+    PieceChecksums,
+    checksum,
+)
 from tests.helpers.rank_threads import on_ranks
 
 SLOT_BYTES = 1 << 10
@@ -100,6 +108,7 @@ def run_pieces(
                 recvs.append((task_id, received[idx], piece.sender))
         prepared = engine.prepare(sends, recvs)
         assert prepared.problem is None
+        read, hashed = PieceChecksums(sends), PieceChecksums(sends)
         for round_idx in range(num_runs):
             for task_id, tensor, _ in sends:
                 idx = next(
@@ -110,7 +119,10 @@ def run_pieces(
                     tensor.as_strided((min(1, tensor.numel()),), (1,)).copy_(values.flatten()[:1])
                 else:
                     tensor.copy_(values)
-            stats = engine.run(prepared)
+            stats = engine.run(prepared, with_checksums=round_idx % 2 == 0)
+            sums = [checksum(tensor) for _, tensor, _ in sends]
+            assert read.compute([], num_threads or 1).tolist() == sums
+            assert hashed.compute([prepared], num_threads or 1).tolist() == sums
             for idx, tensor in received.items():
                 assert same_bytes(tensor, values_of(pieces[idx], idx + 1000 * round_idx)), (
                     round_idx,
@@ -451,7 +463,7 @@ def test_copies_of_tensors_that_were_freed_or_moved_since(side: str) -> None:
 )
 def test_writes_of_a_run_that_fails(error: BaseException, is_counted: bool) -> None:
     class _Failing:
-        def run(self, prepared: object) -> None:
+        def run(self, prepared: object, with_checksums: bool) -> None:
             raise error
 
     def body(comm: moe_comm.Communicator) -> None:
@@ -634,23 +646,97 @@ def test_checksum_depends_on_every_byte_and_its_place() -> None:
     assert len(orders) > 40
 
 
-def test_checksum_is_as_documented() -> None:
-    def absorb(lane: int, word: int) -> int:
-        lane = ((lane ^ word) * odd) % (1 << 64)
-        return lane ^ lane >> 29
+ODD = 0x9E3779B97F4A7C15
+BLOCK_BYTES = 16384
 
-    odd = 0x9E3779B97F4A7C15
-    tensor = torch.arange(1001, dtype=torch.int16)
-    data = bytes(tensor.view(torch.uint8).tolist())
-    data += bytes(-len(data) % 64)
-    lanes = [absorb(odd, idx) for idx in range(8)]
-    for idx in range(len(data) // 8):
-        word = int.from_bytes(data[8 * idx : 8 * idx + 8], "little")
-        lanes[idx % 8] = absorb(lanes[idx % 8], word)
-    total = 2002
-    for lane in lanes:
-        total = absorb(total, lane)
-    assert checksum(tensor) == absorb(total, 0)
+
+def absorb(lane: int, word: int) -> int:
+    lane = ((lane ^ word) * ODD) % (1 << 64)
+    return lane ^ lane >> 29
+
+
+def hash_of_block(data: bytes, block_idx: int) -> int:
+    data += bytes(-len(data) % 256)
+    lanes = [absorb(ODD, idx) for idx in range(32)]
+    for idx, (word,) in enumerate(struct.iter_unpack("<Q", data)):
+        lanes[idx % 32] = absorb(lanes[idx % 32], word)
+    for idx in range(8, 32):
+        lanes[idx] = absorb(absorb(lanes[idx - 8], 0), lanes[idx])
+    return functools.reduce(absorb, [block_idx, *lanes[24:], 0], ODD)
+
+
+def documented_checksum(data: bytes) -> int:
+    starts = range(0, len(data), BLOCK_BYTES)
+    hashes = [
+        hash_of_block(data[start : start + BLOCK_BYTES], block_idx)
+        for block_idx, start in enumerate(starts)
+    ]
+    return functools.reduce(absorb, [len(data), 0], sum(hashes) % (1 << 64))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 2, 2002, BLOCK_BYTES, 3 * BLOCK_BYTES + 1002])
+def test_checksum_is_as_documented(num_bytes: int) -> None:
+    tensor = torch.arange(num_bytes // 2, dtype=torch.int16)
+    data = tensor.view(torch.uint8).numpy().tobytes()
+    assert checksum(tensor) == documented_checksum(data)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("sent_as", "received_as"), [("plain", "columns"), ("columns", "plain")])
+def test_sources_cut_into_parts_are_hashed_whole(
+    sent_as: str, received_as: str, num_threads: int
+) -> None:
+    """Parts of a megabyte, and slots, end within blocks and within runs, of which some are long."""
+    shapes = [(700, 2100), (3 << 20,), (41, 77), (5000, 130)]
+    pieces = [
+        Piece(0, 1, shape, torch.uint8, sent_as, received_as, in_heap)
+        for shape in shapes
+        for in_heap in (False, True)
+    ]
+    run_pieces(pieces, 2, num_threads=num_threads, slot_bytes=24 << 10)
+
+
+def test_checksums_of_sent_bytes_are_those_of_the_last_run() -> None:
+    def body(comm: moe_comm.Communicator) -> None:
+        engine = BatchedCopy(comm)
+        peer = 1 - comm.rank_idx
+        source, target = torch.zeros(5000), torch.empty(5000)
+        prepared = engine.prepare([(7, source, peer)], [(7, target, peer)])
+        pieces = PieceChecksums([(7, source, peer)])
+        elsewhere = [
+            PieceChecksums([(7, source[:4999], peer)]),
+            PieceChecksums([(7, source[1:], peer)]),
+            PieceChecksums([(8, source, peer)]),
+            PieceChecksums([(7, source, comm.rank_idx)]),
+            PieceChecksums([(7, source, 5)]),
+        ]
+        before = checksum(source)
+        engine.run(prepared, with_checksums=True)
+        source += 1
+        after = checksum(source)
+        assert pieces.compute([prepared], 1).tolist() == [before], "what was sent, not read again"
+        assert pieces.compute([], 1).tolist() == [after]
+        reread = [int(each.compute([prepared], 1)[0]) for each in elsewhere]
+        assert reread == [checksum(source[:4999]), checksum(source[1:]), after, after, after]
+        engine.run(prepared)
+        assert pieces.compute([prepared], 1).tolist() == [after], "the last run hashed nothing"
+        engine.run(prepared, with_checksums=True)
+        source += 1
+        with pytest.raises(ValueError, match="given up"):
+            if comm.rank_idx == 0:
+                engine.reject("given up")
+            engine.run(prepared, with_checksums=True)
+        failed = comm.rank_idx == 1  # the other has not begun another run of its own
+        assert (pieces.compute([prepared], 1).tolist() == [checksum(source)]) == failed
+        engine.destroy()
+
+    on_ranks(2, body)
+
+
+def test_blocks_that_change_places_are_seen() -> None:
+    blocks = torch.randint(0, 256, (3, BLOCK_BYTES), dtype=torch.uint8)
+    orders = itertools.permutations(range(3))
+    assert len({checksum(blocks[list(order)]) for order in orders}) == 6
 
 
 def test_checksum_of_what_cannot_be_read() -> None:

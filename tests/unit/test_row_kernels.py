@@ -360,6 +360,34 @@ def test_subnormals_survive_a_caller_who_flushes_them(isa: str) -> None:
     assert flushes_again, "the caller's mode was not restored"
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60)
+@given(
+    num_rounds=st.integers(0, 12),
+    src_offset=st.integers(0, 63),
+    dst_offset=st.integers(0, 63),
+    streaming=st.booleans(),
+    is_copied=st.booleans(),
+)
+def test_checksum_lanes_take_what_is_copied(
+    isa: str, num_rounds: int, src_offset: int, dst_offset: int, streaming: bool, is_copied: bool
+) -> None:
+    row = np.random.default_rng(num_rounds).integers(0, 256, 256 * num_rounds, np.uint8)
+    target = Guarded(row.size, dst_offset)
+    lanes = np.arange(32, dtype=np.uint64)
+    expected = lanes.copy()
+    for words in row.view(np.uint64).reshape(-1, 32):
+        expected = (expected ^ words) * np.uint64(0x9E3779B97F4A7C15)
+        expected ^= expected >> np.uint64(29)
+    passed_to = target.bytes if is_copied else None
+    kernels.absorb_copy(
+        isa, place(row, src_offset), passed_to, lanes.view(np.uint8), streaming=streaming
+    )
+    assert np.array_equal(lanes, expected)
+    assert not is_copied or (target.bytes == row).all()
+    target.check_margins()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("streaming", [False, True])

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.utils.dlpack
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedCopy",
     "CopyStats",
+    "PieceChecksums",
     "PreparedCopies",
     "checksum",
     "problem_with_overlaps",
@@ -246,12 +249,20 @@ class BatchedCopy(Destroyable):
         return PreparedCopies(self, native, problem or None, sends, recvs)
 
     @tells_peers(_reject_run)
-    def run(self, prepared: PreparedCopies, *, are_in_place: bool = False) -> CopyStats:
+    def run(
+        self,
+        prepared: PreparedCopies,
+        *,
+        are_in_place: bool = False,
+        with_checksums: bool = False,
+    ) -> CopyStats:
         """Copy. Collective, blocking; returns when everything has landed on this rank.
 
         Args:
             prepared: What `prepare` returned.
             are_in_place: Whether the caller has just seen that no tensor has been moved or freed.
+            with_checksums: Hash sources while they are copied, for `PieceChecksums`. Local: other
+                ranks need not.
 
         Raises:
             ValueError: Some rank's items are wrong, a task has one end only, or its ends differ in
@@ -269,7 +280,7 @@ class BatchedCopy(Destroyable):
         if problem is not None:
             self.reject(problem)
         try:
-            stats = self._native.run(prepared._native)
+            stats = self._native.run(prepared._native, with_checksums)
         except (ValueError, CapacityError):
             raise  # nothing was written
         except BaseException:
@@ -306,3 +317,30 @@ def checksum(tensor: torch.Tensor) -> int:
     from moe_comm import _host
 
     return _host.checksum(tensor)
+
+
+class PieceChecksums:
+    """Checksums of pieces of this rank's tensors, listed once and computed as often as they change.
+
+    Args:
+        pieces: `(task_id, tensor, rank of the other end)`, in CPU memory. Kept alive.
+
+    Raises:
+        ValueError: A tensor is not in CPU memory, or more than 8 of its dimensions cannot be merged.
+    """
+
+    def __init__(self, pieces: Iterable[CopyItem]) -> None:
+        from moe_comm import _host
+
+        self._native = _host.PieceChecksums(list(pieces))
+
+    def compute(self, sent: Sequence[PreparedCopies], num_threads: int) -> npt.NDArray[np.uint64]:
+        """`checksum` of each piece, in the order of the pieces.
+
+        Args:
+            sent: What was run by now. A piece is not read again that the last run of one of these
+                sent from this very memory, and hashed as it did so.
+            num_threads: That read, this one included.
+        """
+        natives = [copies._native for copies in sent]
+        return np.frombuffer(self._native.compute(natives, num_threads), np.uint64)

@@ -35,11 +35,13 @@ class PreparedBatch:
         copies: What moves; None if it did not come so far.
         problem: What is wrong with the batch, which every rank's run raises; None if nothing is.
         are_in_place: Whether who runs it sees for himself that no tensor has been moved or freed.
+        with_checksums: Whether sources are hashed while they are copied.
     """
 
     copies: PreparedCopies | None
     problem: str | None
     are_in_place: bool = False
+    with_checksums: bool = False
 
 
 class SymmetricCopyService(QueuedCopyService):
@@ -143,7 +145,11 @@ class SymmetricCopyService(QueuedCopyService):
         if prepared.copies is None:
             self._copies.reject(prepared.problem or "")
         else:
-            self.last_stats = self._copies.run(prepared.copies, are_in_place=prepared.are_in_place)
+            self.last_stats = self._copies.run(
+                prepared.copies,
+                are_in_place=prepared.are_in_place,
+                with_checksums=prepared.with_checksums,
+            )
 
     def abandon(self, reason: str) -> None:
         """Make the next `run()` of every other rank raise with `reason`."""
