@@ -240,14 +240,14 @@ class _Config:
 def test_a_target_that_asks_for_mxfp8_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources know no transform, and yet what the target holds is proven."""
     spoil: list[bool] = []
-    verify = refit_pass.verify_refit
+    verify = refit_pass.prove_refit
 
     def spoiled(plan: Any, source: Any, target: Any, *args: Any, **options: Any) -> Any:
         if spoil:
             target.decoder.up.data.view(torch.uint8)[5, 7] ^= 1
         return verify(plan, source, target, *args, **options)
 
-    monkeypatch.setattr(refit_pass, "verify_refit", spoiled)
+    monkeypatch.setattr(refit_pass, "prove_refit", spoiled)
     shapes = {"decoder.up": ((64, 128), 0), "decoder.norm": ((8,), None)}
 
     def rank(context: RankContext) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_refit_caches")
 def test_peers_that_compare_checksums_hear_of_a_rank_in_recover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    verify = refit_pass.verify_refit
+    verify = refit_pass.prove_refit
     interrupted: list[int] = []
 
     def verify_unless_terminated(plan: Any, *args: Any, **options: Any) -> Any:
@@ -35,7 +35,7 @@ def test_peers_that_compare_checksums_hear_of_a_rank_in_recover(
             raise _TerminatedError
         return verify(plan, *args, **options)
 
-    monkeypatch.setattr(refit_pass, "verify_refit", verify_unless_terminated)
+    monkeypatch.setattr(refit_pass, "prove_refit", verify_unless_terminated)
 
     def run(context: RankContext) -> str:
         src, dst = nets(context, "single", "single")

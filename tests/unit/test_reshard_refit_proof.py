@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from moe_comm.resharding import ReshardTransform, is_stale, refit
+from moe_comm.resharding import (
+    ReshardTransform,
+    SymmetricCopyService,
+    is_stale,
+    place_in_heap,
+    refit,
+)
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.formats import scaled_buffers, transforms
 from moe_comm.resharding.formats.number_formats import (
@@ -17,7 +24,7 @@ from moe_comm.resharding.formats.number_formats import (
 )
 from moe_comm.resharding.formats.transforms import FP8BlockReshardTransform, MXFP8ReshardTransform
 from moe_comm.resharding.hold import refit_pass
-from moe_comm.resharding.hold.verification import RefitProof
+from moe_comm.resharding.hold.verification import RefitProof, verify_refit
 from moe_comm.resharding.plan.transfer_op import TransferOp
 from moe_comm.tensors.quantization import ScaleFormat
 from moe_comm.testing import RankContext
@@ -36,13 +43,13 @@ pytestmark = pytest.mark.usefixtures("no_refit_caches")
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[RefitProof]:
     """What every rank proves from here on."""
     made: list[RefitProof] = []
-    verify = refit_pass.verify_refit
+    verify = refit_pass.prove_refit
 
     def kept(*args: Any, **options: Any) -> RefitProof:
         made.append(verify(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(refit_pass, "verify_refit", kept)
+    monkeypatch.setattr(refit_pass, "prove_refit", kept)
     return made
 
 
@@ -384,3 +391,117 @@ def test_a_transform_that_fails_is_told_with_the_parameter_on_every_rank() -> No
 
     for text in threads(rank, 2):
         assert "up: no memory for halves" in text
+
+
+# ---------------------------------------------------------------------------------------------
+# Sources are hashed while they are copied, targets read once more: what copies do wrong is found.
+
+PAIR: Any = {"left": ((32, 24), 0), "right": ((32, 24), 0), "norm": ((8,), None)}
+
+
+class Unfaithful(SymmetricCopyService):
+    """Moves something else than it is given, of parameters that the test names."""
+
+    fault = ""
+    victims: tuple[torch.Tensor, ...] = ()
+
+    def submit_send(self, src_tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        if self.fault == "stale" and self._of(src_tensor) == 0:
+            src_tensor = src_tensor.clone()  # what it holds now, in each later run
+        super().submit_send(src_tensor, *args, **options)
+
+    def submit_recv(self, dest_tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        number = self._of(dest_tensor)
+        if self.fault == "lost" and number == 0:
+            dest_tensor = dest_tensor.clone()
+        if self.fault == "swapped" and number is not None:
+            victim, other = self.victims[number], self.victims[1 - number]
+            offset = dest_tensor.storage_offset() - victim.storage_offset()
+            dest_tensor = other.as_strided(
+                dest_tensor.shape, dest_tensor.stride(), other.storage_offset() + offset
+            )
+        super().submit_recv(dest_tensor, *args, **options)
+
+    def _of(self, tensor: torch.Tensor) -> int | None:
+        """Which victim it is a part of."""
+        for number, victim in enumerate(self.victims):
+            if 0 <= tensor.data_ptr() - victim.data_ptr() < victim.nbytes:
+                return number
+        return None
+
+
+def test_what_was_hashed_as_it_was_copied_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless a caller asks later: then a source that has changed since is told."""
+    prove = refit_pass.prove_refit
+
+    def changed(plan: Any, source: Any, *args: Any) -> Any:
+        with torch.no_grad():
+            source.left += 1
+        proof = prove(plan, source, *args)
+        plans[plan.rank] = plan
+        return proof
+
+    plans: dict[int, Any] = {}
+    monkeypatch.setattr(refit_pass, "prove_refit", changed)
+
+    def rank(context: RankContext) -> str:
+        source = ShardedNet(Parallelism(2, tp=2), context.rank_idx, PAIR)
+        target = ShardedNet(Parallelism(2), context.rank_idx, PAIR)
+        for seed in range(2):
+            swap(context, source.fill(seed), target, verify="checksum")
+            assert target.wrong(seed) == []
+        plan = plans[context.rank_idx]
+        return error_of(lambda: verify_refit(plan, source, target, context.group))
+
+    texts = threads(rank, 2)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("RefitError: rank 0: left, piece 0")
+
+
+@pytest.mark.parametrize("is_in_heap", [False, True], ids=["slots", "heap"])
+@pytest.mark.parametrize("fault", ["stale", "lost", "swapped", "spoiled"])
+def test_copies_that_are_unfaithful_are_told_on_every_rank(
+    fault: str, is_in_heap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prove = refit_pass.prove_refit
+    spoils: list[int] = []
+
+    def spoiled(plan: Any, source: Any, target: Any, *args: Any) -> Any:
+        if plan.rank in spoils:
+            target.left.data.view(torch.uint8)[31, 7] ^= 64
+        return prove(plan, source, target, *args)
+
+    monkeypatch.setattr(refit_pass, "prove_refit", spoiled)
+
+    def rank(context: RankContext) -> list[str]:
+        source = ShardedNet(Parallelism(2, tp=2), context.rank_idx, PAIR)
+        target = ShardedNet(Parallelism(2), context.rank_idx, PAIR)
+        service = Unfaithful(context.group)
+        if is_in_heap:
+            place_in_heap(target, service.communicator)
+        if fault == "stale" and context.rank_idx == 0:
+            service.victims = (source.left.data,)
+        elif fault != "stale" and context.rank_idx == 1:
+            service.victims = target.left.data, target.right.data
+        service.fault = fault
+        options: Any = {"group": context.group, "verify": "checksum"}
+        run = functools.partial(refit.swap_model_weights, source, target, service, **options)
+        texts = []
+        for seed in range(2):
+            source.fill(seed)
+            if fault == "spoiled" and seed == 1 and context.rank_idx == 1:
+                spoils.append(1)
+            context.group.all_gather(None)
+            texts.append(error_of(run))
+        service.close()
+        return texts
+
+    first, other = threads(rank, 2)
+    assert first == other
+    assert (first[0] == "") == (fault in ("stale", "spoiled"))
+    who = "rank 0: left, piece 0" if fault == "stale" else "rank 1: left, piece"
+    assert first[1].startswith(f"RefitError: {who}")
+    assert "the source has checksum" in first[1]
+    assert ("right" in first[1]) == (fault == "swapped")

@@ -319,11 +319,11 @@ def test_a_hash_of_checksums_alone_would_miss_it(monkeypatch: pytest.MonkeyPatch
     """The rows that ranks compare first say which piece has which checksum."""
 
     def without_ids(
-        bootstrap: Any, sent: dict[Any, Any], received: dict[Any, Any], skipped: set[Any]
+        bootstrap: Any, sent: Any, received: Any, skipped: set[Any]
     ) -> list[tuple[int, int]]:
-        def sums_by_pair(ends: dict[Any, Any]) -> dict[tuple[int, int], list[int]]:
+        def sums_by_pair(end: Any) -> dict[tuple[int, int], list[int]]:
             sums: dict[tuple[int, int], list[int]] = {}
-            for key, piece in ends.items():
+            for key, piece in end.pieces().items():
                 sums.setdefault(key[:2], []).append(*piece.checksums.values())
             return {pair: sorted(values) for pair, values in sums.items()}
 

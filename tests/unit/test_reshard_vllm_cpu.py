@@ -138,14 +138,14 @@ def fail_after_the_copies(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None
 
 def fail_to_verify(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """An element is overwritten between a refit and its checksums."""
-    real = refit_pass.verify_refit
+    real = refit_pass.prove_refit
 
     def spoiled(plan: Any, source: Any, target: Any, *args: Any, **options: Any) -> Any:
         if target is not None and fault.is_on:
             target.views[0].tensor[1, 2] = -1.0
         return real(plan, source, target, *args, **options)
 
-    monkeypatch.setattr(refit_pass, "verify_refit", spoiled)
+    monkeypatch.setattr(refit_pass, "prove_refit", spoiled)
 
 
 @pytest.mark.parametrize("fail", [fail_after_the_copies, fail_to_verify])

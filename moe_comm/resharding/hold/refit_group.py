@@ -342,6 +342,8 @@ class RefitRanks:
         self.rank_idx, self.num_ranks = group.place
         communicator = getattr(service, "communicator", None)
         ranks = communicator if isinstance(communicator, Communicator) else group
+        native = communicator.native if isinstance(communicator, Communicator) else None
+        self.num_threads = torch.get_num_threads() if native is None else native.num_threads
         self._exchange: Callable[[bytes], list[bytes]] = ranks.all_gather
 
     def all_gather(self, item: Any) -> list[Any]:

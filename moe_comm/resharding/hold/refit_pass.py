@@ -10,6 +10,7 @@ import secrets
 from moe_comm.arguments import shown
 from moe_comm.peers.agree import FirstError
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.batched_copy import PreparedCopies
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import ModuleState, module_state
@@ -34,7 +35,7 @@ from moe_comm.resharding.hold.refit_models import (
 )
 from moe_comm.resharding.hold.refit_options import RefitOptions
 from moe_comm.resharding.hold.refit_services import check_serves, create_service, find_service
-from moe_comm.resharding.hold.verification import verify_refit
+from moe_comm.resharding.hold.verification import prove_refit
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.execution import execute
 from moe_comm.resharding.plan.planner import build_local_reshard_plan
@@ -287,9 +288,10 @@ class RefitPass:
             execute(*asked, strict=True)
             return
         problem = FirstError()
+        copies: list[PreparedCopies] = []
         with problem:
-            execute(*asked, strict=True)
+            copies = execute(*asked, strict=True, with_checksums=True)
         # Others may have come further than this rank, and would wait for its checksums.
         ranks = RefitRanks(group, service)
         ranks.agree_that_it_ran(problem)
-        verify_refit(plan, *modules, ranks, transform=transform)
+        prove_refit(plan, *modules, ranks, transform, copies)

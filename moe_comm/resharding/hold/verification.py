@@ -6,17 +6,18 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from moe_comm.errors import RefitError
 from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
-from moe_comm.resharding.copy_services.batched_copy import checksum
+from moe_comm.resharding.copy_services.batched_copy import PreparedCopies, checksum
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
     get_refit_tensor_dict,
@@ -26,6 +27,7 @@ from moe_comm.resharding.formats.block_pieces import BlockPiece, Maxima, is_cut
 from moe_comm.resharding.formats.number_formats import BlockFormat, is_mxfp8_tensor
 from moe_comm.resharding.formats.scaled_buffers import ScaledBufferTransform
 from moe_comm.resharding.formats.transforms import _ensure_sendable
+from moe_comm.resharding.hold.piece_table import PieceTable, list_pieces
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
@@ -34,7 +36,7 @@ from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.tensors.memory import check_memory
 
-__all__ = ["RefitProof", "verify_refit"]
+__all__ = ["RefitProof", "prove_refit", "verify_refit"]
 
 _MAX_LINES = 6
 
@@ -66,6 +68,66 @@ class _Piece:
 
 _Key = tuple[int, int, int]
 """(source rank, destination rank, task id)"""
+
+
+@dataclasses.dataclass
+class _End:
+    """This rank's pieces on one of their two ends: rows of a table while none of them is looked at.
+
+    Args:
+        rank_idx: This rank.
+        is_source: Whether this is where they are sent from.
+        table: The pieces that `checksums` are of; None once they are among `others`.
+        checksums: Of the table.
+        others: Each by itself.
+    """
+
+    rank_idx: int
+    is_source: bool
+    table: PieceTable | None = None
+    checksums: npt.NDArray[np.uint64] = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.uint64)
+    )
+    others: dict[_Key, _Piece] = dataclasses.field(default_factory=dict)
+
+    def key_of(self, op: TransferOp) -> _Key:
+        ranks = self.rank_idx, op.peer_rank
+        return (*(ranks if self.is_source else ranks[::-1]), _task_id(op))
+
+    def pieces(self) -> dict[_Key, _Piece]:
+        """All of them, each by itself, from now on."""
+        if self.table is not None:
+            values = self.checksums.tolist()
+            for op, size, value in zip(self.table.ops, self.table.sizes, values, strict=True):
+                self.others[self.key_of(op)] = _Piece(op, size, {"": value})
+            self.table = None
+        return self.others
+
+    def rows(self, skipped: set[_Key]) -> Iterator[tuple[int, bytes]]:
+        """For each peer, ids and checksums of the pieces with it, in ascending order of the ids."""
+        if self.table is not None and not self.others and not skipped:
+            yield from self.table.rows(self.checksums)
+            return
+        by_peer: dict[int, list[tuple[int, ...]]] = {}
+        for key, piece in self.pieces().items():
+            if key not in skipped:
+                # Of (source, destination), the one that is not this rank.
+                peer = key[1 if self.is_source else 0]
+                by_peer.setdefault(peer, []).append((key[2], *(piece.checksums or {}).values()))
+        for peer, items in by_peer.items():
+            flat = itertools.chain.from_iterable(sorted(items))
+            yield peer, np.fromiter(flat, dtype=np.uint64).tobytes()
+
+    def proof(self, skipped: set[_Key]) -> RefitProof:
+        """What was compared on this end, and found to be alike."""
+        if self.table is not None and not self.others and not skipped:
+            return RefitProof(len(self.table.ops), sum(self.table.sizes), ())
+        pieces = self.pieces()
+        proven = [piece for key, piece in pieces.items() if key not in skipped]
+        names = (piece.op.param_name for key, piece in pieces.items() if key in skipped)
+        num_bytes = sum(piece.num_bytes for piece in proven)
+        return RefitProof(len(proven), num_bytes, tuple(dict.fromkeys(names)))
+
 
 _Blocks = dict[int, tuple[BlockFormat, frozenset[int]]]
 """By destination rank, the format of its parameters in blocks, and the numbers of these."""
@@ -104,48 +166,85 @@ def verify_refit(
         RefitError: A piece differs, or a target is marked stale; on every rank.
         ValueError: A rank lacks something that the plan moves; on every rank.
     """
-    bootstrap = bootstrap_for(group)
+    return prove_refit(plan, src_module, dst_module, bootstrap_for(group), transform)
+
+
+def prove_refit(
+    plan: ReshardPlan,
+    src_module: RefitSide | None,
+    dst_module: RefitSide | None,
+    bootstrap: Bootstrap,
+    transform: ReshardTransform | None,
+    copies: Sequence[PreparedCopies] = (),
+) -> RefitProof:
+    """`verify_refit` for a caller that has just run the plan.
+
+    Args:
+        plan: As there, like what is not named here.
+        src_module: As there.
+        dst_module: As there.
+        bootstrap: The plan's ranks; its `num_threads`, where it has some, read this rank's weights.
+        transform: As there.
+        copies: What ran. Sources that it has hashed are not read again where they still are.
+    """
     chosen = plan.transform if transform is None else transform
     hooks = None if chosen is None else as_reshard_transform(chosen)
-    sent: dict[_Key, _Piece] = {}
-    received: dict[_Key, _Piece] = {}
+    num_threads: int = getattr(bootstrap, "num_threads", torch.get_num_threads())
+    sent = _End(bootstrap.rank_idx, is_source=True)
+    received = _End(bootstrap.rank_idx, is_source=False)
     reason = None if dst_module is None else stale.stale_reason(dst_module)
-    sources: Sources | None = None
+
+    @functools.cache
+    def sources() -> Sources:
+        return _sources_of(plan, src_module, hooks)
+
     with FirstError() as first, torch.no_grad():
-        sources = _sources_of(plan, src_module, hooks)
-        sent = _source_pieces(plan, sources, hooks, bootstrap.rank_idx)
-        received = _destination_pieces(plan, dst_module, hooks, bootstrap.rank_idx)
+        listed = list_pieces(plan, src_module, hooks, is_source=True)
+        if listed.others or plan.reductions:
+            sent.others = _source_pieces(listed.others, sources(), hooks, sent.key_of)
+        sent.table = listed.table
+        sent.checksums = listed.table.checksums(copies, num_threads)
+        listed = list_pieces(plan, dst_module, hooks, is_source=False)
+        received.others = _destination_pieces(listed.others, dst_module, hooks, received.key_of)
+        received.table = listed.table
+        received.checksums = listed.table.checksums((), num_threads)
     gathered = agree(
         bootstrap.all_gather,
         first.take_line(),
-        (reason, _unknown(sent), _unknown(received), _own_blocks(hooks, received)),
+        (
+            reason,
+            _unknown(sent.others),
+            _unknown(received.others),
+            _own_blocks(hooks, received.others),
+        ),
     )
-    assert sources is not None
     _raise_stale([its for its, *_ in gathered])
     blocks: _Blocks = {
         rank: (its[0], frozenset(its[1])) for rank, (*_, its) in enumerate(gathered) if its
     }
     if blocks:
-        _expect_blocks(plan, sources, hooks, blocks, bootstrap, sent)
+        _expect_blocks(plan, sources(), hooks, blocks, bootstrap, sent.pieces())
     skipped = {key for _, _, keys, _ in gathered for key in keys}
     skipped |= {key for _, keys, *_ in gathered for key in keys if _format_at(blocks, key) is None}
     odd_pairs = _odd_pairs(bootstrap, sent, received, skipped)
     if odd_pairs:
         with torch.no_grad():
             parts = _taken_apart(plan, odd_pairs, bootstrap.rank_idx)
-            for ends, apart in (
-                (sent, _source_pieces(parts, sources, hooks, bootstrap.rank_idx)),
-                (received, _destination_pieces(parts, dst_module, hooks, bootstrap.rank_idx)),
+            for end, apart in (
+                (sent, _source_pieces(parts.send_ops, sources(), hooks, sent.key_of)),
+                (
+                    received,
+                    _destination_pieces(parts.recv_ops, dst_module, hooks, received.key_of),
+                ),
             ):
-                for key in [key for key, piece in ends.items() if piece.op.joined is not None]:
-                    del ends[key]
-                ends |= apart
-        _raise_differences(bootstrap, odd_pairs, sent, received, skipped, dst_module)
-    proven = [piece for key, piece in received.items() if key not in skipped]
-    names = (piece.op.param_name for key, piece in received.items() if key in skipped)
-    return RefitProof(
-        len(proven), sum(piece.num_bytes for piece in proven), tuple(dict.fromkeys(names))
-    )
+                pieces = end.pieces()
+                for key in [key for key, piece in pieces.items() if piece.op.joined is not None]:
+                    del pieces[key]
+                pieces |= apart
+        _raise_differences(
+            bootstrap, odd_pairs, sent.pieces(), received.pieces(), skipped, dst_module
+        )
+    return received.proof(skipped)
 
 
 def _unknown(ends: Mapping[_Key, _Piece]) -> list[_Key]:
@@ -265,15 +364,15 @@ def _sources_of(
 
 
 def _source_pieces(
-    plan: ReshardPlan,
+    ops: Iterable[TransferOp],
     sources: Sources,
     hooks: ReshardTransform | None,
-    rank_idx: int,
+    key_of: Callable[[TransferOp], _Key],
 ) -> dict[_Key, _Piece]:
     """What the destinations should hold of this rank's sources, but for those in blocks."""
     pieces = {}
-    for op in plan.send_ops:
-        key = (rank_idx, op.peer_rank, _task_id(op))
+    for op in ops:
+        key = key_of(op)
         if _is_transformed(hooks, op.param_name):
             assert hooks is not None
             expected = hooks.expected_of(op, sources.given(op.param_name))
@@ -289,16 +388,16 @@ def _source_pieces(
 
 
 def _destination_pieces(
-    plan: ReshardPlan,
+    ops: Iterable[TransferOp],
     module: RefitSide | None,
     hooks: ReshardTransform | None,
-    rank_idx: int,
+    key_of: Callable[[TransferOp], _Key],
 ) -> dict[_Key, _Piece]:
     """What this rank's destinations hold."""
     tensors = {} if module is None else get_refit_tensor_dict(module)
     pieces = {}
-    for op in plan.recv_ops:
-        key = (op.peer_rank, rank_idx, _task_id(op))
+    for op in ops:
+        key = key_of(op)
         if _is_transformed(hooks, op.param_name):
             assert hooks is not None
             written = hooks.written_of(op)
@@ -351,23 +450,12 @@ def _raise_stale(gathered: list[str | None]) -> None:
 
 
 def _odd_pairs(
-    bootstrap: Bootstrap,
-    sent: Mapping[_Key, _Piece],
-    received: Mapping[_Key, _Piece],
-    skipped: set[_Key],
+    bootstrap: Bootstrap, sent: _End, received: _End, skipped: set[_Key]
 ) -> list[tuple[int, int]]:
     """(source, destination) of the pairs whose checksums are not all the same on both ends."""
     row = np.zeros((2, bootstrap.num_ranks), dtype=np.uint64)
-    for side, ends in enumerate((sent, received)):
-        by_peer: dict[int, list[tuple[int, ...]]] = {}
-        for key, piece in ends.items():
-            if key not in skipped:
-                # Of (source, destination), the one that is not this rank.
-                checksums = (piece.checksums or {}).values()
-                by_peer.setdefault(key[1 - side], []).append((key[2], *checksums))
-        for peer, items in by_peer.items():
-            flat = itertools.chain.from_iterable(sorted(items))
-            data = np.fromiter(flat, dtype=np.uint64).tobytes()
+    for side, end in enumerate((sent, received)):
+        for peer, data in end.rows(skipped):
             row[side, peer] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
     rows = [np.frombuffer(item, np.uint64) for item in bootstrap.all_gather(row.tobytes())]
     gathered = np.stack(rows).reshape(-1, *row.shape)

@@ -17,6 +17,7 @@ from moe_comm.arguments import check_resolved
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.batched_copy import PreparedCopies
 from moe_comm.resharding.copy_services.process_group import failure_of
 from moe_comm.resharding.copy_services.symmetric_copy_service import PreparedBatch
 from moe_comm.resharding.describe.module_tensors import (
@@ -436,7 +437,8 @@ class PlanExecution:
         *,
         later: Collection[int] = (),
         is_last: bool = True,
-    ) -> None:
+        with_checksums: bool = False,
+    ) -> list[PreparedCopies]:
         """Move the data, write what was staged, refresh caches.
 
         Args:
@@ -445,13 +447,20 @@ class PlanExecution:
             dst_module: Destinations.
             later: `id`s of MXFP8 parameters that later batches receive more of.
             is_last: Whether this is all of the plan, or its last batch.
+            with_checksums: Hash what is sent as it is copied, where the service can.
+
+        Returns:
+            What the service may have hashed.
         """
+        prepared = self._prepared
+        if isinstance(prepared, PreparedBatch):
+            prepared = dataclasses.replace(prepared, with_checksums=with_checksums)
         may_be_torn = self._is_direct
         had_quantized = bool(self._pending_quantized)
         try:
             try:
                 if self.is_repeatable:
-                    service.run_prepared(self._prepared)
+                    service.run_prepared(prepared)
                 else:
                     service.run()
             except ValueError:
@@ -479,6 +488,8 @@ class PlanExecution:
             # The allocator would keep the accumulators, as large as the model in bfloat16. Does
             # nothing in a process that has not used CUDA.
             torch.cuda.empty_cache()
+        copies = prepared.copies if isinstance(prepared, PreparedBatch) else None
+        return [] if copies is None else [copies]
 
     def _write_back(self, later: Collection[int], *, is_last: bool) -> None:
         """Write what was staged. Each buffer is dropped as soon as it is written."""
@@ -554,7 +565,8 @@ def execute(
     transform: ReshardTransform | None,
     *,
     strict: bool,
-) -> None:
+    with_checksums: bool = False,
+) -> list[PreparedCopies]:
     """`execute_reshard_plan` for a caller that has just looked at the modules.
 
     Args:
@@ -565,8 +577,13 @@ def execute(
         group: The plan's group.
         transform: Handles the parameters that it names; None for none.
         strict: As there.
+        with_checksums: Hash what is sent as it is copied, where the service can.
+
+    Returns:
+        What the service may have hashed.
     """
     dst_module = modules[1]
+    copies: list[PreparedCopies] = []
     batches = plan.batches or [plan]
     logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
     reduced: dict[str, torch.Tensor] = {}
@@ -593,12 +610,13 @@ def execute(
                 logger.warning(
                     "Skipped parameters that a module does not have: %s", execution.skipped
                 )
-            execution.run(
+            copies += execution.run(
                 service,
                 group,
                 dst_module,
                 later=later[number],
                 is_last=number + 1 == len(batches),
+                with_checksums=with_checksums,
             )
         except BaseException as error:
             _executions.drop(key)
@@ -612,6 +630,7 @@ def execute(
     if dst_module is not None and plan.recv_ops and not has_skipped:
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
+    return copies
 
 
 def _mark_torn(dst_module: RefitSide | None, error: BaseException) -> None:
