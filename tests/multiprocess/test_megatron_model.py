@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from moe_comm import compat
+from moe_comm.checkpoints import CheckingLoadPlanner, CheckpointState
 from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.megatron_on_cpu import make_config, on_cpu, start_parallel_state
@@ -136,3 +138,54 @@ def trained_as_documented(context: RankContext, way: str) -> None:
 def test_a_model_is_trained_as_with_the_all_to_all_dispatcher(way: str) -> None:
     # New processes, in which nothing has imported Megatron without a deep_ep.
     run_ranks(trained_as_documented, 2, way, fresh=True)
+
+
+def with_moments(model: Any, factor: float) -> torch.optim.Optimizer:
+    """An optimizer that has moments of so many times the values of the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter, state in optimizer.state.items():
+        state["exp_avg"].copy_(parameter.detach() * factor)
+    return optimizer
+
+
+def save_model(context: RankContext, folder: str) -> None:
+    with on_cpu():
+        start_parallel_state(context.num_ranks)
+        model = build(context.num_ranks, moe_token_dispatcher_type="alltoall")
+        dcp.save({"app": CheckpointState(model, with_moments(model, 2.0))}, checkpoint_id=folder)
+
+
+def load_model(context: RankContext, folder: str) -> list[str]:
+    with on_cpu():
+        start_parallel_state(context.num_ranks)
+        model, expected = (
+            build(context.num_ranks, moe_token_dispatcher_type="alltoall") for _ in range(2)
+        )
+        for parameter in model.parameters():
+            parameter.detach().fill_(7)
+        optimizer = with_moments(model, 1.0)
+        state = CheckpointState(model, optimizer)
+        dcp.load({"app": state}, checkpoint_id=folder, planner=CheckingLoadPlanner())
+        wanted = dict(expected.named_parameters())
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if not torch.equal(parameter, wanted[name])
+            or not torch.equal(optimizer.state[parameter]["exp_avg"], 2 * wanted[name].detach())
+        ]
+
+
+@pytest.mark.client(
+    "Megatron-Core",
+    way="`CheckpointState`",
+    ran="a GPT model and its optimizer, saved by 2 expert parallel ranks, loaded by {num_ranks}, by "
+    "`torch.distributed.checkpoint`",
+)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_checkpoint_is_loaded_on_other_ranks(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(save_model, 2, str(tmp_path), fresh=True)
+    assert run_ranks(load_model, num_ranks, str(tmp_path), fresh=True) == [[]] * num_ranks

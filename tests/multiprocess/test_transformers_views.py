@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("transformers", minversion="5.23")
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from typer.testing import CliRunner
 
+from moe_comm.checkpoints import CheckingLoadPlanner, CheckpointState
 from moe_comm.cli.app import app
 from moe_comm.cli.reshard.model_sides import ModelSide
 from moe_comm.resharding import PlanError, Refit, transformers_views
@@ -164,6 +166,62 @@ def refit_between_plans(context: RankContext, folder: str) -> list[str]:
 def test_a_refit_moves_one_plan_into_another(folders: dict[str, str]) -> None:
     faults = run_fresh(refit_between_plans, 2, folders["qwen3_moe"])
     assert [fault for rank in faults for fault in rank] == []
+
+
+def save_trained(context: RankContext, folder: str, saved: str, layout: Layout) -> None:
+    model = models.load(folder, "all_to_all", context, layout)
+    state = CheckpointState(transformers_views(model), beside(model))
+    dcp.save({"app": state}, checkpoint_id=saved)
+
+
+def beside(model: torch.nn.Module, factor: float = 2.0) -> torch.optim.Optimizer:
+    """An optimizer that has moments of so many times the values that it found."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter, state in optimizer.state.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            local_tensor(state[key]).copy_(local_tensor(parameter)).mul_(factor)
+    return optimizer
+
+
+def load_trained(context: RankContext, folder: str, saved: str, layout: Layout) -> list[str]:
+    disk = on_disk(folder)
+    model = models.load(folder, "all_to_all", context, layout)
+    for parameter in model.parameters():
+        local_tensor(parameter).fill_(7)
+    optimizer = beside(model)
+    state = CheckpointState(transformers_views(model), optimizer)
+    dcp.load({"app": state}, checkpoint_id=saved, planner=CheckingLoadPlanner())
+    faults = faults_of(transformers_views(model).views, disk)
+    return faults + [
+        f"{key} of shape {tuple(parameter.shape)}"
+        for parameter, its in optimizer.state.items()
+        for key in ("exp_avg", "exp_avg_sq")
+        if not torch.equal(local_tensor(its[key]), 2 * local_tensor(parameter))
+    ]
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`CheckpointState(transformers_views())`",
+    ran="{name} with its optimizer, saved by 4 ranks under expert parallelism and FSDP2, loaded by 2 tensor "
+    "parallel ones, by `torch.distributed.checkpoint`",
+)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_checkpoint_of_one_plan_is_loaded_into_another(
+    folders: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    run_fresh(save_trained, 4, folders[name], str(tmp_path), Layout(2))
+    faults = run_fresh(load_trained, 2, folders[name], str(tmp_path), Layout(1, 2))
+    assert [fault for rank in faults for fault in rank] == []
+    # And without any model, by the names on disk.
+    disk = on_disk(folders[name])
+    plain = {name: torch.empty_like(tensor) for name, tensor in disk.items()}
+    dcp.load({"app": {"model": plain}}, checkpoint_id=tmp_path, no_dist=True)
+    assert [name for name, tensor in disk.items() if not torch.equal(plain[name], tensor)] == []
 
 
 def test_a_model_on_meta_says_what_it_would_hold(folders: dict[str, str]) -> None:

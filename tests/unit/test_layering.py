@@ -200,6 +200,7 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.names"},
     {"moe_comm.nn"},
     {"moe_comm.dispatcher", "moe_comm.fused_a2a", "moe_comm.compat"},
+    {"moe_comm.checkpoints"},
     {"moe_comm.replicas"},
     {"moe_comm.ep.autograd"},
     {"moe_comm.ep.gradient_sum", "moe_comm.ep.group_buffers"},

@@ -59,6 +59,7 @@ __all__ = [
     "build_local_reshard_plan",
     "build_plan_from_rank_metadata",
     "build_plan_from_rosters",
+    "encoded_side",
     "index_metadata_rosters",
 ]
 
@@ -496,7 +497,7 @@ def build_plan_from_rank_metadata(
     return plan
 
 
-def _encoded_side(
+def encoded_side(
     module: RefitSide | None,
     rank: int,
     num_ranks: int,
@@ -507,7 +508,7 @@ def _encoded_side(
     adjust: Adjust | None = None,
     is_transformed: Callable[[str], bool] | None = None,
 ) -> bytes:
-    """One side of what this rank holds; raises where that is bad in itself."""
+    """Return one side of what this rank holds, as bytes. Local; raises where that is bad in itself."""
     if module is None:
         return encode_rank_metadata([])
     is_written = side == "destination"
@@ -581,7 +582,7 @@ def build_local_reshard_plan(
         if execution_batch_bytes is not None:
             as_int("execution_batch_bytes", execution_batch_bytes, 1)
         encoded = (
-            _encoded_side(
+            encoded_side(
                 src_module,
                 rank,
                 num_ranks,
@@ -591,7 +592,7 @@ def build_local_reshard_plan(
                 "source",
                 is_transformed=is_transformed,
             ),
-            _encoded_side(
+            encoded_side(
                 dst_module,
                 rank,
                 num_ranks,

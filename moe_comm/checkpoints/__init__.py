@@ -1,0 +1,19 @@
+"""Checkpoints: models to and from disk, by what every rank holds of each whole tensor.
+
+- `dcp`: what `torch.distributed.checkpoint` saves and loads, over `held_tensors`, `entries` and `chunked_tensor`;
+  `load_planner` and `mapped_reader` go with it.
+"""
+
+from moe_comm.checkpoints.chunked_tensor import ChunkedTensor
+from moe_comm.checkpoints.dcp import CheckpointState
+from moe_comm.checkpoints.load_planner import CheckingLoadPlanner
+from moe_comm.checkpoints.mapped_reader import MappedFileReader
+from moe_comm.checkpoints.placed_experts import placed_views
+
+__all__ = [
+    "CheckingLoadPlanner",
+    "CheckpointState",
+    "ChunkedTensor",
+    "MappedFileReader",
+    "placed_views",
+]
