@@ -178,7 +178,8 @@ test-transformers: build  ## Models of transformers over this package: training,
 	  "psutil$(SINCE_3_11)" "pyyaml$(SINCE_3_11)" "regex$(SINCE_3_11)" \
 	  "safetensors$(SINCE_3_11)" "tokenizers$(SINCE_3_11)"
 	PYTHONPATH="$(CURDIR)/build/transformers" $(BIN)/python -m pytest -m "not slow" -rs \
-	  tests/multiprocess/test_transformers.py tests/multiprocess/test_transformers_views.py $(TEST_ARGS)
+	  tests/multiprocess/test_transformers.py tests/multiprocess/test_transformers_views.py \
+	  tests/multiprocess/test_transformers_checkpoints.py $(TEST_ARGS)
 
 # Of verl, TRL and SGLang what their classes import: what they ask for besides would fetch torch once more, and engines.
 REFIT_CLIENTS = accelerate antlr4-python3-runtime==4.9.3 apache-tvm-ffi compressed-tensors datasets gguf hydra-core \

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 __all__ = [
     "CapacityError",
+    "CheckpointError",
     "CommunicationError",
     "EvictedError",
     "Overflow",
@@ -146,3 +147,7 @@ class RefitError(RuntimeError):
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks: tuple[int, ...] = tuple(ranks)
+
+
+class CheckpointError(RuntimeError):
+    """Files of a checkpoint are not whole, not those that were asked for, or could not be written."""

@@ -1,4 +1,4 @@
-"""The `moe-comm` command: bench, doctor, budget, model, trace, reshard.
+"""The `moe-comm` command: bench, doctor, budget, model, trace, reshard, checkpoint.
 
 `commands` lists them, `app` wires them together; every `*_command` module is the options of one and what it
 prints, and the folders compute. `command_rules` is what all keep. Stands on everything, and nothing stands on it.

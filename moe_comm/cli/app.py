@@ -6,6 +6,7 @@ import typer
 
 from moe_comm.cli.bench_command import bench_app
 from moe_comm.cli.budget_command import budget
+from moe_comm.cli.checkpoint_command import checkpoint_app
 from moe_comm.cli.command_rules import CommandGroup, example
 from moe_comm.cli.commands import COMMANDS, EXAMPLE, SUMMARY
 from moe_comm.cli.doctor_command import doctor
@@ -37,4 +38,5 @@ app.command(
     epilog=example("moe-comm model --nodes 4 --cluster h200-cx7 --wire fp8_block128"),
 )(model)
 app.add_typer(reshard_app, name="reshard", short_help=COMMANDS["reshard"])
+app.add_typer(checkpoint_app, name="checkpoint", short_help=COMMANDS["checkpoint"])
 app.add_typer(trace_app, name="trace", short_help=COMMANDS["trace"])

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from moe_comm.arguments import text_of
-from moe_comm.errors import CapacityError, PeerFailedError, PeerTimeoutError
+from moe_comm.errors import CapacityError, CheckpointError, PeerFailedError, PeerTimeoutError
 
 __all__ = [
     "FirstError",
@@ -44,6 +44,7 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         CapacityError,
+        CheckpointError,
         KeyError,
         NotImplementedError,
         RuntimeError,

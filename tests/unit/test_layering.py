@@ -272,6 +272,7 @@ USERS_OF_NATIVE = {
         "moe_comm.ep.backends.rails",
         "moe_comm.ep.backends.routing",
         "moe_comm.dispatcher.routing_map",
+        "moe_comm.checkpoints",
         "moe_comm.resharding.copy_services.batched_copy",
         "moe_comm.resharding.describe.tensor_table",
         "moe_comm.tensors.memory",

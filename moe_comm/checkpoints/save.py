@@ -1,0 +1,342 @@
+"""Models to safetensors files by the names on disk: every rank writes what it has, in parallel."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from moe_comm import _host
+from moe_comm.arguments import as_int
+from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
+from moe_comm.checkpoints.file_plans import FilePart, plan_save, whole_tensors, written_parts
+from moe_comm.checkpoints.rectangles import Rectangle, write_rectangle
+from moe_comm.checkpoints.stored_checkpoint import (
+    INDEX,
+    SAVE_KEY,
+    CheckedPart,
+    file_name,
+    manifest_text,
+)
+from moe_comm.checkpoints.tensor_file import StoredTensor, dtype_name, encode_header, stored_bytes
+from moe_comm.checkpoints.versions import (
+    MANIFEST,
+    NewVersion,
+    check_version_name,
+    create_file,
+    failed,
+)
+from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.describe.module_tensors import RefitSide, get_refit_tensor_dict
+from moe_comm.resharding.hold.refit_models import Model, unwrap_models
+from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
+from moe_comm.resharding.plan.planner import encoded_side
+from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata
+from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
+
+__all__ = ["DEFAULT_FILE_BYTES", "NewFile", "index_text", "packed_files", "save_checkpoint"]
+
+DEFAULT_FILE_BYTES = 5_000_000_000
+
+_NUMBER = re.compile(r"([0-9]+)")
+
+
+class NewFile(NamedTuple):
+    """A file that is to be written.
+
+    Args:
+        name: In its folder.
+        owner: The rank that makes it.
+        header: Its beginning.
+        tensors: Where each lies.
+        num_bytes: Of the whole file.
+    """
+
+    name: str
+    owner: int
+    header: bytes
+    tensors: dict[str, StoredTensor]
+    num_bytes: int
+
+
+def save_checkpoint(
+    model: Model,
+    folder: str | os.PathLike[str],
+    version: str,
+    *,
+    group: dist.ProcessGroup | Bootstrap | None = None,
+    add_files: Callable[[Path], object] | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> Path:
+    """Write what all ranks hold of a model to a folder of safetensors files. Collective, blocking.
+
+    `folder / version` then is what `from_pretrained` of one process reads, if `add_files` has put its
+    configuration beside the tensors. Every rank writes its own parts, straight to where they lie in the
+    files: no rank holds a whole tensor that it has a part of. Of equal parts, one rank writes.
+
+    A version is whole or it is not there. It is written under another name, synced to the disk, renamed,
+    and entered in `versions.json` last; a save that fails, or whose process is killed, leaves the versions
+    before as they were, and what it has written is removed by the next save.
+
+    Args:
+        model: What this rank holds: a module with `pg_collection` or DTensors, `CheckpointViews`, such as
+            `transformers_views(model)`, or None. As the source of a `Refit`; of a tensor with several
+            names, the first is written.
+        folder: Of the versions, the same on every rank, on a file system that all share. Made where it is
+            missing.
+        version: Name of the new one, the same on every rank.
+        group: The ranks; None for the default group, or this rank alone where there is none.
+        add_files: Called on rank 0 with the new folder, before tensors are written: puts further files
+            there, such as `model.config.save_pretrained` and the tokenizer's. None for none.
+        max_file_bytes: Of tensors in a file; a larger tensor has a file for itself.
+
+    Returns:
+        `folder / version`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: An argument is wrong on some rank, ranks save different things,
+            the model is stale, nobody holds some elements, or the format has no such dtype; on every rank.
+        CheckpointError: The version is there already, another writer is at work in the folder, or the
+            system refuses, as on a full disk; names file and tensor, on every rank.
+        CommunicationError: A peer is gone.
+    """
+    ranks = CheckpointRanks("save", group)
+    source: RefitSide | None = None
+    encoded = b""
+    with ranks.problem:
+        check_version_name(version)
+        as_int("max_file_bytes", max_file_bytes, 1)
+        models = unwrap_models(model, None)
+        source = models.source
+        if source is not None and (reason := stale.stale_reason(source)):
+            raise ValueError(f"the model is stale and must not be saved: {reason}")
+        # Of memory that has several names, one is written.
+        side = "destination" if hasattr(source, "views") else "source"
+        encoded = encoded_side(
+            source, ranks.rank_idx, ranks.num_ranks, models.num_experts, 0, ranks.group, side
+        )
+    path = Path(folder)
+    ranks.agree_alike(folder=str(path), version=version, max_file_bytes=max_file_bytes)
+    gathered = ranks.agree(encoded)
+    with contextlib.ExitStack() as stack:
+        new: NewVersion | None = None
+        wholes: dict[str, TensorSpec] = {}
+        plan = ReshardPlan([], [])
+        parts: list[FilePart] = []
+        with ranks.problem:
+            by_rank = list(map(decode_rank_metadata, gathered))
+            wholes = whole_tensors(by_rank)
+            if not wholes:
+                raise ValueError("no rank holds a tensor that could be saved")
+            for name, spec in wholes.items():
+                dtype_name(name, spec.dtype)
+            plan = plan_save(by_rank, ranks.rank_idx, wholes)
+            parts = written_parts(plan, wholes)
+            if ranks.rank_idx == 0:
+                new = NewVersion(path, version)
+                stack.callback(new.close)
+                if add_files is not None:
+                    with failed(new.path, "files could not be added"):
+                        add_files(new.path)
+        save = secrets.token_hex(8)
+        place = "" if new is None else str(new.path)
+        told = ranks.agree((place, save, _written_bytes(parts, wholes)))
+        place, save, _ = told[0]
+        files = packed_files(
+            wholes,
+            _owners(wholes, [bytes_of_rank for _, _, bytes_of_rank in told]),
+            max_file_bytes,
+            {"format": "pt", SAVE_KEY: save},
+        )
+        writer = _Writer(Path(place), files, ranks.rank_idx)
+        stack.callback(writer.close)
+        with ranks.problem:
+            writer.make_files()
+        ranks.agree()
+        checked: list[CheckedPart] = []
+        with ranks.problem:
+            checked = writer.write(parts, plan, source)
+        all_checked = [part for some in ranks.agree(checked) for part in some]
+        with ranks.problem:
+            if new is not None:
+                _finish(new, files, save, ranks.num_ranks, all_checked)
+        ranks.agree()
+    return path / version
+
+
+def _written_bytes(parts: Sequence[FilePart], wholes: Mapping[str, TensorSpec]) -> bytes:
+    """How many bytes of each tensor a rank writes: int64 each, in the order of `wholes`."""
+    written = dict.fromkeys(wholes, 0)
+    for part in parts:
+        written[part.tensor] += Rectangle(0, part.shape, part.box, part.dtype).num_bytes
+    return array("q", written.values()).tobytes()
+
+
+def _owners(wholes: Mapping[str, TensorSpec], said: Sequence[bytes]) -> dict[str, int]:
+    """Of each tensor, the rank that writes most of it."""
+    by_rank = [array("q", each) for each in said]
+    return {
+        name: max(range(len(by_rank)), key=lambda rank: (by_rank[rank][number], -rank))
+        for number, name in enumerate(wholes)
+    }
+
+
+def _natural(name: str) -> tuple[object, ...]:
+    """Sorts layer 2 before layer 10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in _NUMBER.split(name))
+
+
+def packed_files(
+    wholes: Mapping[str, TensorSpec],
+    owners: Mapping[str, int],
+    max_file_bytes: int,
+    metadata: Mapping[str, str],
+) -> list[NewFile]:
+    """Lay out files: those of one rank beside each other, as it writes most of what is in them.
+
+    Args:
+        wholes: The tensors.
+        owners: Of each, the rank in whose files it is to be.
+        max_file_bytes: Of tensors in a file.
+        metadata: Of each file.
+    """
+    packed: list[tuple[int, list[str]]] = []
+    room = 0
+    for name in sorted(wholes, key=lambda name: (owners[name], _natural(name))):
+        num_bytes = stored_bytes(wholes[name].dtype, wholes[name].shape)
+        if not packed or packed[-1][0] != owners[name] or num_bytes > room:
+            packed.append((owners[name], []))
+            room = max_file_bytes
+        packed[-1][1].append(name)
+        room -= num_bytes
+    files = []
+    for number, (owner, names) in enumerate(packed):
+        header, tensors = encode_header(
+            {name: (wholes[name].dtype, wholes[name].shape) for name in names}, metadata
+        )
+        num_bytes = max((stored.stop for stored in tensors.values()), default=len(header))
+        files.append(NewFile(file_name(number, len(packed)), owner, header, tensors, num_bytes))
+    return files
+
+
+def index_text(files: Sequence[NewFile]) -> bytes:
+    """Return what the index of files holds, as `from_pretrained` reads it."""
+    weight_map = {tensor: file.name for file in files for tensor in file.tensors}
+    total = sum(file.num_bytes - len(file.header) for file in files)
+    said = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(said, indent=2).encode()
+
+
+class _Writer:
+    """What one rank writes of a version.
+
+    Args:
+        folder: Of the version, under the name that nobody reads.
+        files: Of all ranks.
+        rank_idx: This rank.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[NewFile], rank_idx: int) -> None:
+        self._folder = folder
+        self._files = files
+        self._rank_idx = rank_idx
+        self._open: dict[str, int] = {}
+        # A rank begins with its own files, and ends with those of the rank before it.
+        own = [number for number, file in enumerate(files) if file.owner >= rank_idx]
+        first = own[0] if own else 0
+        turns = [*range(first, len(files)), *range(first)]
+        self._place = {
+            tensor: (turn, stored.start, files[number])
+            for turn, number in enumerate(turns)
+            for tensor, stored in files[number].tensors.items()
+        }
+
+    def make_files(self) -> None:
+        """Make this rank's files, of their whole size.
+
+        Raises:
+            CheckpointError: The system refuses.
+        """
+        for file in self._files:
+            if file.owner == self._rank_idx:
+                path = self._folder / file.name
+                with failed(path, "cannot be written"):
+                    self._open[file.name] = create_file(path)
+                    os.ftruncate(self._open[file.name], file.num_bytes)
+                    os.pwrite(self._open[file.name], file.header, 0)
+
+    def write(
+        self, parts: Sequence[FilePart], plan: ReshardPlan, source: RefitSide | None
+    ) -> list[CheckedPart]:
+        """Write this rank's parts, and wait until they are on the disk. Collective over meshes of pending sums.
+
+        Args:
+            parts: What it writes.
+            plan: Whose parts they are.
+            source: What it holds.
+
+        Returns:
+            Each part with its checksum.
+
+        Raises:
+            CheckpointError: The system refuses; names file and tensor.
+        """
+        tensors = {} if source is None else get_refit_tensor_dict(source)
+        reduced = reduce_partial_sources(plan, tensors, None)
+        sources = Sources(plan, tensors, reduced, lambda _: False)
+        checked: list[CheckedPart] = []
+        for part in sorted(parts, key=lambda part: self._place[part.tensor][:2]):
+            _, start, file = self._place[part.tensor]
+            rectangle = Rectangle(start, part.shape, part.box, part.dtype)
+            piece = piece_of(sources.get(part.op.param_name), part.op)
+            with failed(self._folder / file.name, f"{part.tensor} cannot be written"):
+                crc = write_rectangle(self._descriptor(file.name), rectangle, piece)
+            checked.append(CheckedPart(part.tensor, part.shape, part.box, crc))
+        for name, descriptor in self._open.items():
+            with failed(self._folder / name, "cannot be synced"):
+                os.fsync(descriptor)
+        return checked
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            self._open[name] = os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC)
+        return self._open[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _finish(
+    new: NewVersion,
+    files: Sequence[NewFile],
+    save: str,
+    num_ranks: int,
+    parts: list[CheckedPart],
+) -> None:
+    """Write what says what the version has, and put it in place."""
+    names = {file.name for file in files}
+    small_files = {}
+    for path in sorted(new.path.rglob("*")):
+        name = str(path.relative_to(new.path))
+        if path.is_file() and name not in names:
+            with failed(path, "cannot be read"):
+                data = path.read_bytes()
+            small_files[name] = len(data), _host.kernels.crc32c(data)
+    sizes = {file.name: (file.num_bytes, _host.kernels.crc32c(file.header)) for file in files}
+    new.write(INDEX, index_text(files))
+    new.write(MANIFEST, manifest_text(new.version, save, num_ranks, sizes, small_files, parts))
+    new.commit([*names, INDEX, MANIFEST])

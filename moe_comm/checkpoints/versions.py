@@ -1,0 +1,285 @@
+"""Versions of a checkpoint in one folder: each in a folder of its own, and a file that says which are whole.
+
+A version is written under a name that nobody reads, synced, renamed, and entered into the file last. So
+whatever ends a save on the way, the folder holds the versions that it held before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_comm.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "VERSIONS",
+    "NewVersion",
+    "Versions",
+    "check_version_name",
+    "create_file",
+    "failed",
+    "read_json",
+    "read_versions",
+    "sync_file",
+]
+
+VERSIONS = "versions.json"
+"""File that says which versions of a folder are whole."""
+
+MANIFEST = "moe_comm.json"
+"""File of a version that says what it has."""
+
+_LOCK = ".lock"
+_PARTIAL = ".partial"
+_FORMAT = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Versions(NamedTuple):
+    """What the file of a folder says.
+
+    Args:
+        latest: Name of the version that was saved last.
+        names: Of all, in the order in which they were saved.
+    """
+
+    latest: str
+    names: list[str]
+
+
+def check_version_name(version: Any) -> str:
+    """Return the name of a version, which is one of a folder.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It cannot be the name of a version.
+    """
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a str, got {type(version).__name__}")
+    if not _NAME.fullmatch(version) or version == VERSIONS:
+        raise ValueError(
+            "version must be up to 100 letters, digits and any of . _ -, the first a letter or digit, "
+            f"and not {VERSIONS}; got {version!r}"
+        )
+    return version
+
+
+@contextlib.contextmanager
+def failed(path: Path, what: str) -> Iterator[None]:
+    """Around what is done to a file: an error of the system becomes one that names it."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        text = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"{path}: {what}: {text}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something else.
+    """
+    with failed(path, "cannot be read"):
+        data = path.read_bytes()
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected JSON, got {len(data)} bytes: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected an object of JSON, got {type(found).__name__}")
+    return found
+
+
+def read_versions(folder: Path) -> Versions | None:
+    """Read which versions of a folder are whole; None where nothing says so.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    path = folder / VERSIONS
+    if not path.exists():
+        return None
+    said = read_json(path)
+    names, latest = said.get("versions"), said.get("latest")
+    if said.get("format") != _FORMAT or not isinstance(names, list) or latest not in names:
+        raise CheckpointError(
+            f"{path}: expected format {_FORMAT} with `versions` and the `latest` of them, got {said}"
+        )
+    return Versions(str(latest), names)
+
+
+def create_file(path: Path) -> int:
+    """Open a file that is not there yet; return its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with failed(path, "cannot be written"):
+        descriptor = create_file(path)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+
+
+class NewVersion:
+    """A version that is being written, by one rank for all.
+
+    Holds the lock of the folder until it is closed, which the system opens again when the process ends,
+    however that comes.
+
+    Args:
+        folder: Of the versions. Made where it is missing.
+        version: Name of the new one.
+
+    Attributes:
+        path: Folder to write into.
+        version: As given.
+
+    Raises:
+        CheckpointError: The version is there already, somebody else writes into the folder, or the system
+            refuses.
+    """
+
+    def __init__(self, folder: Path, version: str) -> None:
+        self._folder = folder
+        self.version = version
+        self._is_committed = False
+        with failed(folder, "cannot be made"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        try:
+            self._check_is_new()
+            self._remove_leftovers()
+            self.path = folder / f".{version}.{secrets.token_hex(8)}{_PARTIAL}"
+            with failed(self.path, "cannot be made"):
+                self.path.mkdir()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_lock(self) -> int:
+        path = self._folder / _LOCK
+        with failed(path, "cannot be locked"):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                writer = (
+                    f"version {self.version} by process {os.getpid()} on {socket.gethostname()}"
+                )
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, writer.encode(), 0)
+            except BlockingIOError:
+                other = os.pread(lock, 200, 0).decode(errors="replace") or "something"
+                os.close(lock)
+                raise CheckpointError(
+                    f"{self._folder}: cannot save version {self.version} while another writer saves "
+                    f"{other}"
+                ) from None
+            except BaseException:
+                os.close(lock)
+                raise
+        return lock
+
+    @property
+    def _final(self) -> Path:
+        return self._folder / self.version
+
+    def _check_is_new(self) -> None:
+        known = read_versions(self._folder)
+        if not self._final.exists():
+            return
+        if known is not None and self.version in known.names:
+            raise CheckpointError(
+                f"{self._folder}: version {self.version} is there already, of {known.names}"
+            )
+        # One of a save that ended before it was entered is replaced; anything else is not ours.
+        if not (self._final / MANIFEST).exists():
+            raise CheckpointError(
+                f"{self._final} is there already and has no {MANIFEST}: it is no version of this folder"
+            )
+
+    def _remove_leftovers(self) -> None:
+        """Remove what saves have left that did not end: nobody but the holder of the lock writes here."""
+        for path in self._folder.glob(f".*{_PARTIAL}"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self._folder.glob(f".{VERSIONS}.*"):
+            path.unlink(missing_ok=True)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file of the version.
+
+        Raises:
+            CheckpointError: It is there already, or the system refuses.
+        """
+        _write_synced(self.path / name, data)
+
+    def commit(self, synced: Sequence[str]) -> Path:
+        """Make the version one that is there, and the latest.
+
+        Args:
+            synced: Names of files in it that are on the disk already.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: The system refuses; then it is not there.
+        """
+        done = set(synced)
+        for folder, _, names in os.walk(self.path):
+            for path in (Path(folder, name) for name in names):
+                if str(path.relative_to(self.path)) not in done:
+                    with failed(path, "cannot be synced"):
+                        sync_file(path)
+            with failed(Path(folder), "cannot be synced"):
+                sync_file(Path(folder))
+        with failed(self._final, "cannot be put in place"):
+            if self._final.exists():
+                self._final.rename(self.path.with_name(f".{secrets.token_hex(8)}{_PARTIAL}"))
+            self.path.rename(self._final)
+            self.path = self._final
+            sync_file(self._folder)
+        known = read_versions(self._folder)
+        names = [] if known is None else [each for each in known.names if each != self.version]
+        kept = [name for name in names if (self._folder / name).is_dir()]
+        said = {"format": _FORMAT, "latest": self.version, "versions": [*kept, self.version]}
+        new = self._folder / f".{VERSIONS}.{secrets.token_hex(8)}"
+        try:
+            _write_synced(new, json.dumps(said, indent=1).encode())
+            with failed(self._folder / VERSIONS, "cannot be replaced"):
+                new.replace(self._folder / VERSIONS)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        self._is_committed = True
+        with failed(self._folder, "cannot be synced"):
+            sync_file(self._folder)
+        return self._final
+
+    def close(self) -> None:
+        """Let others write; a version that was not committed is removed."""
+        if not self._is_committed:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._remove_leftovers()
+        os.close(self._lock)

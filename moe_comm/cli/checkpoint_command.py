@@ -1,0 +1,161 @@
+"""`moe-comm checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from moe_comm.checkpoints.stored_checkpoint import (
+    StoredCheckpoint,
+    checked_parts,
+    find_checkpoint,
+    open_checkpoint,
+    verify_parts,
+    verify_small_files,
+)
+from moe_comm.checkpoints.tensor_file import dtype_name
+from moe_comm.checkpoints.versions import read_versions
+from moe_comm.cli.command_rules import FoldedTable, example, in_a_sentence, wide_console
+
+__all__ = ["checkpoint_app"]
+
+Folder: TypeAlias = Annotated[
+    Path, typer.Argument(help="Folder of versions, or of one checkpoint of safetensors files.")
+]
+Version: TypeAlias = Annotated[
+    str | None, typer.Option("--version", help="Which of the versions [default: the latest].")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+checkpoint_app = typer.Typer(
+    help="Look at checkpoints of safetensors files, and check them.",
+    epilog=example("moe-comm checkpoint show runs/moe"),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@checkpoint_app.callback()
+def checkpoint() -> None:
+    """Look at checkpoints of safetensors files, and check them."""
+
+
+@checkpoint_app.command("show", epilog=example("moe-comm checkpoint show runs/moe --tensors"))
+def show(
+    folder: Folder,
+    version: Version = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint has: versions, files, tensors, dtypes. Reads headers, no weights."""
+    with in_a_sentence("checkpoint"):
+        found = open_checkpoint(find_checkpoint(folder, version))
+        said = _summary(folder, found, with_tensors=tensors)
+        if as_json:
+            typer.echo(json.dumps(said, indent=1))
+            return
+        console = wide_console()
+        console.print(_text_of(said), highlight=False, markup=False, soft_wrap=True)
+        if tensors:
+            table = Table()
+            for heading in ("tensor", "dtype", "shape", "file"):
+                table.add_column(heading)
+            for each in said["tensors"]:
+                table.add_row(each["name"], each["dtype"], str(each["shape"]), each["file"])
+            console.print(FoldedTable(table))
+
+
+def _summary(folder: Path, found: StoredCheckpoint, *, with_tensors: bool) -> dict[str, Any]:
+    known = read_versions(folder)
+    dtypes: dict[str, dict[str, int]] = {}
+    listed = []
+    for name, file in found.file_of.items():
+        stored = found.stored(name)
+        code = dtype_name(name, stored.dtype)
+        counted = dtypes.setdefault(code, {"tensors": 0, "bytes": 0})
+        counted["tensors"] += 1
+        counted["bytes"] += stored.stop - stored.start
+        listed.append({"name": name, "dtype": code, "shape": list(stored.shape), "file": file})
+    manifest = found.manifest or {}
+    said: dict[str, Any] = {
+        "folder": str(found.folder),
+        "versions": [] if known is None else known.names,
+        "latest": None if known is None else known.latest,
+        "num_ranks": manifest.get("num_ranks"),
+        "has_checksums": found.manifest is not None,
+        "files": {name: file.num_bytes for name, file in found.files.items()},
+        "num_tensors": len(found.file_of),
+        "dtypes": dtypes,
+    }
+    return said | ({"tensors": listed} if with_tensors else {})
+
+
+def _text_of(said: dict[str, Any]) -> str:
+    lines = [said["folder"]]
+    if said["versions"]:
+        lines.append(f"versions: {', '.join(said['versions'])}; the latest is {said['latest']}")
+    total = sum(said["files"].values())
+    lines.append(
+        f"{said['num_tensors']} tensors in {len(said['files'])} files, {total / 1e9:.3f} GB"
+    )
+    lines += [
+        f"{code}: {counted['tensors']} tensors, {counted['bytes'] / 1e9:.3f} GB"
+        for code, counted in sorted(said["dtypes"].items())
+    ]
+    if said["has_checksums"]:
+        lines.append(f"written by {said['num_ranks']} ranks, with checksums")
+    else:
+        lines.append("without checksums: not written by save_checkpoint")
+    return "\n".join(lines)
+
+
+@checkpoint_app.command("verify", epilog=example("moe-comm checkpoint verify runs/moe"))
+def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> None:
+    """Read a whole checkpoint and compare its checksums; exit with 1 where something is wrong.
+
+    Files, names, sizes and offsets are checked first, those of folders without
+    checksums too.
+    """
+    with in_a_sentence("checkpoint"):
+        found = open_checkpoint(find_checkpoint(folder, version))
+        num_bytes = 0
+        if found.manifest is not None:
+            total = sum(stored.stop - stored.start for stored in map(found.stored, found.file_of))
+            num_parts = sum(1 for _ in checked_parts(found))
+            for count in _with_progress("checksums", total, verify_parts(found)):
+                num_bytes += count
+            verify_small_files(found)
+        said = {
+            "folder": str(found.folder),
+            "num_files": len(found.files),
+            "num_tensors": len(found.file_of),
+            "checked_bytes": num_bytes,
+            "num_parts": num_parts if found.manifest is not None else 0,
+        }
+        if as_json:
+            typer.echo(json.dumps(said, indent=1))
+            return
+        whole = f"{said['num_tensors']} tensors in {said['num_files']} files"
+        typer.echo(
+            f"{found.folder}: {whole} are whole: {num_bytes} bytes have their checksums"
+            if found.manifest is not None
+            else f"{found.folder}: {whole} fit together; there are no checksums to compare"
+        )
+
+
+def _with_progress(what: str, total: int, counts: Iterable[int]) -> Iterable[int]:
+    """Pass counts of bytes on, and show how far they are."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    # Printed to standard error: what is on standard output may be read by a program.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        for count in counts:
+            progress.update(task, advance=count)
+            yield count

@@ -1,0 +1,690 @@
+"""Models saved to safetensors files by some ranks, and loaded by others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_comm.checkpoints import load_checkpoint, rectangles, save_checkpoint
+from moe_comm.errors import CheckpointError, CommunicationError
+from moe_comm.resharding import CheckpointView, CheckpointViews, Parallelism, is_stale
+from moe_comm.resharding.describe.intervals import Interval, whole
+from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.checkpoint_layouts import (
+    DrawnSide,
+    drawn_finer,
+    drawn_shapes,
+    drawn_wholes,
+)
+from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors, write_plain
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory, where syncing is quick."""
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = tempfile.mkdtemp(prefix="checkpoints-", dir=in_memory)
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+def save(
+    sides: list[list[CheckpointView]], folder: Path, version: str, **options: Any
+) -> list[Path]:
+    def run(context: RankContext) -> Path:
+        side = CheckpointViews(sides[context.rank_idx])
+        return save_checkpoint(side, folder, version, group=context.group, **options)
+
+    return run_ranks(run, len(sides), mode="threads")
+
+
+def load(sides: list[list[CheckpointView]], folder: Path, *args: Any, **options: Any) -> list[Path]:
+    def run(context: RankContext) -> Path:
+        side = CheckpointViews(sides[context.rank_idx])
+        return load_checkpoint(side, folder, *args, group=context.group, **options)
+
+    return run_ranks(run, len(sides), mode="threads")
+
+
+def side_of(tensors: dict[str, torch.Tensor]) -> list[CheckpointView]:
+    """One rank that holds tensors whole."""
+    return [
+        CheckpointView(name, tuple(tensor.shape), tuple(map(whole, tensor.shape)), tensor)
+        for name, tensor in tensors.items()
+    ]
+
+
+def halves(tensors: dict[str, torch.Tensor]) -> list[list[CheckpointView]]:
+    """Two ranks that hold half of the columns each."""
+    sides: list[list[CheckpointView]] = [[], []]
+    for rank, side in enumerate(sides):
+        for name, tensor in tensors.items():
+            rows, columns = tensor.shape
+            width = columns // 2
+            part = tensor[:, rank * width : (rank + 1) * width].clone()
+            dims = (whole(rows), (Interval(rank * width, 0, width),))
+            side.append(CheckpointView(name, (rows, columns), dims, part))
+    return sides
+
+
+def numbers(first: float = 0.0, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + first
+        for name, shape in shapes.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# What is saved is what is loaded.
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 8 else pytest.mark.full) for seed in range(40)]
+)
+def test_layouts_drawn_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = drawn_shapes(rng)
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.int64])
+    wholes = drawn_wholes(shapes, dtype, seed)
+    finer, grains = drawn_finer(rng, shapes)
+    is_finer = rng.random() < 0.5
+    source = DrawnSide(rng, shapes, rng.randint(1, 4), dtype, finer=finer if is_finer else None)
+    target = DrawnSide(rng, shapes, rng.randint(1, 4), dtype, grains=grains if is_finer else None)
+    for rank, views in enumerate(source.views):
+        source.fill(rank, wholes)
+        source.views[rank] = [
+            dataclasses.replace(view, disk_shape=shapes[view.name]) for view in views
+        ]
+    # Parts of one rectangle, and rows with gaps between them, at every size.
+    monkeypatch.setattr(rectangles, "_CHUNK_BYTES", rng.choice([1, 7, 64, 1 << 20]))
+    monkeypatch.setattr(rectangles, "_MAX_GAP_BYTES", rng.choice([0, 8, 4096]))
+    save(source.views, folder, "v", max_file_bytes=rng.choice([1, 100, 10_000]))
+    found = plain_tensors(folder / "v")
+    assert found.keys() == wholes.keys()
+    assert all(torch.equal(found[name], wholes[name]) for name in wholes)
+    load(target.views, folder, checksums=True)
+    assert [target.wrong(rank, wholes) for rank in range(len(target.views))] == [
+        [] for _ in target.views
+    ]
+
+
+class Experts(nn.Module):
+    """What one rank holds of 8 experts and their router; nothing but attributes says so."""
+
+    def __init__(self, layout: str, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        parallelism = Parallelism.parse(layout, num_ranks)
+        self.pg_collection = parallelism.groups(rank)
+        self.config = types.SimpleNamespace(num_moe_experts=8)
+        num_local, inner = 8 // parallelism.ep, 32 // parallelism.etp
+        self.router = nn.Parameter(torch.zeros(8, 16))
+        self.register_buffer("load", torch.zeros(8, dtype=torch.bfloat16))
+        self.up = nn.Parameter(torch.zeros(num_local, inner, 16))
+        self.down = nn.Parameter(torch.zeros(num_local, 16, inner))
+        for weight, sharded_dim in ((self.up, 1), (self.down, 2)):
+            weight.allreduce = False  # type: ignore[attr-defined]
+            weight.expert_dim = 0  # type: ignore[attr-defined]
+            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+            weight.partition_dim = sharded_dim  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ep4", 4), ("ep2.etp2", 4), ("etp2", 2)])
+def test_modules_of_one_layout_become_those_of_another(
+    folder: Path, layout: str, num_ranks: int
+) -> None:
+    wholes = numbers(up=(8, 32, 16), down=(8, 16, 32), router=(8, 16), load=(8,))
+    write_plain(folder / "model.safetensors", wholes, {"format": "pt"})
+
+    def pass_on(context: RankContext) -> None:
+        model = Experts(layout, context.rank_idx, num_ranks)
+        before = model.up.data_ptr(), model.up._version
+        load_checkpoint(model, folder, group=context.group)
+        assert before[0] == model.up.data_ptr()
+        assert before[1] < model.up._version, "autograd has not heard that the weight is another"
+        # A buffer takes over the dtype on disk.
+        assert model.load.dtype == torch.float32
+        save_checkpoint(model, folder / "again", "v", group=context.group)
+
+    run_ranks(pass_on, num_ranks, mode="threads")
+    found = plain_tensors(folder / "again" / "v")
+    assert all(torch.equal(found[name], wholes[name]) for name in wholes)
+    assert found.keys() == wholes.keys()
+
+
+def test_each_rank_writes_and_reads_its_own_part_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than what it holds, counted; and a tensor that two ranks hold is written by one."""
+    moved: dict[tuple[str, int], int] = {}
+    pwrite, preadv = os.pwrite, os.preadv
+
+    def counted_write(descriptor: int, data: Any, offset: int) -> int:
+        key = "write", threading.get_ident()
+        moved[key] = moved.get(key, 0) + len(data)
+        return pwrite(descriptor, data, offset)
+
+    def counted_read(descriptor: int, buffers: Any, offset: int) -> int:
+        key = "read", threading.get_ident()
+        moved[key] = moved.get(key, 0) + len(buffers[0])
+        return preadv(descriptor, buffers, offset)
+
+    tensors = numbers(a=(64, 8192), b=(64, 8192))
+    sides = halves(tensors)
+    for side in sides:
+        side += side_of(numbers(both=(1000,)))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", counted_write)
+        patch.setattr(os, "preadv", counted_read)
+        save(sides, folder, "v")
+        load(sides, folder)
+    half = 2 * 64 * 4096 * 4
+    written = sorted(size for (what, _), size in moved.items() if what == "write")
+    # One of them writes the other tensor; headers and the lock are small.
+    assert half <= written[0] < half + 1000
+    assert half + 4000 <= written[1] < half + 5000
+    assert [size for (what, _), size in moved.items() if what == "read"] == [half + 4000] * 2
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "F4"])
+def test_every_dtype_goes_there_and_back(folder: Path, name: str) -> None:
+    dtype = DTYPES.get(name) or torch.float4_e2m1fn_x2
+    raw = torch.randint(0, 2 if name == "BOOL" else 256, (16 * 8,), dtype=torch.uint8)
+    tensor = (raw.bool() if name == "BOOL" else raw.view(dtype)).reshape(-1, 2)
+    sides = halves({"weight": tensor})
+    save(sides, folder, "v")
+    header, data = header_of(folder / "v" / "model-00001-of-00001.safetensors")
+    assert header["weight"]["dtype"] == name
+    # The header counts elements, of which a byte of F4 has two.
+    assert header["weight"]["shape"] == [len(tensor), 4 if name == "F4" else 2]
+    assert data == raw.numpy().tobytes()
+    target = torch.empty_like(tensor)
+    load([side_of({"weight": target})], folder, checksums=True)
+    assert torch.equal(target.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_dtype_that_the_format_lacks_is_refused(folder: Path) -> None:
+    wrong = {"fine": torch.zeros(2), "complex": torch.zeros(2, dtype=torch.complex128)}
+    with pytest.raises(
+        Exception, match=r"complex: safetensors has no torch\.complex128, only bool"
+    ):
+        save([side_of(wrong)], folder, "v")
+    assert not (folder / "v").exists()
+
+
+def test_empty_and_scalar_tensors(folder: Path) -> None:
+    tensors = {"none": torch.zeros(0, 3), "one": torch.tensor(5.0), "few": torch.ones(3)}
+    save([side_of(tensors), side_of(tensors)], folder, "v")
+    found = plain_tensors(folder / "v")
+    target = {name: torch.full_like(tensor, 7) for name, tensor in tensors.items()}
+    load([side_of(target)], folder, checksums=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor)
+        assert torch.equal(target[name], tensor)
+
+
+def test_versions_stand_beside_each_other(folder: Path) -> None:
+    def config(where: Path) -> None:
+        (where / "config.json").write_text("{}")
+
+    for number in (1, 2):
+        save(halves(numbers(number, a=(4, 4))), folder, f"step-{number}", add_files=config)
+    target = numbers(-1, a=(4, 4))
+    assert load([side_of(target)], folder) == [folder / "step-2"]
+    assert torch.equal(target["a"], numbers(2, a=(4, 4))["a"])
+    assert load([side_of(target)], folder, "step-1") == [folder / "step-1"]
+    assert torch.equal(target["a"], numbers(1, a=(4, 4))["a"])
+    assert (folder / "step-1" / "config.json").exists()
+    # A version's own folder is a checkpoint by itself, as for `from_pretrained`.
+    assert load([side_of(target)], folder / "step-2", checksums=True) == [folder / "step-2"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
+        "step-1",
+        "step-2",
+        "versions.json",
+    ]
+
+
+def test_floats_take_the_dtype_of_the_target(folder: Path) -> None:
+    save(halves(numbers(0.3, a=(4, 4))), folder, "v")
+    target = torch.zeros(4, 4, dtype=torch.bfloat16).t()
+    load([side_of({"a": target})], folder)
+    assert torch.equal(target, numbers(0.3, a=(4, 4))["a"].bfloat16())
+
+
+# ---------------------------------------------------------------------------------------------
+# Bad input: an error on every rank, and what was there is whole.
+
+
+def saved(folder: Path) -> Path:
+    save(halves(numbers(a=(4, 8), b=(4, 8))), folder, "v", max_file_bytes=128)
+    return folder / "v"
+
+
+def refused(
+    error: type[Exception],
+    sides: list[list[CheckpointView]],
+    run: Callable[[CheckpointViews, Any], object],
+) -> str:
+    """What every rank says, which is the same for all."""
+
+    def on_rank(context: RankContext) -> str:
+        with pytest.raises(error) as found:
+            run(CheckpointViews(sides[context.rank_idx]), context.group)
+        return str(found.value)
+
+    texts = run_ranks(on_rank, len(sides), mode="threads")
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def refused_load(error: type[Exception], folder: Path, **options: Any) -> str:
+    """What a load says, which leaves the target as it was."""
+    sides = halves(numbers(-5, a=(4, 8), b=(4, 8)))
+    text = refused(
+        error, sides, lambda side, group: load_checkpoint(side, folder, group=group, **options)
+    )
+    for side, before in zip(sides, halves(numbers(-5, a=(4, 8), b=(4, 8))), strict=True):
+        for view, kept in zip(side, before, strict=True):
+            assert torch.equal(view.tensor, kept.tensor), f"{view.name} was written"
+    return text
+
+
+def file_of(folder: Path, tensor: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][tensor]
+
+
+def test_files_that_are_cut_or_gone(folder: Path) -> None:
+    version = saved(folder)
+    path = file_of(version, "b")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    text = refused_load(CheckpointError, folder)
+    assert re.search(rf"{path}: b ends at byte {len(data)}, but the file has {len(data) - 1}", text)
+    path.write_bytes(data[:5])
+    assert f"{path}: expected a header of safetensors" in refused_load(CheckpointError, folder)
+    path.write_bytes(data + b"x")
+    assert f"but the file has {len(data) + 1}" in refused_load(CheckpointError, folder)
+    path.unlink()
+    text = refused_load(CheckpointError, folder)
+    assert f"b is to be in {path.name}, which is missing" in text
+    shutil.rmtree(version)
+    assert "its folder is gone" in refused_load(CheckpointError, folder)
+    assert "there is no such folder" in refused_load(CheckpointError, folder / "no")
+    assert "version w is none of those" in refused_load(CheckpointError, folder, version="w")
+
+
+def test_every_flipped_byte_is_found_by_checksums(folder: Path) -> None:
+    version = saved(folder)
+
+    def config(where: Path) -> None:
+        (where / "config.json").write_text('{"a": 1}')
+
+    save(halves(numbers(a=(4, 8), b=(4, 8))), folder, "w", max_file_bytes=128, add_files=config)
+    version = folder / "w"
+    target = [side_of(numbers(-5, a=(4, 8), b=(4, 8)))]
+    paths = [*version.glob("*.safetensors"), version / "config.json"]
+    rng = random.Random(3)
+    for path in paths:
+        data = path.read_bytes()
+        for place in sorted(rng.sample(range(len(data)), min(12, len(data)))):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
+            with pytest.raises(Exception, match="CheckpointError") as found:
+                load(target, version, checksums=True)
+            assert path.name in str(found.value), f"byte {place}"
+        path.write_bytes(data)
+    load(target, version, checksums=True)
+    # In the data, and found by each of several ranks.
+    path = file_of(version, "b")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"\1")
+    text = refused_load(CheckpointError, folder, checksums=True)
+    assert re.search(rf"{path}: b \[\(0, 4\), \(\d, \d\)\]: expected checksum 0x", text)
+
+
+def test_files_of_two_saves_are_no_checkpoint(folder: Path) -> None:
+    version = saved(folder)
+    save(halves(numbers(100, a=(4, 8), b=(4, 8))), folder, "w", max_file_bytes=128)
+    path = file_of(version, "b")
+    data = path.read_bytes()
+    shutil.copy(folder / "w" / path.name, path)
+    text = refused_load(CheckpointError, folder, version="v")
+    assert f"{path}: is of save" in text
+    assert "files of two saves are mixed" in text
+    path.write_bytes(data)
+    stale = version / "model-00003-of-00003.safetensors"
+    stale.write_bytes(data)
+    text = refused_load(CheckpointError, folder, version="v")
+    assert f"{stale}: is named by no tensor of model.safetensors.index.json" in text
+
+
+def test_files_of_others_that_do_not_fit_each_other(folder: Path) -> None:
+    """Nothing but the names in the index and in the headers tells them apart."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    tensors = numbers(a=(4, 8), b=(4, 8))
+    for name, tensor in zip(names, "ab", strict=True):
+        write_plain(folder / name, {tensor: tensors[tensor]}, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+
+    def load_with(weight_map: Any) -> str:
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        return refused_load(CheckpointError, folder)
+
+    right = dict(zip("ab", names, strict=True))
+    assert f"{names[0]}: has no b, which" in load_with({"a": names[0], "b": names[0]})
+    write_plain(folder / names[1], {"b": tensors["b"], "c": tensors["b"]}, {"format": "pt"})
+    assert f"{names[1]}: has c, which" in load_with(right)
+    write_plain(folder / names[1], {"b": tensors["b"]}, {"format": "pt"})
+    assert "is no name of a file beside it" in load_with({"a": "../model.safetensors"})
+    assert "expected a weight_map" in load_with([])
+    index.write_text("{")
+    assert f"{index}: expected JSON" in refused_load(CheckpointError, folder)
+    index.write_text(json.dumps({"weight_map": right}))
+    text = refused_load(CheckpointError, folder, checksums=True)
+    assert "has no checksums" in text
+    sides = halves(numbers(-5, a=(4, 8), b=(4, 8)))
+    load(sides, folder)
+    assert torch.equal(sides[1][1].tensor, tensors["b"][:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ({"a": torch.zeros(4, 8)}, r"b is not in the checkpoint, rank 0 needs it"),
+        (
+            {"a": torch.zeros(4, 8), "b": torch.zeros(8, 8)},
+            r"b: shapes do not add up: .* \(8, 8\)",
+        ),
+        (
+            {"a": torch.zeros(4, 8), "b": torch.zeros(8, 4)},
+            r"b: shapes do not add up: .* \(8, 4\)",
+        ),
+        (
+            {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8, dtype=torch.int32)},
+            r"model\.safetensors: b: expected torch\.float32 or what becomes it, got torch\.int32",
+        ),
+        (
+            {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8, dtype=torch.float8_e4m3fn)},
+            r"b: expected torch\.float32 .* without their scale factors",
+        ),
+        (
+            {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8), "more": torch.zeros(1)},
+            r"'more' on the checkpoint has no destination|parameter 'more' .* has no destination",
+        ),
+    ],
+)
+def test_another_model_is_refused(
+    folder: Path, tensors: dict[str, torch.Tensor], text: str
+) -> None:
+    write_plain(folder / "model.safetensors", tensors, {"format": "pt"})
+    assert re.search(text, refused_load(ValueError, folder))
+
+
+def test_what_no_rank_takes_is_left_when_asked(folder: Path) -> None:
+    tensors = numbers(a=(4, 8), b=(4, 8), more=(2,))
+    write_plain(folder / "model.safetensors", tensors, {"format": "pt"})
+    sides = halves(numbers(-5, a=(4, 8), b=(4, 8)))
+    load(sides, folder, strict=False)
+    assert torch.equal(sides[0][0].tensor, tensors["a"][:, :4])
+
+
+def refused_save(
+    error: type[Exception],
+    sides: list[list[CheckpointView]],
+    folder: Path,
+    version: str,
+    **options: Any,
+) -> str:
+    """What a save says, which leaves the folder as it was."""
+
+    def state() -> dict[str, bytes]:
+        return {
+            str(path): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name != ".lock"
+        }
+
+    before = state()
+    text = refused(
+        error,
+        sides,
+        lambda side, group: save_checkpoint(side, folder, version, group=group, **options),
+    )
+    assert state() == before
+    return text
+
+
+def test_saves_that_cannot_be(folder: Path) -> None:
+    saved(folder)
+    sides = halves(numbers(9, a=(4, 8), b=(4, 8)))
+    text = refused_save(CheckpointError, sides, folder, "v")
+    assert f"{folder}: version v is there already, of ['v']" in text
+    (folder / "other").mkdir()
+    assert "it is no version of this folder" in refused_save(
+        CheckpointError, sides, folder, "other"
+    )
+    assert "got '../v'" in refused_save(ValueError, sides, folder, "../v")
+    assert "max_file_bytes must be >= 1, got 0" in refused_save(
+        ValueError, sides, folder, "w", max_file_bytes=0
+    )
+    text = refused_save(ValueError, [sides[0], side_of({})], folder, "w")
+    assert "no source rank holds elements [[0, 4], [4, 8]] of the whole tensor" in text
+    assert "which the checkpoint needs" in text
+
+    def collides(where: Path) -> None:
+        (where / "model-00001-of-00002.safetensors").write_text("")
+
+    text = refused_save(CheckpointError, sides, folder, "w", add_files=collides, max_file_bytes=128)
+    assert "model-00001-of-00002.safetensors: cannot be written: File exists" in text
+    (folder / "file").write_text("")
+    text = refused(
+        CheckpointError,
+        sides,
+        lambda side, group: save_checkpoint(side, folder / "file" / "x", "w", group=group),
+    )
+    assert "cannot be made: Not a directory" in text
+
+
+def test_ranks_that_save_different_things(folder: Path) -> None:
+    def run(context: RankContext) -> str:
+        with pytest.raises(ValueError, match="ranks save different things") as found:
+            save_checkpoint(
+                CheckpointViews(side_of(numbers(a=(2, 2)))),
+                folder,
+                f"v{context.rank_idx}",
+                group=context.group,
+            )
+        return str(found.value)
+
+    (text,) = set(run_ranks(run, 2, mode="threads"))
+    assert "version is v0 on rank 0 and v1 on rank 1" in text
+
+
+def test_a_second_writer_is_refused(folder: Path) -> None:
+    sides = halves(numbers(9, a=(4, 8), b=(4, 8)))
+    texts = []
+
+    def second(_: Path) -> None:
+        texts.append(
+            refused(
+                CheckpointError,
+                sides,
+                lambda side, group: save_checkpoint(side, folder, "second", group=group),
+            )
+        )
+
+    save(sides, folder, "first", add_files=second)
+    assert (
+        "cannot save version second while another writer saves version first by process" in texts[0]
+    )
+    assert load(sides, folder) == [folder / "first"] * 2
+    save(sides, folder, "second")
+
+
+def test_a_stale_model_is_not_saved_and_a_failed_load_makes_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(folder)
+    model = nn.Module()
+    model.a, model.b = (nn.Parameter(torch.zeros(4, 8)) for _ in "ab")
+    model.pg_collection = Parallelism(1).groups(0)  # type: ignore[assignment]
+
+    def fails(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        with pytest.raises(CheckpointError, match=r"safetensors: a cannot be read: Input/output"):
+            load_checkpoint(model, folder)
+    assert is_stale(model)
+    with pytest.raises(ValueError, match="the model is stale and must not be saved: a load failed"):
+        save_checkpoint(model, folder, "w")
+    load_checkpoint(model, folder)
+    assert not is_stale(model)
+    save_checkpoint(model, folder, "w")
+
+
+# ---------------------------------------------------------------------------------------------
+# Saves that end on the way.
+
+# Calls of the system by which a save changes what is on the disk.
+CHANGES = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "replace", "rmdir", "unlink")
+
+
+def ends_at(number: int, end: Callable[[], object]) -> list[int]:
+    """Let one of the calls from now on be the last; counts them."""
+    count = [0]
+    for name in CHANGES:
+        call = getattr(os, name)
+
+        def counted(*args: Any, _call: Callable[..., Any] = call, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] == number:
+                end()
+            return _call(*args, **kwargs)
+
+        setattr(os, name, counted)
+    return count
+
+
+def in_a_fork(run: Callable[[], None]) -> int:
+    """The status of a forked process that runs something."""
+    child = os.fork()
+    if not child:
+        try:
+            run()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_save_that_is_killed_anywhere_leaves_the_version_before_or_the_new_one(
+    folder: Path,
+) -> None:
+    """At every call that changes the disk, in turn."""
+    before, after = numbers(1, a=(4, 8), b=(4, 8)), numbers(2, a=(4, 8), b=(4, 8))
+    save([side_of(before)], folder, "before", max_file_bytes=128)
+    found = []
+    for number in range(1, 1000):
+        status = in_a_fork(
+            lambda number=number: (  # type: ignore[misc]
+                ends_at(number, killed),
+                save_checkpoint(
+                    CheckpointViews(side_of(after)), folder, "after", max_file_bytes=128
+                ),
+            )
+        )
+        target = numbers(-1, a=(4, 8), b=(4, 8))
+        (path,) = load([side_of(target)], folder, checksums=True)
+        found.append(path.name)
+        wholes = {"before": before, "after": after}[path.name]
+        assert all(torch.equal(target[name], wholes[name]) for name in wholes), number
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        if path.name == "after":
+            # Over: begin again, so that the calls behind it come in their turn.
+            shutil.rmtree(folder)
+            folder.mkdir()
+            save([side_of(before)], folder, "before", max_file_bytes=128)
+    assert 15 < number < 900
+    assert found[0] == "before"
+    assert found[-1] == "after"
+    assert [path.name for path in folder.glob(".*")] == [".lock"], "what was killed is removed"
+
+
+def full_disk(context: RankContext, folder: str) -> str:
+    """The second rank may write no more than a part of its tensors."""
+    sides = halves(numbers(2, a=(64, 1024), b=(64, 1024)))
+    if context.rank_idx == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as found:
+        save_checkpoint(CheckpointViews(sides[context.rank_idx]), folder, "after")
+    return str(found.value)
+
+
+def dying(context: RankContext, folder: str, dies: int, call: str, number: int) -> str:
+    """One rank is killed in one of its calls; the others must hear of it."""
+    sides = halves(numbers(2, a=(4, 8), b=(4, 8)))
+    if context.rank_idx == dies:
+        original, count = getattr(os, call), [0]
+
+        def counted(*args: Any) -> Any:
+            count[0] += 1
+            if count[0] == number:
+                killed()
+            return original(*args)
+
+        setattr(os, call, counted)
+    with pytest.raises(CommunicationError) as found:
+        save_checkpoint(CheckpointViews(sides[context.rank_idx]), folder, "after")
+    return str(found.value)
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all(folder: Path) -> None:
+    save(halves(numbers(1, a=(4, 8), b=(4, 8))), folder, "before")
+    (text,) = set(run_ranks(full_disk, 2, str(folder), fresh=True))
+    assert re.search(r"rank 1: .*\.safetensors: (a|b) cannot be written: File too large", text)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "before", "versions.json"]
+
+
+@pytest.mark.parametrize(
+    ("dies", "call", "number"),
+    [(1, "pwrite", 3), (1, "fsync", 1), (0, "fsync", 2), (0, "rename", 1), (0, "replace", 1)],
+)
+def test_a_rank_that_is_killed_leaves_the_version_before(
+    folder: Path, dies: int, call: str, number: int
+) -> None:
+    before = numbers(1, a=(4, 8), b=(4, 8))
+    save(halves(before), folder, "before")
+    texts = run_ranks(dying, 2, str(folder), dies, call, number, fresh=True, expect_dead=[dies])
+    assert texts[dies] is None
+    assert "a save of a checkpoint ended" in texts[1 - dies]
+    target = numbers(-1, a=(4, 8), b=(4, 8))
+    assert load([side_of(target)], folder, checksums=True) == [folder / "before"]
+    assert all(torch.equal(target[name], before[name]) for name in before)
+    # And the next save finds its place.
+    save(halves(numbers(3, a=(4, 8), b=(4, 8))), folder, "after")
+    assert load([side_of(target)], folder, checksums=True) == [folder / "after"]
+    assert torch.equal(target["a"], numbers(3, a=(4, 8))["a"])
