@@ -166,26 +166,31 @@ def plan_save(
         )
 
 
-def names_on_disk(side: RankMetadata, names: Mapping[str, object]) -> RankMetadata:
-    """Give tensors that a rank holds under several names the one that a checkpoint has.
+def names_on_disk(
+    by_rank: Sequence[RankMetadata], names: Mapping[str, object]
+) -> list[RankMetadata]:
+    """Give tensors that ranks hold under several names the one that a checkpoint has.
 
     Args:
-        side: What the rank holds.
+        by_rank: What each rank holds.
         names: Of the checkpoint.
 
     Raises:
-        PlanError: The checkpoint lacks a tensor, by all of its names.
+        PlanError: The checkpoint lacks a tensor, by all of its names; names it and the rank.
     """
-    renamed: dict[str, str] = {}
-    for name in side.resolved_names:
-        if name in names or source_name_of(name, names) is not None:
-            continue
-        tied = next((tie for tie in side.ties if name in tie), ())
-        found = next((other for other in tied if other in names), None)
-        if found is None:
-            raise PlanError(f"{name} is not in the checkpoint")
-        renamed[name] = found
-    return side.renamed(renamed)
+    found = []
+    for rank, side in enumerate(by_rank):
+        renamed: dict[str, str] = {}
+        for name in side.resolved_names:
+            if name in names or source_name_of(name, names) is not None:
+                continue
+            tied = next((tie for tie in side.ties if name in tie), ())
+            other = next((each for each in tied if each in names), None)
+            if other is None:
+                raise PlanError(f"{name} is not in the checkpoint, rank {rank} needs it")
+            renamed[name] = other
+        found.append(side.renamed(renamed))
+    return found
 
 
 def check_becomes(side: RankMetadata, tensors: Mapping[str, tuple[TensorSpec, str]]) -> None:

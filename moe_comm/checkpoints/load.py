@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,18 @@ from moe_comm.checkpoints.file_plans import (
     plan_load,
     read_parts,
 )
-from moe_comm.checkpoints.rectangles import Rectangle, read_rectangle
+from moe_comm.checkpoints.scaled_weights import BlockScales, block_of, scale_names
 from moe_comm.checkpoints.stored_checkpoint import (
+    Reader,
     StoredCheckpoint,
     find_checkpoint,
     open_checkpoint,
     verify_parts,
     verify_small_files,
 )
-from moe_comm.checkpoints.versions import check_version_name, failed
+from moe_comm.checkpoints.versions import check_version_name
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
     get_refit_tensor_dict,
@@ -40,7 +42,7 @@ from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.execution import _refresh_module_caches
 from moe_comm.resharding.move.sources import piece_of
 from moe_comm.resharding.plan.planner import encoded_side
-from moe_comm.resharding.plan.rank_metadata import RankMetadata, decode_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 
 __all__ = ["load_checkpoint"]
@@ -61,6 +63,10 @@ def load_checkpoint(
     Every rank reads its own parts alone, straight into its tensors where these lie as in the file.
 
     Before a weight is written, files and names, their sizes and dtypes are checked.
+
+    An FP8 weight `NAME` with its scale factors `NAME_scale_inv` (float32 of blocks of 128 x 128 or 1 x 128, or
+    MXFP8's bytes) fills both where a rank has both, and else a float tensor with the products, in float32
+    and then rounded.
 
     Args:
         model: What this rank holds: a module with `pg_collection` or DTensors, `CheckpointViews`, such as
@@ -112,10 +118,10 @@ def load_checkpoint(
         folder=str(path), strict=strict, checksums=checksums, **{"digest of the headers": digest}
     )
     gathered = ranks.agree(encoded)
-    plan, parts = ReshardPlan([], []), list[FilePart]()
+    planned = _Planned(ReshardPlan([], []), [], {})
     assert checkpoint is not None
     with ranks.problem:
-        plan, parts = _planned(checkpoint, gathered, ranks.rank_idx, strict=strict)
+        planned = _plan(checkpoint, gathered, ranks.rank_idx, strict=strict)
     ranks.agree()
     if checksums:
         with ranks.problem:
@@ -126,7 +132,7 @@ def load_checkpoint(
         ranks.agree()
     with ranks.problem:
         if target is not None:
-            _fill(target, checkpoint, plan, parts)
+            _fill(target, checkpoint, planned)
     try:
         ranks.agree()
     except Exception as error:
@@ -141,51 +147,58 @@ def load_checkpoint(
     return path
 
 
-def _planned(
+class _Planned(NamedTuple):
+    """What one rank reads.
+
+    Args:
+        plan: Its receives.
+        parts: The same, where they lie in the files.
+        scales: By the names of weights whose values are worked out, those of their scale factors.
+    """
+
+    plan: ReshardPlan
+    parts: list[FilePart]
+    scales: dict[str, str]
+
+
+def _plan(
     checkpoint: StoredCheckpoint, gathered: Sequence[bytes], rank_idx: int, *, strict: bool
-) -> tuple[ReshardPlan, list[FilePart]]:
-    """A rank's plan and what it reads by it."""
+) -> _Planned:
     tensors = {}
     for name in checkpoint.file_of:
         stored = checkpoint.stored(name)
         tensors[name] = TensorSpec(stored.shape, stored.dtype)
-    sides: list[RankMetadata] = []
-    for rank, data in enumerate(gathered):
-        side = decode_rank_metadata(data)
-        try:
-            sides.append(names_on_disk(side, tensors))
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.folder}: {error}, rank {rank} needs it") from None
+    sides = list(map(decode_rank_metadata, gathered))
+    # Where no rank has scale factors, the values are what FP8 weights stand for.
+    held = {name for side in sides for name in side.resolved_names}
+    scales = {name: scale for name, scale in scale_names(tensors).items() if scale not in held}
+    for name, scale in scales.items():
+        block_of(name, tensors[name].shape, tensors[scale].shape, tensors[scale].dtype)
+        tensors[name] = TensorSpec(tensors[name].shape, torch.float32)
+        del tensors[scale]
+    try:
+        sides = names_on_disk(sides, tensors)
+    except PlanError as error:
+        raise PlanError(f"{checkpoint.folder}: {error}") from None
     mine = sides[rank_idx]
     check_becomes(
         mine, {name: (spec, str(checkpoint.path_of(name))) for name, spec in tensors.items()}
     )
     plan = plan_load(sides, rank_idx, tensors, strict=strict)
-    return plan, read_parts(plan, mine, tensors)
+    return _Planned(plan, read_parts(plan, mine, tensors), scales)
 
 
-def _fill(
-    target: RefitSide, checkpoint: StoredCheckpoint, plan: ReshardPlan, parts: Sequence[FilePart]
-) -> None:
+def _fill(target: RefitSide, checkpoint: StoredCheckpoint, planned: _Planned) -> None:
     """Read a rank's parts into its tensors, in the order in which they lie in the files."""
-    _harmonize_buffer_dtypes(plan, None, target)
+    _harmonize_buffer_dtypes(planned.plan, None, target)
     tensors = get_refit_tensor_dict(target)
-    ordered = sorted(
-        parts,
-        key=lambda part: (checkpoint.file_of[part.tensor], checkpoint.stored(part.tensor).start),
-    )
-    with torch.no_grad():
-        for path, some in itertools.groupby(ordered, lambda part: checkpoint.path_of(part.tensor)):
-            with failed(path, "cannot be read"):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for part in some:
-                    stored = checkpoint.stored(part.tensor)
-                    rectangle = Rectangle(stored.start, part.shape, part.box, part.dtype)
-                    piece = piece_of(local_tensor(tensors[part.op.param_name]).detach(), part.op)
-                    with failed(path, f"{part.tensor} cannot be read"):
-                        read_rectangle(descriptor, rectangle, piece)
-            finally:
-                os.close(descriptor)
+    with torch.no_grad(), Reader(checkpoint) as reader:
+        known: tuple[str, BlockScales | None] = "", None
+        for part in sorted(planned.parts, key=lambda part: reader.place_of(part.tensor)):
+            if known[0] != part.tensor:
+                scale = planned.scales.get(part.tensor)
+                known = part.tensor, None if scale is None else reader.scales(part.tensor, scale)
+            piece = piece_of(local_tensor(tensors[part.op.param_name]).detach(), part.op)
+            reader.read(part.tensor, part.shape, part.box, piece, known[1])
     # Of which torch has not seen all.
-    _host.WrittenTensors(local_tensor(tensors[name]) for name in plan.destinations).count()
+    _host.WrittenTensors(local_tensor(tensors[name]) for name in planned.plan.destinations).count()

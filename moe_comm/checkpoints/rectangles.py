@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -129,19 +129,25 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def read_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor) -> None:
+def read_rectangle(
+    descriptor: int,
+    rectangle: Rectangle,
+    tensor: torch.Tensor,
+    factors: Callable[[tuple[int, ...], Box], torch.Tensor] | None = None,
+) -> None:
     """Read a rectangle of a file into a tensor, whose dtype its values take.
 
     Args:
         descriptor: Of the file, open for reading.
         rectangle: What is read.
         tensor: Of the rectangle's sizes; any strides, any device. Written.
+        factors: Of the elements of a box of the view, which they are multiplied by; None for none.
 
     Raises:
         EOFError: The file ends before.
         OSError: It could not be read.
     """
-    is_alike = tensor.dtype == rectangle.dtype
+    is_alike = tensor.dtype == rectangle.dtype and factors is None
     target = _as_integers(tensor) if is_alike else tensor
     for within, part in _chunks(rectangle):
         place = target[within]
@@ -152,7 +158,10 @@ def read_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor) 
         _read_runs(descriptor, _memory(chunk), part)
         if not is_in_place:
             values = chunk.view(place.dtype if is_alike else rectangle.dtype)
-            place.copy_(values.view(place.shape))
+            values = values.view(place.shape)
+            if factors is not None:
+                values = values.float().mul_(factors(part.shape, part.box))
+            place.copy_(values)
 
 
 def rectangle_checksum(descriptor: int, rectangle: Rectangle) -> int:

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from moe_comm import _host
-from moe_comm.checkpoints.rectangles import Rectangle, rectangle_checksum
+from moe_comm.checkpoints.rectangles import Rectangle, read_rectangle, rectangle_checksum
+from moe_comm.checkpoints.scaled_weights import BlockScales
 from moe_comm.checkpoints.tensor_file import StoredTensor, TensorFile, read_header
 from moe_comm.checkpoints.versions import (
     MANIFEST,
@@ -23,13 +26,14 @@ from moe_comm.checkpoints.versions import (
 )
 from moe_comm.errors import CheckpointError
 from moe_comm.peers.plain_data import travels
-from moe_comm.resharding.describe.intervals import find_defect
+from moe_comm.resharding.describe.intervals import Box, find_defect
 
 __all__ = [
     "INDEX",
     "SAVE_KEY",
     "SINGLE_FILE",
     "CheckedPart",
+    "Reader",
     "StoredCheckpoint",
     "checked_parts",
     "file_name",
@@ -207,6 +211,89 @@ def _check_manifest(
             )
 
 
+class Reader:
+    """Reads boxes of the tensors of a checkpoint; keeps one file open, as a context manager."""
+
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._open: tuple[Path, int] | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    def _descriptor(self, path: Path) -> int:
+        if self._open is None or self._open[0] != path:
+            self.close()
+            with failed(path, "cannot be read"):
+                self._open = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[1]
+
+    def place_of(self, name: str) -> tuple[str, int]:
+        """Sorts tensors in the order in which they lie on the disk."""
+        return self._checkpoint.file_of[name], self._checkpoint.stored(name).start
+
+    def _rectangle(self, name: str, view: tuple[int, ...], box: Box) -> Rectangle:
+        stored = self._checkpoint.stored(name)
+        return Rectangle(stored.start, view, box, stored.dtype)
+
+    def read(
+        self,
+        name: str,
+        view: tuple[int, ...],
+        box: Box,
+        target: torch.Tensor,
+        scales: BlockScales | None = None,
+    ) -> None:
+        """Read a box of a tensor.
+
+        Args:
+            name: Of the tensor.
+            view: That it is viewed as.
+            box: Of the view.
+            target: Written; of the box's sizes.
+            scales: Of the tensor, which its values are multiplied by; None for none.
+
+        Raises:
+            CheckpointError: It cannot be read; names file and tensor.
+        """
+        path = self._checkpoint.path_of(name)
+        descriptor = self._descriptor(path)
+        factors = None if scales is None else scales.at
+        with failed(path, f"{name} cannot be read"):
+            read_rectangle(descriptor, self._rectangle(name, view, box), target, factors)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Read a whole tensor, for small ones."""
+        stored = self._checkpoint.stored(name)
+        found = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self.read(name, stored.shape, tuple((0, size) for size in stored.shape), found)
+        return found
+
+    def scales(self, name: str, scale: str) -> BlockScales:
+        """Read the scale factors of a weight."""
+        return BlockScales(name, self._checkpoint.stored(name).shape, self.whole(scale))
+
+    def checksum(self, name: str, view: tuple[int, ...], box: Box) -> int:
+        """Return the CRC-32C of a box of a tensor, row by row.
+
+        Raises:
+            CheckpointError: It cannot be read; names file and tensor.
+        """
+        path = self._checkpoint.path_of(name)
+        descriptor = self._descriptor(path)
+        with failed(path, f"{name} cannot be read"):
+            return rectangle_checksum(descriptor, self._rectangle(name, view, box))
+
+
 # ------------------------------------------------------------------------------------------------
 # Checksums.
 
@@ -313,24 +400,15 @@ def verify_parts(
         if number % num_ranks == rank_idx and checkpoint.manifest is not None:
             expected = checkpoint.manifest["files"][name].get("header_crc")
             _compare(file.path, "header", expected, _host.kernels.crc32c(file.header))
-    parts = sorted(
-        checked_parts(checkpoint),
-        key=lambda part: (checkpoint.file_of[part.tensor], checkpoint.stored(part.tensor).start),
-    )
-    for file_path, some in itertools.groupby(
-        parts[rank_idx::num_ranks], key=lambda part: checkpoint.path_of(part.tensor)
-    ):
-        with failed(file_path, "cannot be read"):
-            descriptor = os.open(file_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for part in some:
-                    stored = checkpoint.stored(part.tensor)
-                    rectangle = Rectangle(stored.start, part.shape, part.box, stored.dtype)
-                    found = rectangle_checksum(descriptor, rectangle)
-                    _compare(file_path, f"{part.tensor} {list(part.box)}", part.crc, found)
-                    yield rectangle.num_bytes
-            finally:
-                os.close(descriptor)
+    with Reader(checkpoint) as reader:
+        parts = sorted(
+            checked_parts(checkpoint), key=lambda part: (reader.place_of(part.tensor), part.box)
+        )
+        for part in parts[rank_idx::num_ranks]:
+            found = reader.checksum(part.tensor, part.shape, part.box)
+            path = checkpoint.path_of(part.tensor)
+            _compare(path, f"{part.tensor} {list(part.box)}", part.crc, found)
+            yield Rectangle(0, part.shape, part.box, checkpoint.stored(part.tensor).dtype).num_bytes
 
 
 def verify_small_files(checkpoint: StoredCheckpoint) -> None:

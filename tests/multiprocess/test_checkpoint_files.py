@@ -25,6 +25,12 @@ from moe_comm.checkpoints import load_checkpoint, rectangles, save_checkpoint
 from moe_comm.errors import CheckpointError, CommunicationError
 from moe_comm.resharding import CheckpointView, CheckpointViews, Parallelism, is_stale
 from moe_comm.resharding.describe.intervals import Interval, whole
+from moe_comm.resharding.formats.number_formats import (
+    dequantize_fp8_block,
+    dequantize_mxfp8,
+    quantize_fp8_block,
+    quantize_mxfp8,
+)
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.checkpoint_layouts import (
     DrawnSide,
@@ -639,8 +645,11 @@ def full_disk(context: RankContext, folder: str) -> str:
     sides = halves(numbers(2, a=(64, 1024), b=(64, 1024)))
     if context.rank_idx == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointError) as found:
-        save_checkpoint(CheckpointViews(sides[context.rank_idx]), folder, "after")
+    try:
+        with pytest.raises(CheckpointError) as found:
+            save_checkpoint(CheckpointViews(sides[context.rank_idx]), folder, "after")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(found.value)
 
 
@@ -688,3 +697,71 @@ def test_a_rank_that_is_killed_leaves_the_version_before(
     save(halves(numbers(3, a=(4, 8), b=(4, 8))), folder, "after")
     assert load([side_of(target)], folder, checksums=True) == [folder / "after"]
     assert torch.equal(target["a"], numbers(3, a=(4, 8))["a"])
+
+
+# ---------------------------------------------------------------------------------------------
+# FP8 with its scale factors.
+
+
+def quantized(values: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data and scale factors of `values`, as a format has them."""
+    if kind.startswith("mxfp8"):
+        data, scale = quantize_mxfp8(values)
+        return data, scale.view(torch.uint8) if kind == "mxfp8_u8" else scale
+    return quantize_fp8_block(values, (128, 128) if kind == "128x128" else (1, 128))
+
+
+@pytest.mark.parametrize("kind", ["128x128", "1x128", "mxfp8", "mxfp8_u8"])
+def test_fp8_weights_and_their_scales_go_through_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As data and scales again, and as the numbers that they stand for, cut anywhere."""
+    monkeypatch.setattr(rectangles, "_CHUNK_BYTES", 10_000)
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(3, 160, 192, generator=generator).bfloat16()
+    data, scale = quantized(values, kind)
+    tensors = {"w": data, "w_scale_inv": scale}
+    save([side_of(tensors)], folder, "v")
+    stored = plain_tensors(folder / "v")
+    same = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    load([side_of(same)], folder, checksums=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(same[name].view(torch.uint8), tensor.view(torch.uint8))
+    expected = (
+        dequantize_mxfp8(data, scale, torch.float32)
+        if kind.startswith("mxfp8")
+        else dequantize_fp8_block(
+            data, scale, (128, 128) if kind == "128x128" else (1, 128), torch.float32
+        )
+    )
+    # Rows of heads at no border of a block, and the columns of the other rank.
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [torch.zeros(3, 4, 30, 70, dtype=dtype), torch.zeros(3, 4, 30, 122, dtype=dtype)]
+        held = [(Interval(0, 0, 70),), (Interval(70, 0, 122),)]
+        load(
+            [
+                [
+                    CheckpointView(
+                        "w",
+                        (3, 4, 40, 192),
+                        (whole(3), whole(4), (Interval(7, 0, 30),), columns),
+                        part,
+                        (3, 160, 192),
+                    )
+                ]
+                for part, columns in zip(parts, held, strict=True)
+            ],
+            folder,
+        )
+        rows = expected.view(3, 4, 40, 192)[:, :, 7:37].to(dtype)
+        assert torch.equal(torch.cat(parts, dim=-1), rows)
+
+
+def test_scales_of_no_known_blocks_are_refused(folder: Path) -> None:
+    data = torch.zeros(160, 192, dtype=torch.float8_e4m3fn)
+    target = side_of({"w": torch.zeros(160, 192)})
+    for scale in (torch.ones(3, 2), torch.ones(2, 2, dtype=torch.bfloat16)):
+        write_plain(folder / "model.safetensors", {"w": data, "w_scale_inv": scale}, {})
+        with pytest.raises(Exception, match=r"w: FP8 of shape \(160, 192\) needs scale factors"):
+            load([target], folder)
