@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from moe_comm import _host
@@ -35,6 +36,7 @@ from moe_comm.checkpoints.versions import (
     failed,
 )
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.describe.module_tensors import RefitSide, get_refit_tensor_dict
 from moe_comm.resharding.hold.refit_models import Model, unwrap_models
 from moe_comm.resharding.move import stale
@@ -43,7 +45,15 @@ from moe_comm.resharding.plan.planner import encoded_side
 from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 
-__all__ = ["DEFAULT_FILE_BYTES", "NewFile", "index_text", "packed_files", "save_checkpoint"]
+__all__ = [
+    "DEFAULT_FILE_BYTES",
+    "FileWriter",
+    "NewFile",
+    "file_metadata",
+    "finish_version",
+    "packed_files",
+    "save_checkpoint",
+]
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 
@@ -155,20 +165,20 @@ def save_checkpoint(
             wholes,
             _owners(wholes, [bytes_of_rank for _, _, bytes_of_rank in told]),
             max_file_bytes,
-            {"format": "pt", SAVE_KEY: save},
+            file_metadata(save),
         )
-        writer = _Writer(Path(place), files, ranks.rank_idx)
+        writer = FileWriter(Path(place), files, ranks.rank_idx)
         stack.callback(writer.close)
         with ranks.problem:
             writer.make_files()
         ranks.agree()
         checked: list[CheckedPart] = []
         with ranks.problem:
-            checked = writer.write(parts, plan, source)
+            checked = _write_parts(writer, parts, plan, source)
         all_checked = [part for some in ranks.agree(checked) for part in some]
         with ranks.problem:
             if new is not None:
-                _finish(new, files, save, ranks.num_ranks, all_checked)
+                finish_version(new, files, save, ranks.num_ranks, all_checked)
         ranks.agree()
     return path / version
 
@@ -193,6 +203,11 @@ def _owners(wholes: Mapping[str, TensorSpec], said: Sequence[bytes]) -> dict[str
 def _natural(name: str) -> tuple[object, ...]:
     """Sorts layer 2 before layer 10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in _NUMBER.split(name))
+
+
+def file_metadata(save: str) -> dict[str, str]:
+    """Return what every file of a save says of itself."""
+    return {"format": "pt", SAVE_KEY: save}
 
 
 def packed_files(
@@ -228,7 +243,7 @@ def packed_files(
     return files
 
 
-def index_text(files: Sequence[NewFile]) -> bytes:
+def _index_text(files: Sequence[NewFile]) -> bytes:
     """Return what the index of files holds, as `from_pretrained` reads it."""
     weight_map = {tensor: file.name for file in files for tensor in file.tensors}
     total = sum(file.num_bytes - len(file.header) for file in files)
@@ -239,7 +254,7 @@ def index_text(files: Sequence[NewFile]) -> bytes:
     return json.dumps(said, indent=2).encode()
 
 
-class _Writer:
+class FileWriter:
     """What one rank writes of a version.
 
     Args:
@@ -278,36 +293,38 @@ class _Writer:
                     os.pwrite(self._open[file.name], file.header, 0)
 
     def write(
-        self, parts: Sequence[FilePart], plan: ReshardPlan, source: RefitSide | None
-    ) -> list[CheckedPart]:
-        """Write this rank's parts, and wait until they are on the disk. Collective over meshes of pending sums.
+        self, tensor: str, view: tuple[int, ...], box: Box, values: torch.Tensor
+    ) -> CheckedPart:
+        """Write a box of a tensor; return it with its checksum.
 
         Args:
-            parts: What it writes.
-            plan: Whose parts they are.
-            source: What it holds.
-
-        Returns:
-            Each part with its checksum.
+            tensor: Name.
+            view: That it is viewed as.
+            box: Of the view.
+            values: Of the box's sizes and the file's dtype.
 
         Raises:
             CheckpointError: The system refuses; names file and tensor.
         """
-        tensors = {} if source is None else get_refit_tensor_dict(source)
-        reduced = reduce_partial_sources(plan, tensors, None)
-        sources = Sources(plan, tensors, reduced, lambda _: False)
-        checked: list[CheckedPart] = []
-        for part in sorted(parts, key=lambda part: self._place[part.tensor][:2]):
-            _, start, file = self._place[part.tensor]
-            rectangle = Rectangle(start, part.shape, part.box, part.dtype)
-            piece = piece_of(sources.get(part.op.param_name), part.op)
-            with failed(self._folder / file.name, f"{part.tensor} cannot be written"):
-                crc = write_rectangle(self._descriptor(file.name), rectangle, piece)
-            checked.append(CheckedPart(part.tensor, part.shape, part.box, crc))
+        _, start, file = self._place[tensor]
+        rectangle = Rectangle(start, view, box, values.dtype)
+        with failed(self._folder / file.name, f"{tensor} cannot be written"):
+            crc = write_rectangle(self._descriptor(file.name), rectangle, values)
+        return CheckedPart(tensor, view, box, crc)
+
+    def place_of(self, tensor: str) -> tuple[int, int]:
+        """Sorts tensors in the order in which this rank writes them."""
+        return self._place[tensor][:2]
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk.
+
+        Raises:
+            CheckpointError: The system refuses; names the file.
+        """
         for name, descriptor in self._open.items():
             with failed(self._folder / name, "cannot be synced"):
                 os.fsync(descriptor)
-        return checked
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
@@ -320,14 +337,44 @@ class _Writer:
             os.close(self._open.popitem()[1])
 
 
-def _finish(
+def _write_parts(
+    writer: FileWriter,
+    parts: Sequence[FilePart],
+    plan: ReshardPlan,
+    source: RefitSide | None,
+) -> list[CheckedPart]:
+    """Write a rank's parts to the disk. Collective over meshes of pending sums."""
+    tensors = {} if source is None else get_refit_tensor_dict(source)
+    sources = Sources(plan, tensors, reduce_partial_sources(plan, tensors, None), lambda _: False)
+    checked = [
+        writer.write(
+            part.tensor, part.shape, part.box, piece_of(sources.get(part.op.param_name), part.op)
+        )
+        for part in sorted(parts, key=lambda part: writer.place_of(part.tensor))
+    ]
+    writer.sync()
+    return checked
+
+
+def finish_version(
     new: NewVersion,
     files: Sequence[NewFile],
     save: str,
     num_ranks: int,
     parts: list[CheckedPart],
 ) -> None:
-    """Write what says what the version has, and put it in place."""
+    """Write what says what a version has, and put it in place.
+
+    Args:
+        new: The version, whose tensors are on the disk.
+        files: Of tensors.
+        save: What tells it from other saves.
+        num_ranks: That wrote it.
+        parts: All that was written.
+
+    Raises:
+        CheckpointError: The system refuses; then the version is not there.
+    """
     names = {file.name for file in files}
     small_files = {}
     for path in sorted(new.path.rglob("*")):
@@ -337,6 +384,6 @@ def _finish(
                 data = path.read_bytes()
             small_files[name] = len(data), _host.kernels.crc32c(data)
     sizes = {file.name: (file.num_bytes, _host.kernels.crc32c(file.header)) for file in files}
-    new.write(INDEX, index_text(files))
+    new.write(INDEX, _index_text(files))
     new.write(MANIFEST, manifest_text(new.version, save, num_ranks, sizes, small_files, parts))
     new.commit([*names, INDEX, MANIFEST])

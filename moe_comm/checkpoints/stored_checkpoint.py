@@ -38,6 +38,7 @@ __all__ = [
     "checked_parts",
     "file_name",
     "find_checkpoint",
+    "is_tensor_file",
     "manifest_text",
     "open_checkpoint",
     "verify_parts",
@@ -56,6 +57,11 @@ _NUMBERED = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 def file_name(number: int, num_files: int) -> str:
     """Return the name of a file of tensors, as `from_pretrained` knows them; counted from 0."""
     return f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def is_tensor_file(name: str) -> bool:
+    """Whether a file has tensors, or says where tensors are."""
+    return name.endswith(".safetensors") or name in (INDEX, MANIFEST)
 
 
 class StoredCheckpoint(NamedTuple):

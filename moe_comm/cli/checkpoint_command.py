@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from moe_comm.checkpoints.convert import (
+    DEFAULT_QUANTIZED,
+    ConversionTarget,
+    NewFormat,
+    convert_checkpoint,
+)
 from moe_comm.checkpoints.stored_checkpoint import (
     StoredCheckpoint,
     checked_parts,
@@ -23,6 +30,7 @@ from moe_comm.checkpoints.stored_checkpoint import (
 from moe_comm.checkpoints.tensor_file import dtype_name
 from moe_comm.checkpoints.versions import read_versions
 from moe_comm.cli.command_rules import FoldedTable, example, in_a_sentence, wide_console
+from moe_comm.cli.options import parse_bytes
 
 __all__ = ["checkpoint_app"]
 
@@ -34,8 +42,24 @@ Version: TypeAlias = Annotated[
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
+# Of what a type checker cannot read.
+if TYPE_CHECKING:
+
+    class FormatName(str, enum.Enum):
+        """Names of `ConversionTarget` on the command line."""
+
+        SAME = "same"
+
+        @property
+        def value(self) -> ConversionTarget: ...
+
+else:
+    FormatName = enum.Enum(
+        "FormatName", {name.upper(): name for name in get_args(ConversionTarget)}, type=str
+    )
+
 checkpoint_app = typer.Typer(
-    help="Look at checkpoints of safetensors files, and check them.",
+    help="Look at checkpoints of safetensors files, check and convert them.",
     epilog=example("moe-comm checkpoint show runs/moe"),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -44,7 +68,7 @@ checkpoint_app = typer.Typer(
 
 @checkpoint_app.callback()
 def checkpoint() -> None:
-    """Look at checkpoints of safetensors files, and check them."""
+    """Look at checkpoints of safetensors files, check and convert them."""
 
 
 @checkpoint_app.command("show", epilog=example("moe-comm checkpoint show runs/moe --tensors"))
@@ -148,6 +172,42 @@ def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> 
             if found.manifest is not None
             else f"{found.folder}: {whole} fit together; there are no checksums to compare"
         )
+
+
+@checkpoint_app.command(
+    "convert", epilog=example("moe-comm checkpoint convert runs/moe runs/served --to fp8_block128")
+)
+def convert(
+    folder: Folder,
+    out: Annotated[
+        Path, typer.Argument(help="Folder of versions: the new one is put beside what it has.")
+    ],
+    to: Annotated[FormatName, typer.Option(help="What weights become.")] = FormatName.SAME,
+    version: Version = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the new version [default: that of the folder read].")
+    ] = None,
+    quantized: Annotated[
+        str, typer.Option(help="Regular expression of the weights that are quantized.")
+    ] = DEFAULT_QUANTIZED,
+    max_file_bytes: Annotated[str, typer.Option(help="Of tensors in a file.")] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint anew in other files and numbers, a few rows at a time.
+
+    A new version is whole or not there; what is beside the tensors is taken over.
+    """
+    with in_a_sentence("checkpoint"):
+        found = open_checkpoint(find_checkpoint(folder, version))
+        new = found.folder.resolve().name if name is None else name
+        total = sum(stored.stop - stored.start for stored in map(found.stored, found.file_of))
+        chunks = convert_checkpoint(
+            found, out, new, NewFormat(to.value, quantized), parse_bytes(max_file_bytes)
+        )
+        num_bytes = sum(_with_progress("converted", total, chunks))
+        written = open_checkpoint(out / new)
+        said = _summary(out, written, with_tensors=False) | {"read_bytes": num_bytes}
+        typer.echo(json.dumps(said, indent=1) if as_json else _text_of(said))
 
 
 def _with_progress(what: str, total: int, counts: Iterable[int]) -> Iterable[int]:

@@ -12,7 +12,7 @@ COMMANDS = {
     "model": "Predict dispatch and combine on a cluster.",
     "bench": "Check an operation, then time it against the machine.",
     "reshard": "Plan how weights move between two layouts.",
-    "checkpoint": "Look at checkpoints of safetensors files, and check them.",
+    "checkpoint": "Look at checkpoints of safetensors files, check and convert them.",
     "trace": "Show which rank waited for which, per phase.",
 }
 """What every command does, short enough for a line; in the order in which they are listed."""

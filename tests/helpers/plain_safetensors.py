@@ -69,7 +69,7 @@ def write_plain(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str
     names = {dtype: name for name, dtype in DTYPES.items()}
     parts, offset = [], 0
     for name, tensor in tensors.items():
-        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        data = tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         entries[name] = {
             "dtype": names[tensor.dtype],
             "shape": list(tensor.shape),

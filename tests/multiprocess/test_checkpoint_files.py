@@ -266,6 +266,21 @@ def test_versions_stand_beside_each_other(folder: Path) -> None:
     ]
 
 
+def test_a_version_that_was_never_entered_is_saved_again(folder: Path) -> None:
+    """Its save was killed between the renaming and the entry."""
+    for version in ("before", "after"):
+        save([side_of(numbers(1, a=(4, 8)))], folder, version)
+    said = {"format": 1, "latest": "before", "versions": ["before"]}
+    (folder / "versions.json").write_text(json.dumps(said))
+    target = numbers(-1, a=(4, 8))
+    with pytest.raises(Exception, match="version after is none of those whose saves have ended"):
+        load([side_of(target)], folder, "after")
+    save([side_of(numbers(2, a=(4, 8)))], folder, "after")
+    assert load([side_of(target)], folder) == [folder / "after"]
+    assert torch.equal(target["a"], numbers(2, a=(4, 8))["a"])
+    assert sorted(path.name for path in folder.glob(".*")) == [".lock"]
+
+
 def test_floats_take_the_dtype_of_the_target(folder: Path) -> None:
     save(halves(numbers(0.3, a=(4, 4))), folder, "v")
     target = torch.zeros(4, 4, dtype=torch.bfloat16).t()
@@ -608,36 +623,34 @@ def killed() -> None:
 def test_a_save_that_is_killed_anywhere_leaves_the_version_before_or_the_new_one(
     folder: Path,
 ) -> None:
-    """At every call that changes the disk, in turn."""
-    before, after = numbers(1, a=(4, 8), b=(4, 8)), numbers(2, a=(4, 8), b=(4, 8))
-    save([side_of(before)], folder, "before", max_file_bytes=128)
+    """At every call that changes the disk, in turn; and the next save is as if it had not been."""
+    before, after, later = (numbers(first, a=(4, 8), b=(4, 8)) for first in (1, 2, 3))
+    save([side_of(before)], folder / "first", "before", max_file_bytes=128)
     found = []
-    for number in range(1, 1000):
-        status = in_a_fork(
-            lambda number=number: (  # type: ignore[misc]
-                ends_at(number, killed),
-                save_checkpoint(
-                    CheckpointViews(side_of(after)), folder, "after", max_file_bytes=128
-                ),
-            )
-        )
-        target = numbers(-1, a=(4, 8), b=(4, 8))
-        (path,) = load([side_of(target)], folder, checksums=True)
-        found.append(path.name)
-        wholes = {"before": before, "after": after}[path.name]
-        assert all(torch.equal(target[name], wholes[name]) for name in wholes), number
+    for number in range(1, 100):
+        versions = folder / str(number)
+        shutil.copytree(folder / "first", versions)
+
+        def run(number: int = number, versions: Path = versions) -> None:
+            ends_at(number, killed)
+            save_checkpoint(CheckpointViews(side_of(after)), versions, "after", max_file_bytes=128)
+
+        status = in_a_fork(run)
+        for wholes in ({"before": before, "after": after}, {"after": later, "next": later}):
+            target = numbers(-1, a=(4, 8), b=(4, 8))
+            (path,) = load([side_of(target)], versions, checksums=True)
+            found.append(path.name)
+            assert all(torch.equal(target[name], wholes[path.name][name]) for name in target)
+            if wholes.keys() == {"before", "after"}:
+                again = "next" if path.name == "after" else "after"
+                save([side_of(later)], versions, again, max_file_bytes=128)
+        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was killed is left"
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-        if path.name == "after":
-            # Over: begin again, so that the calls behind it come in their turn.
-            shutil.rmtree(folder)
-            folder.mkdir()
-            save([side_of(before)], folder, "before", max_file_bytes=128)
-    assert 15 < number < 900
+    assert 20 < number < 99
     assert found[0] == "before"
-    assert found[-1] == "after"
-    assert [path.name for path in folder.glob(".*")] == [".lock"], "what was killed is removed"
+    assert found[-2:] == ["after", "next"]
 
 
 def full_disk(context: RankContext, folder: str) -> str:

@@ -10,11 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moe_comm.checkpoints import convert as conversion
 from moe_comm.checkpoints import save_checkpoint
 from moe_comm.cli.app import app
 from moe_comm.resharding import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import whole
-from tests.helpers.plain_safetensors import write_plain
+from moe_comm.resharding.formats.number_formats import (
+    dequantize_fp8_block,
+    dequantize_mxfp8,
+    quantize_fp8_block,
+    quantize_mxfp8,
+)
+from tests.helpers.plain_safetensors import plain_tensors, write_plain
 
 TENSORS = {
     "a": torch.arange(8.0).reshape(2, 4),
@@ -89,3 +96,115 @@ def test_verify_without_checksums_says_so(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "3 tensors in 1 files fit together; there are no checksums to compare" in done.output
     assert run("verify", tmp_path, "--version", "x").exit_code == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# convert
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder as others write it; chunks are small."""
+    monkeypatch.setattr(conversion, "_CHUNK_ELEMENTS", 128 * 96)
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        "layers.0.up_proj.weight": torch.randn(300, 96, generator=generator).bfloat16(),
+        "experts.down_proj.weight": torch.randn(2, 160, 96, generator=generator).bfloat16(),
+        "norm.weight": torch.randn(96, generator=generator).bfloat16(),
+        "head.weight": torch.randn(500, 96, generator=generator),
+        "steps": torch.tensor(7),
+    }
+    source = tmp_path / "model"
+    source.mkdir()
+    write_plain(source / "model.safetensors", tensors, {"format": "pt"})
+    (source / "config.json").write_text('{"dtype": "bfloat16", "layers": 1}')
+    (source / "tokenizer.json").write_text("[]")
+    return source, tensors
+
+
+def test_convert_to_other_files_keeps_every_bit(
+    model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, tensors = model
+    done = run("convert", source, tmp_path / "out", "--max-file-bytes", "50kB", "--json")
+    said = json.loads(done.stdout)
+    assert len(said["files"]) == 4
+    assert said["read_bytes"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    found = plain_tensors(tmp_path / "out" / "model")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert (tmp_path / "out" / "model" / "tokenizer.json").read_text() == "[]"
+    assert (tmp_path / "out" / "model" / "config.json").read_text() == (
+        source / "config.json"
+    ).read_text()
+    assert run("verify", tmp_path / "out").exit_code == 0
+    again = run("convert", source, tmp_path / "out")
+    assert again.exit_code == 1
+    assert "version model is there already" in again.stderr
+    assert run("convert", source, tmp_path / "out", "--name", "second").exit_code == 0
+    assert json.loads(run("show", tmp_path / "out", "--json").output)["versions"] == [
+        "model",
+        "second",
+    ]
+
+
+def test_convert_to_a_dtype(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    source, tensors = model
+    assert run("convert", source, tmp_path / "out", "--to", "fp16").exit_code == 0
+    found = plain_tensors(tmp_path / "out" / "model")
+    for name, tensor in tensors.items():
+        expected = tensor.half() if tensor.is_floating_point() else tensor
+        assert torch.equal(found[name], expected)
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert config == {"dtype": "float16", "layers": 1}
+
+
+@pytest.mark.parametrize("target", ["fp8_block128", "mxfp8"])
+def test_convert_to_fp8_is_what_quantizing_the_whole_weight_gives(
+    model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, target: str
+) -> None:
+    source, tensors = model
+    out = tmp_path / "out"
+    done = run("convert", source, out, "--to", target, "--name", "v")
+    assert done.exit_code == 0, done.stderr
+    found = plain_tensors(out / "v")
+    quantize = quantize_mxfp8 if target == "mxfp8" else quantize_fp8_block
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            data, scale = quantize(tensor)
+            assert torch.equal(found[name].view(torch.uint8), data.view(torch.uint8)), name
+            scaled = found.pop(f"{name}_scale_inv")
+            assert torch.equal(scaled.view(torch.uint8), scale.view(torch.uint8)), name
+        else:
+            assert torch.equal(found[name], tensor)
+    assert found.keys() == tensors.keys()
+    config = json.loads((out / "v" / "config.json").read_text())
+    assert ("quantization_config" in config) == (target == "fp8_block128")
+    # And back: the products, rounded once.
+    assert run("convert", out, tmp_path / "back", "--to", "fp32").exit_code == 0
+    back = plain_tensors(tmp_path / "back" / "v")
+    assert back.keys() == tensors.keys()
+    config = json.loads((tmp_path / "back" / "v" / "config.json").read_text())
+    assert config == {"dtype": "float32", "layers": 1}
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            data, scale = quantize(tensor)
+            dequantize = dequantize_mxfp8 if target == "mxfp8" else dequantize_fp8_block
+            assert torch.equal(back[name], dequantize(data, scale, dtype=torch.float32)), name
+    assert run("verify", tmp_path / "back").exit_code == 0
+
+
+def test_what_cannot_be_converted_is_named_and_leaves_nothing(
+    model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, _ = model
+    out = tmp_path / "out"
+    done = run("convert", source, out, "--to", "mxfp8", "--quantized", "norm")
+    assert done.exit_code == 1
+    assert "norm.weight: mxfp8 needs a matrix of a multiple of 32 columns, got (96,)" in done.stderr
+    assert run("convert", source, out, "--to", "mxfp8", "--quantized", "(").exit_code == 1
+    assert run("convert", source, out, "--name", "..").exit_code == 1
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "cut short" in run("convert", source, out).stderr
+    assert not out.exists()

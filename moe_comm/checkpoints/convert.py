@@ -1,0 +1,270 @@
+"""Checkpoints into other files and formats of numbers, a few rows at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from moe_comm.checkpoints.save import (
+    DEFAULT_FILE_BYTES,
+    FileWriter,
+    file_metadata,
+    finish_version,
+    packed_files,
+)
+from moe_comm.checkpoints.scaled_weights import SCALE_SUFFIX, BlockScales, block_of, scale_names
+from moe_comm.checkpoints.stored_checkpoint import (
+    CheckedPart,
+    Reader,
+    StoredCheckpoint,
+    is_tensor_file,
+)
+from moe_comm.checkpoints.versions import NewVersion, check_version_name, failed
+from moe_comm.resharding.describe.conversions import NUMBERS
+from moe_comm.resharding.describe.intervals import Box, Piece, cut_piece, num_elements
+from moe_comm.resharding.formats.number_formats import (
+    MXFP8_BLOCK,
+    quantize_fp8_block,
+    quantize_mxfp8,
+    scale_shape,
+)
+from moe_comm.resharding.plan.reshard_plan import TensorSpec
+
+__all__ = ["DEFAULT_QUANTIZED", "ConversionTarget", "NewFormat", "convert_checkpoint"]
+
+ConversionTarget = Literal["same", "bf16", "fp16", "fp32", "fp8_block128", "mxfp8"]
+
+DEFAULT_QUANTIZED = r"_proj\.weight$"
+"""Names of the weights that are quantized: of transformers, linear layers but for heads and routers."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_BLOCK = 128
+_CHUNK_ELEMENTS = 4 << 20
+_CONFIG = "config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class NewFormat:
+    """What tensors become.
+
+    Args:
+        target: "same" keeps everything. "bf16", "fp16", "fp32": floats of other dtypes, and FP8 weights with
+            scale factors, become these. "fp8_block128" (float32 factors of 128 x 128) and "mxfp8" (E8M0
+            factors of 1 x 32): weights are quantized, from bfloat16.
+        quantized: Regular expression of the names of weights that are quantized.
+
+    Raises:
+        ValueError: It is no regular expression.
+    """
+
+    target: ConversionTarget
+    quantized: str = DEFAULT_QUANTIZED
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.quantized)
+        except re.error as error:
+            raise ValueError(
+                f"quantized must be a regular expression, got {self.quantized!r}: {error}"
+            ) from None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of floats; None where they keep theirs."""
+        return _DTYPES.get(self.target)
+
+    def quantizes(self, name: str, spec: TensorSpec) -> bool:
+        """Whether a tensor becomes FP8 with scale factors.
+
+        Raises:
+            ValueError: It is to, and its sizes are none of the format; names it.
+        """
+        if self.target not in ("fp8_block128", "mxfp8") or not re.search(self.quantized, name):
+            return False
+        if spec.dtype not in NUMBERS:
+            return False
+        columns = spec.shape[-1] if len(spec.shape) >= 2 else 0
+        if not columns or (self.target == "mxfp8" and columns % MXFP8_BLOCK[1]):
+            raise ValueError(
+                f"{name}: {self.target} needs a matrix"
+                f"{' of a multiple of 32 columns' if self.target == 'mxfp8' else ''}, got {spec.shape}"
+            )
+        return True
+
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data and scale factors of whole rows of blocks."""
+        if self.target == "mxfp8":
+            return quantize_mxfp8(values)
+        return quantize_fp8_block(values, (_BLOCK, _BLOCK))
+
+    @property
+    def scale(self) -> tuple[tuple[int, int], torch.dtype]:
+        """Blocks of the scale factors, and their dtype."""
+        if self.target == "mxfp8":
+            return MXFP8_BLOCK, torch.float8_e8m0fnu
+        return (_BLOCK, _BLOCK), torch.float32
+
+
+def convert_checkpoint(
+    source: StoredCheckpoint,
+    folder: Path,
+    version: str,
+    new_format: NewFormat,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> Iterator[int]:
+    """Write a checkpoint anew, as a version of a folder; yield the bytes of every chunk that was read.
+
+    A chunk has at most 4 Mi elements, or 128 rows of a weight that is quantized; no tensor is held whole.
+    Other files are taken over; a `config.json` says the new dtype and format where transformers has words
+    for it.
+
+    Args:
+        source: What is read.
+        folder: Of the versions.
+        version: Name of the new one.
+        new_format: What tensors become.
+        max_file_bytes: Of tensors in a file.
+
+    Raises:
+        ValueError: A tensor cannot become this; names it.
+        CheckpointError: As of `save_checkpoint`; then the version is not there.
+    """
+    check_version_name(version)
+    specs = {
+        name: TensorSpec(source.stored(name).shape, source.stored(name).dtype)
+        for name in source.file_of
+    }
+    scales = {} if new_format.target == "same" else scale_names(specs)
+    for name, scale in scales.items():
+        block_of(name, specs[name].shape, specs[scale].shape, specs[scale].dtype)
+        specs[name] = TensorSpec(specs[name].shape, torch.float32)
+        del specs[scale]
+    wholes: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        if new_format.quantizes(name, spec):
+            block, dtype = new_format.scale
+            wholes[name] = TensorSpec(spec.shape, torch.float8_e4m3fn)
+            wholes[name + SCALE_SUFFIX] = TensorSpec(scale_shape(spec.shape, block), dtype)
+        elif new_format.dtype is not None and spec.dtype in NUMBERS:
+            wholes[name] = TensorSpec(spec.shape, new_format.dtype)
+        else:
+            # Of what was FP8 and is not to be again, bfloat16 holds all that it had.
+            wholes[name] = TensorSpec(spec.shape, torch.bfloat16 if name in scales else spec.dtype)
+    new = NewVersion(folder, version)
+    try:
+        save = secrets.token_hex(8)
+        files = packed_files(wholes, dict.fromkeys(wholes, 0), max_file_bytes, file_metadata(save))
+        _take_over_files(source.folder, new.path, new_format)
+        writer = FileWriter(new.path, files, 0)
+        try:
+            writer.make_files()
+            checked: list[CheckedPart] = []
+            with Reader(source) as reader:
+                for name in sorted(specs, key=reader.place_of):
+                    factors = reader.scales(name, scales[name]) if name in scales else None
+                    is_quantized = new_format.quantizes(name, specs[name])
+                    for box in _boxes(specs[name].shape, is_whole_rows=is_quantized):
+                        checked += _convert_box(
+                            reader,
+                            writer,
+                            name,
+                            box,
+                            factors,
+                            wholes,
+                            new_format if is_quantized else None,
+                        )
+                        sizes = (stop - start for start, stop in box)
+                        yield num_elements(sizes) * source.stored(name).dtype.itemsize
+            writer.sync()
+        finally:
+            writer.close()
+        finish_version(new, files, save, 1, checked)
+    finally:
+        new.close()
+
+
+def _boxes(shape: tuple[int, ...], *, is_whole_rows: bool) -> Iterator[Box]:
+    """Parts of a tensor, in order; whole rows of blocks of each matrix where these are asked for."""
+    whole: Box = tuple((0, size) for size in shape)
+    if not is_whole_rows:
+        for piece in cut_piece(Piece(whole, whole), _CHUNK_ELEMENTS):
+            if num_elements(stop - start for start, stop in piece.dst_box):
+                yield piece.dst_box
+        return
+    rows, columns = shape[-2:]
+    step = max(1, _CHUNK_ELEMENTS // columns // _BLOCK) * _BLOCK
+    for lead in torch.cartesian_prod(torch.arange(1), *map(torch.arange, shape[:-2])).view(
+        -1, len(shape) - 1
+    ):
+        indices = [int(index) for index in lead[1:]]
+        for start in range(0, rows, step):
+            yield (
+                *((index, index + 1) for index in indices),
+                (start, min(rows, start + step)),
+                (0, columns),
+            )
+
+
+def _convert_box(
+    reader: Reader,
+    writer: FileWriter,
+    name: str,
+    box: Box,
+    factors: BlockScales | None,
+    wholes: dict[str, TensorSpec],
+    quantizing: NewFormat | None,
+) -> list[CheckedPart]:
+    """Read a box and write what it becomes."""
+    spec = wholes[name]
+    sizes = [stop - start for start, stop in box]
+    values = torch.empty(
+        sizes, dtype=spec.dtype if quantizing is None else torch.bfloat16, device="cpu"
+    )
+    reader.read(name, spec.shape, box, values, factors)
+    if quantizing is None:
+        return [writer.write(name, spec.shape, box, values)]
+    data, scale = quantizing.quantize(values)
+    rows = quantizing.scale[0][0]
+    scale_name = name + SCALE_SUFFIX
+    first = box[-2][0] // rows
+    scale_box = (*box[:-2], (first, first + scale.shape[-2]), (0, scale.shape[-1]))
+    return [
+        writer.write(name, spec.shape, box, data),
+        writer.write(scale_name, wholes[scale_name].shape, scale_box, scale),
+    ]
+
+
+def _take_over_files(source: Path, target: Path, new_format: NewFormat) -> None:
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name.startswith(".") or is_tensor_file(path.name):
+            continue
+        with failed(path, "cannot be copied"):
+            if path.name == _CONFIG and new_format.target != "same":
+                (target / _CONFIG).write_text(_config(json.loads(path.read_text()), new_format))
+            else:
+                shutil.copyfile(path, target / path.name)
+            os.chmod(target / path.name, 0o644)
+
+
+def _config(config: dict[str, Any], new_format: NewFormat) -> str:
+    """What a configuration of transformers says of the new numbers."""
+    config.pop("quantization_config", None)
+    if new_format.dtype is not None:
+        old = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[old] = str(new_format.dtype).removeprefix("torch.")
+    if new_format.target == "fp8_block128":
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_BLOCK, _BLOCK],
+        }
+    return json.dumps(config, indent=2)
