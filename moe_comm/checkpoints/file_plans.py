@@ -63,6 +63,8 @@ class FilePart(NamedTuple):
 def whole_tensors(by_rank: Sequence[RankMetadata]) -> dict[str, TensorSpec]:
     """Return shape and dtype of every tensor that ranks hold parts of, by name.
 
+    Memory that has several names on every rank that has it comes under the first.
+
     Args:
         by_rank: What each rank holds.
 
@@ -71,14 +73,17 @@ def whole_tensors(by_rank: Sequence[RankMetadata]) -> dict[str, TensorSpec]:
     """
     kinds = HoldersByName(len(by_rank))
     held: dict[str, list[tuple[int, int]]] = {}
+    named_first: set[str] = set()
     for rank, side in enumerate(by_rank):
         numbers = [kinds.kind(kind) for kind in side.kinds]
         for name, kind_idx in zip(side.resolved_names, side.kind_idx, strict=True):
             held.setdefault(name, []).append((rank, numbers[kind_idx]))
+        named_first.update(set(side.resolved_names).difference(*(tie[1:] for tie in side.ties)))
     # Layers repeat: tensors that the same ranks hold alike are worked out once.
     known: dict[tuple[tuple[int, int], ...], TensorSpec] = {}
     wholes = {}
-    for name, holders in held.items():
+    for name in filter(named_first.__contains__, held):
+        holders = held[name]
         key = tuple(holders)
         if key not in known:
             known[key] = _whole_tensor(

@@ -129,10 +129,8 @@ def save_checkpoint(
         source = models.source
         if source is not None and (reason := stale.stale_reason(source)):
             raise ValueError(f"the model is stale and must not be saved: {reason}")
-        # Of memory that has several names, one is written.
-        side = "destination" if hasattr(source, "views") else "source"
         encoded = encoded_side(
-            source, ranks.rank_idx, ranks.num_ranks, models.num_experts, 0, ranks.group, side
+            source, ranks.rank_idx, ranks.num_ranks, models.num_experts, 0, ranks.group, "source"
         )
     path = Path(folder)
     ranks.agree_alike(folder=str(path), version=version, max_file_bytes=max_file_bytes)

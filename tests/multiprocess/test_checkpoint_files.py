@@ -244,6 +244,22 @@ def test_empty_and_scalar_tensors(folder: Path) -> None:
         assert torch.equal(target[name], tensor)
 
 
+def test_memory_of_several_names_is_saved_once_and_filled_by_any_of_them(folder: Path) -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    views = side_of({"first": weight, "second": weight, "wide": torch.ones(1, 2).expand(3, 2)})
+    save([views, side_of({"second": weight})], folder, "both")
+    assert plain_tensors(folder / "both").keys() == {"first", "second", "wide"}
+    save([views, views], folder, "one")
+    found = plain_tensors(folder / "one")
+    assert found.keys() == {"first", "wide"}
+    assert torch.equal(found["first"], weight)
+    assert torch.equal(found["wide"], torch.ones(3, 2))
+    # Another order of names, of which the checkpoint has the second.
+    target = torch.zeros(3, 4)
+    load([side_of({"zeroth": target, "first": target})], folder, strict=False)
+    assert torch.equal(target, weight)
+
+
 def test_versions_stand_beside_each_other(folder: Path) -> None:
     def config(where: Path) -> None:
         (where / "config.json").write_text("{}")
