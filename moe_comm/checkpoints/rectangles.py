@@ -61,10 +61,17 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _chunks(rectangle: Rectangle) -> Iterator[tuple[tuple[slice, ...], Rectangle]]:
-    """Parts of at most `_CHUNK_BYTES` in order: where each lies in the box, and in the file."""
+def _chunks(
+    rectangle: Rectangle, element_bytes: int | None = None
+) -> Iterator[tuple[tuple[slice, ...], Rectangle]]:
+    """Parts of at most `_CHUNK_BYTES` in order: where each lies in the box, and in the file.
+
+    Args:
+        rectangle: What is cut.
+        element_bytes: That an element takes in memory; None for those of the file.
+    """
     inner: Box = tuple((0, size) for size in rectangle.sizes)
-    most = max(1, _CHUNK_BYTES // rectangle.dtype.itemsize)
+    most = max(1, _CHUNK_BYTES // (element_bytes or rectangle.dtype.itemsize))
     for piece in cut_piece(Piece(inner, rectangle.box), most):
         yield (
             tuple(slice(start, stop) for start, stop in piece.src_box),
@@ -149,7 +156,8 @@ def read_rectangle(
     """
     is_alike = tensor.dtype == rectangle.dtype and factors is None
     target = _as_integers(tensor) if is_alike else tensor
-    for within, part in _chunks(rectangle):
+    # Products are made of data, values and factors.
+    for within, part in _chunks(rectangle, None if factors is None else 9):
         place = target[within]
         is_in_place = is_alike and place.is_contiguous() and place.device.type == "cpu"
         chunk = (
