@@ -207,6 +207,14 @@ def test_each_rank_writes_and_reads_its_own_part_alone(
     assert [size for (what, _), size in moved.items() if what == "read"] == [half + 4000] * 2
 
 
+def test_a_rank_has_files_of_what_it_writes_most_of(folder: Path) -> None:
+    """So that ranks do not wait for each other at one file."""
+    save([side_of(numbers(b=(3, 2))), side_of(numbers(a=(3, 2)))], folder, "v")
+    name = "model-0000{}-of-00002.safetensors"
+    assert file_of(folder / "v", "b").name == name.format(1)
+    assert file_of(folder / "v", "a").name == name.format(2)
+
+
 @pytest.mark.parametrize("name", [*DTYPES, "F4"])
 def test_every_dtype_goes_there_and_back(folder: Path, name: str) -> None:
     dtype = DTYPES.get(name) or torch.float4_e2m1fn_x2
