@@ -121,11 +121,8 @@ void choose_replicas(const KernelCase& shape,
   layout::share_rows(replicas, placement, &counts);
   for (int rank_idx = 0; rank_idx < shape.num_ranks; ++rank_idx) {
     RankInputs& own = (*inputs)[static_cast<size_t>(rank_idx)];
-    own.topk_idx = layout::choose_slots(own.passed_idx.data(),
-                                        std::ssize(own.passed_idx),
-                                        replicas,
-                                        counts.row(rank_idx),
-                                        shape.num_experts);
+    own.topk_idx = layout::choose_slots(
+        own.passed_idx.data(), std::ssize(own.passed_idx), replicas, counts.row(rank_idx));
   }
 }
 
