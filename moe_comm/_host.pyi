@@ -228,6 +228,7 @@ class layout:
         ranks_per_node: int,
         move_price: float,
         scatter: float,
+        num_kept: int,
     ) -> torch.Tensor: ...
     @staticmethod
     def count_choices(

@@ -482,11 +482,12 @@ void bind_layout(py::module_& parent) {
          int num_slots,
          int ranks_per_node,
          double move_price,
-         double scatter) {
+         double scatter,
+         int num_kept) {
         return plan_placement(
             loads,
             present,
-            {num_experts, num_ranks, num_slots, ranks_per_node, move_price, scatter});
+            {num_experts, num_ranks, num_slots, ranks_per_node, move_price, scatter, num_kept});
       },
       py::arg("loads"),
       py::arg("present"),
@@ -496,7 +497,8 @@ void bind_layout(py::module_& parent) {
       py::arg("num_slots"),
       py::arg("ranks_per_node"),
       py::arg("move_price"),
-      py::arg("scatter"));
+      py::arg("scatter"),
+      py::arg("num_kept"));
   module.def("count_choices",
              &count_choices,
              py::arg("placement"),

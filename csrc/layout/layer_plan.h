@@ -16,6 +16,8 @@ struct PlanRules {
   double move_price = 0;
   /// Standard deviation of the logarithm of later loads over planned ones.
   double scatter = 0;
+  /// The first slots of every rank that keep what they hold; together they hold every expert once.
+  int num_kept = 0;
 };
 
 /// Experts in the slots of all ranks, -1 for an empty one: [num_ranks * num_slots], by rank.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "layout/rank_leveling.h"
@@ -73,6 +74,10 @@ class LayerTrials {
                   const SlotExperts* former = nullptr,
                   const Outcome* of_former = nullptr) const;
 
+  /// Puts a copy into one empty slot after the other: of what has most rows on the fullest rank that has
+  /// something to give, to the rank with least load that can take it.
+  SlotExperts filled(SlotExperts slots) const;
+
   /// Changes a plan by what takes most off its cost, as long as anything does.
   /// @return its cost.
   double improve(SlotExperts& slots, Outcome of_slots) const;
@@ -129,6 +134,51 @@ Outcome LayerTrials::outcome(const SlotExperts& slots,
   return result;
 }
 
+SlotExperts LayerTrials::filled(SlotExperts slots) const {
+  const auto num_slots = static_cast<size_t>(rules_.num_slots);
+  std::vector<int32_t> slot_rank(slots.size());
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    slot_rank[slot] = static_cast<int32_t>(slot / num_slots);
+  std::vector<int64_t> expert_rows;
+  for (const double load : layer_.loads)
+    expert_rows.push_back(static_cast<int64_t>(load / load_of_row_));
+  std::vector<int64_t> slot_rows(slots.size());
+  std::vector<int64_t> rank_rows(static_cast<size_t>(rules_.num_ranks));
+  std::vector<size_t> givers(slots.size());
+  std::vector<size_t> takers(rank_rows.size());
+  std::iota(givers.begin(), givers.end(), size_t{0});
+  std::iota(takers.begin(), takers.end(), size_t{0});
+  for (bool is_changed = true; is_changed;) {
+    const ReplicaSlots replicas(slot_rank, slots, rules_.num_ranks, rules_.num_experts);
+    std::ranges::fill(slot_rows, 0);
+    std::ranges::fill(rank_rows, 0);
+    replicas.split_evenly(expert_rows.data(), slot_rows.data());
+    replicas.level(slot_rows.data());
+    for (size_t slot = 0; slot < slots.size(); ++slot)
+      rank_rows[slot / num_slots] += slot_rows[slot];
+    std::ranges::sort(givers, {}, [&](size_t slot) {
+      return std::tuple(-rank_rows[slot / num_slots], -slot_rows[slot], slot);
+    });
+    std::ranges::sort(takers, {}, [&](size_t rank_idx) {
+      return std::tuple(rank_rows[rank_idx], rank_idx);
+    });
+    is_changed = false;
+    for (size_t i = 0; i < givers.size() && !is_changed; ++i)
+      for (const size_t rank_idx : takers) {
+        const auto own = std::span(slots).subspan(rank_idx * num_slots, num_slots);
+        const auto room = std::ranges::find(own, -1);
+        if (slot_rows[givers[i]] == 0 || rank_rows[rank_idx] >= rank_rows[givers[i] / num_slots])
+          break;
+        if (room != own.end() && std::ranges::find(own, slots[givers[i]]) == own.end()) {
+          *room = slots[givers[i]];
+          is_changed = true;
+          break;
+        }
+      }
+  }
+  return slots;
+}
+
 /// Plans that take load off the fullest rank: a copy of an expert that has much of it there, on a
 /// rank with little load in the place of a copy that is used least, or a swap of experts without
 /// copies.
@@ -166,7 +216,7 @@ std::vector<SlotExperts> LayerTrials::changes(const SlotExperts& slots,
   for (const size_t rank_idx : std::span(ranks).first(std::min(kNumRanks, ranks.size() - 1))) {
     const size_t begin = rank_idx * num_slots;
     size_t least_used = begin + num_slots;
-    for (size_t slot = begin; slot < begin + num_slots; ++slot)
+    for (size_t slot = begin + static_cast<size_t>(rules_.num_kept); slot < begin + num_slots; ++slot)
       if (is_copied(slot) &&
           (least_used == begin + num_slots || slot_load[slot] < slot_load[least_used]))
         least_used = slot;
@@ -178,6 +228,8 @@ std::vector<SlotExperts> LayerTrials::changes(const SlotExperts& slots,
         result.back()[least_used] = slots[mine];
       }
 
+    if (rules_.num_kept > 0)
+      continue;  // what has no copy stays where it is
     const int64_t gap = rank_load[ranks.back()] - rank_load[rank_idx];
     int64_t most = 0;
     std::pair<size_t, size_t> swapped;
@@ -255,11 +307,23 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
     for (size_t i = 0; i < present.size(); ++i)
       kept[i / num_present * num_slots + i % num_present] = present[i];
   }
-  if (!kept.empty() && rules_.move_price > 0) {
+  if (rules_.num_kept > 0) {
+    best = kept;
+    least = trials.improve(best, trials.outcome(kept));
+    SlotExperts bare = kept;
+    for (size_t slot = 0; slot < bare.size(); ++slot)
+      if (slot % num_slots >= static_cast<size_t>(rules_.num_kept))
+        bare[slot] = -1;
+    for (SlotExperts slots : {bare, trials.filled(bare)})
+      if (const double cost = trials.improve(slots, trials.outcome(slots)); cost < least) {
+        least = cost;
+        best = std::move(slots);
+      }
+  } else if (!kept.empty() && rules_.move_price > 0) {
     best = kept;
     least = trials.improve(best, trials.outcome(kept));
   }
-  for (const double reluctance : kReluctances) {
+  for (const double reluctance : rules_.num_kept > 0 ? std::span<const double>() : kReluctances) {
     SlotExperts slots = plan_layer(rules_, layer, rules_.move_price + reluctance * layer.mean);
     const double cost = trials.outcome(slots, least).cost;
     if (cost < least) {
@@ -268,7 +332,7 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
     }
   }
   // Where moves cost nothing, it seldom wins, and is seen through the sooner for coming last.
-  if (!kept.empty() && rules_.move_price == 0 && trials.outcome(kept, least).cost <= least)
+  if (!kept.empty() && rules_.num_kept == 0 && rules_.move_price == 0 && trials.outcome(kept, least).cost <= least)
     best = std::move(kept);
   for (size_t rank_idx = 0; rank_idx < num_ranks && num_present > 0; ++rank_idx)
     keep_slots(std::span(best).subspan(rank_idx * num_slots, num_slots),

@@ -14,7 +14,8 @@ namespace moe::layout {
 /// Without a present placement, that is plan_layer(). Else the plan with the smallest sum of the
 /// largest load, on the mean over several scatters, and the price of its moves, among: the present
 /// one; what single moves and swaps that are each worth their price make of it; and those of
-/// plan_layer() with several reluctances to move.
+/// plan_layer() with several reluctances to move. Where slots keep their experts, the plan with the
+/// smallest sum among what single moves make of the present one, and of no copies at all.
 class PlacementPlanner {
  public:
   /// @param rules  Checked by the caller.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -115,6 +116,50 @@ class Placement:
                 if expert_idx in of_rank[:slot_idx]:
                     of_rank[slot_idx] = EMPTY_SLOT
         return cls(slots, num_experts)
+
+    @classmethod
+    def in_blocks(cls, num_experts: int, num_ranks: int, num_spare_slots: int = 0) -> Placement:
+        """Every expert once, rank r having the r-th of equal parts, and empty slots behind them.
+
+        Args:
+            num_experts: Logical experts, a multiple of `num_ranks`.
+            num_ranks: Ranks, >= 1.
+            num_spare_slots: Empty slots of every rank, >= 0, into which replicas may come.
+
+        Raises:
+            ValueError: A number breaks a rule above.
+            TypeError: One is no int.
+        """
+        num_ranks = as_int("num_ranks", num_ranks, 1)
+        num_experts = as_int("num_experts", num_experts, 1)
+        spare = [EMPTY_SLOT] * as_int("num_spare_slots", num_spare_slots, 0)
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"num_experts must be a multiple of num_ranks={num_ranks}, got {num_experts}"
+            )
+        size = num_experts // num_ranks
+        return cls(
+            [[*range(r * size, (r + 1) * size), *spare] for r in range(num_ranks)], num_experts
+        )
+
+    def first_slots(self, num_slots: int) -> Placement:
+        """The placement with all slots empty but the first `num_slots` of every rank.
+
+        Raises:
+            ValueError: These do not hold every expert once.
+        """
+        held = [
+            [*of_rank[:num_slots], *[EMPTY_SLOT] * (len(of_rank) - num_slots)]
+            for of_rank in self.slots
+        ]
+        counts = collections.Counter(itertools.chain(*held))
+        for expert_idx in range(self.num_experts):
+            if counts[expert_idx] != 1:
+                raise ValueError(
+                    f"the first {num_slots} slots of all ranks must hold every expert once: expert "
+                    f"{expert_idx} lies in {counts[expert_idx]} of them, of {self.slots}"
+                )
+        return Placement.of_valid(held, self.num_experts)
 
     @classmethod
     def of_valid(cls, slots: Sequence[Sequence[int]], num_experts: int) -> Placement:

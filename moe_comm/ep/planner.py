@@ -26,6 +26,7 @@ def plan_placement(
     bytes_per_expert: int = 0,
     price_per_byte: float = 0.0,
     scatter: float = 0.3,
+    num_kept_slots: int = 0,
 ) -> list[Placement]:
     """Place the experts of every layer, and copies of those with much load, into the slots of ranks.
 
@@ -49,6 +50,8 @@ def plan_placement(
         price_per_byte: Rows, as `loads` counts them, that a moved byte must take off the fullest rank to
             be worth it, >= 0.
         scatter: Standard deviation of the logarithm of later loads, each over the planned one, >= 0.
+        num_kept_slots: The first slots of every rank, which keep what they hold in `present`: together every
+            expert once, and so only copies are placed. 0 for none.
 
     Returns:
         A placement for every layer. Slots that nothing needs keep what they hold, or stay empty.
@@ -91,15 +94,21 @@ def plan_placement(
             raise ValueError(f"ranks_per_node = {node_size} must divide num_ranks = {num_ranks}")
     expert_bytes = as_int("bytes_per_expert", bytes_per_expert, 0)
     price = at_least_zero("price_per_byte", price_per_byte) * expert_bytes
+    num_kept = as_int("num_kept_slots", num_kept_slots, 0, num_slots)
+    if num_kept and present is None:
+        raise ValueError(f"num_kept_slots = {num_kept} needs present, got None")
     slots = _host.layout.plan_placement(
         weights,
-        None if present is None else _slots_of(present, num_layers, num_experts, num_ranks),
+        None
+        if present is None
+        else _slots_of(present, num_layers, num_experts, num_ranks, num_kept, num_slots),
         num_experts=num_experts,
         num_ranks=num_ranks,
         num_slots=num_slots,
         ranks_per_node=node_size,
         move_price=price,
         scatter=at_least_zero("scatter", scatter),
+        num_kept=num_kept,
     )
     return [
         Placement.of_valid(layer, num_experts)
@@ -132,7 +141,12 @@ def at_least_zero(name: str, value: float) -> float:
 
 
 def _slots_of(
-    present: Sequence[Placement], num_layers: int, num_experts: int, num_ranks: int
+    present: Sequence[Placement],
+    num_layers: int,
+    num_experts: int,
+    num_ranks: int,
+    num_kept: int,
+    num_slots: int,
 ) -> torch.Tensor:
     """Slots of all layers and ranks, int32 `[layers, ranks * slots]`, with empty ones up to the most."""
     if len(present) != num_layers:
@@ -147,6 +161,13 @@ def _slots_of(
                 f"present[{layer_idx}] must place {num_experts} experts on {num_ranks} ranks, got "
                 f"{placement.num_experts} on {placement.num_ranks}"
             )
+        if num_kept:
+            most = max(map(len, placement.slots))
+            if most > num_slots:
+                raise ValueError(
+                    f"present[{layer_idx}] has {most} slots on a rank, num_slots_per_rank is {num_slots}"
+                )
+            placement.first_slots(num_kept)
     lists = [of_rank for placement in present for of_rank in placement.slots]
     table = torch.tensor(list(itertools.zip_longest(*lists, fillvalue=EMPTY_SLOT)))
     table = table.to(torch.int32).view(-1, len(lists)).t().contiguous()

@@ -22,11 +22,13 @@ class PlacedLayer:
         placement: Of its experts; every rank has equally many slots.
         bytes_per_expert: Of all its tensors.
         loads: int64 `[num_experts]`, on the host.
+        num_kept_slots: As in `plan_placement`.
     """
 
     placement: Placement
     bytes_per_expert: int
     loads: torch.Tensor
+    num_kept_slots: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,12 @@ def plan_moves(
         price_per_byte: As in `plan_placement`.
         scatter: As in `plan_placement`.
     """
-    alike: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
+    alike: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     for layer_idx, layer in enumerate(layers):
         if int(layer.loads.sum()):
             placement = layer.placement
-            shape = (placement.num_experts, placement.num_slots, layer.bytes_per_expert)
+            num_bytes, num_kept = layer.bytes_per_expert, layer.num_kept_slots
+            shape = placement.num_experts, placement.num_slots, num_bytes, num_kept
             alike[shape].append(layer_idx)
     moves = []
     for members in alike.values():
@@ -87,6 +90,7 @@ def plan_moves(
             bytes_per_expert=first.bytes_per_expert,
             price_per_byte=price_per_byte,
             scatter=scatter,
+            num_kept_slots=first.num_kept_slots,
         )
         moves += [
             _move_of(layer_idx, layers[layer_idx], plan)

@@ -8,11 +8,11 @@ import hashlib
 import logging
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from moe_comm.arguments import as_int, check_bool, check_kind
+from moe_comm.arguments import as_int, check_bool, check_kind, shown
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.planner import at_least_zero
@@ -56,12 +56,21 @@ class _Layer:
     buffer: EpBuffer
     weights: Weights
     bytes_per_expert: int
+    num_kept_slots: int
+    gradients: Callable[[], Weights] | None
 
     @property
     def placement(self) -> Placement:
         placement = self.buffer.config.placement
         assert placement is not None  # add_layer checks it, and nothing takes it away
         return placement
+
+    def find_gradients(self) -> Weights:
+        """Those of the weights that require one; zeros where one has none."""
+        if self.gradients is not None:
+            return self.gradients()
+        found = map(_gradient_of, self.weights)
+        return [each for each in found if each is not None]
 
 
 class ExpertBalancer(Destroyable):
@@ -129,6 +138,7 @@ class ExpertBalancer(Destroyable):
         self._moving: Prefetch | None = None
         """Of the first layer that waits, or committed of the one before."""
         self._moving_from: Placement | None = None
+        self._has_stale_replicas = False
         self._digested: list[Placement] = []
         self._known_digest = _digest_of([])
         self._step = 0
@@ -148,7 +158,14 @@ class ExpertBalancer(Destroyable):
         return self._report
 
     @gathers
-    def add_layer(self, buffer: EpBuffer, weights: Weights) -> int:
+    def add_layer(
+        self,
+        buffer: EpBuffer,
+        weights: Weights,
+        *,
+        num_kept_slots: int = 0,
+        gradients: Callable[[], Weights] | None = None,
+    ) -> int:
         """Balance the layer of a buffer, too. Collective.
 
         Args:
@@ -157,6 +174,11 @@ class ExpertBalancer(Destroyable):
             weights: Of the experts in this rank's slots, as `ReplicaCopies.prefetch` takes them: moves write
                 them in place. What else belongs to an expert, such as an optimizer's state, moves
                 where it is among them.
+            num_kept_slots: The first slots of every rank, whose experts stay: together they hold every expert
+                once, now and later, and an optimizer steps them alone. The others are for replicas, which have
+                no state of their own. 0: any expert may move to any slot.
+            gradients: Called by `reduce_gradients`: the gradients of these weights, in the same form. None:
+                what is `grad` of those that require one.
 
         Returns:
             Its number, counted from 0.
@@ -181,17 +203,22 @@ class ExpertBalancer(Destroyable):
             sizes = [*map(len, placement.slots)]
             if len({*sizes}) > 1:
                 raise ValueError(f"every rank must have the same number of slots, got {sizes}")
+            if as_int("num_kept_slots", num_kept_slots, 0, sizes[0]):
+                placement.first_slots(num_kept_slots)
+            if gradients is not None and not callable(gradients):
+                raise TypeError(f"gradients must be callable, got {shown(gradients)}")
             slots = SlotTensors(weights, sizes[0], "weights")
             bytes_per_expert = sum(views[0].nbytes for views in slots.views)
             return (
-                f"layer {len(self._layers)}, {slots.stated('weights')}, buffer of {placement.slots}"
+                f"layer {len(self._layers)}, {slots.stated('weights')}, buffer of {placement.slots}, "
+                f"num_kept_slots={num_kept_slots}"
             )
 
         self.communicator.check_together(
             check, "ExpertBalancer.add_layer", "ranks add different layers"
         )
         buffer.count_loads()
-        self._layers.append(_Layer(buffer, weights, bytes_per_expert))
+        self._layers.append(_Layer(buffer, weights, bytes_per_expert, num_kept_slots, gradients))
         return len(self._layers) - 1
 
     @gathers
@@ -228,7 +255,8 @@ class ExpertBalancer(Destroyable):
                 planned = self._plan()
             stated = (
                 f"step {step} of {len(self._layers)} layers, rebalance={rebalance}, "
-                f"placements {self._digest()}, {len(self._waiting)} to move"
+                f"placements {self._digest()}, {len(self._waiting)} to move, "
+                f"gradients reduced={self._has_stale_replicas}"
             )
             if planned is not None:
                 planned_digest = _digest_of([move.placement for move in planned])
@@ -245,6 +273,10 @@ class ExpertBalancer(Destroyable):
         if planned is not None or step == self._due_step - self._num_window_steps:
             for layer in self._layers:
                 layer.buffer.count_loads()
+        if self._has_stale_replicas:
+            for layer_idx, layer in enumerate(self._layers):
+                self._refresh(layer_idx, layer)
+            self._has_stale_replicas = False
         if planned is None and not self._waiting:
             return
         moved = self._move_layers()
@@ -279,7 +311,10 @@ class ExpertBalancer(Destroyable):
                 loads = layer.buffer.expert_loads()
             layers.append(
                 PlacedLayer(
-                    placement=layer.placement, bytes_per_expert=layer.bytes_per_expert, loads=loads
+                    placement=layer.placement,
+                    bytes_per_expert=layer.bytes_per_expert,
+                    loads=loads,
+                    num_kept_slots=layer.num_kept_slots,
                 )
             )
         return plan_moves(
@@ -310,6 +345,8 @@ class ExpertBalancer(Destroyable):
                     self._moving.commit()
                 self._switch(move)
                 moved.append(move)
+                if self._step_bytes is not None:  # weights may have changed on the way
+                    self._refresh(move.layer_idx, layer)
             if self._step_bytes is not None:
                 break
         return moved
@@ -324,6 +361,19 @@ class ExpertBalancer(Destroyable):
             *(move.rows_before, move.rows_after, move.mean_rows),
         )
 
+    def _refresh(self, layer_idx: int, layer: _Layer) -> None:
+        """Bring the weights of kept slots to their replicas. Collective."""
+        if layer.num_kept_slots and layer.placement.has_replicas:
+            plan = plan_replicas(
+                layer.placement.first_slots(layer.num_kept_slots),
+                layer.placement,
+                self.communicator.num_local_ranks,
+            )
+            with _in_phase(f"layer {layer_idx}, weights of replicas"):
+                prefetch = self._copies.prefetch(plan, layer.weights)
+                prefetch.step()
+                prefetch.commit()
+
     @gathers
     def reduce_gradients(self) -> None:
         """Add up the gradients of every expert's replicas, which all get the sum. Collective.
@@ -331,23 +381,40 @@ class ExpertBalancer(Destroyable):
         Before the optimizer's step, which then does the same to every replica. Of the weights of all
         layers those that require a gradient take part; one that has none counts as zeros.
 
+        In a layer with kept slots the sum goes to them, and gradients of the others become zeros: it may be
+        called after each backward whose gradients are accumulated. The next `step` brings the weights of
+        kept slots, which the optimizer has changed by then, to their replicas.
+
         Raises:
-            ValueError, TypeError, PeerFailedError, PeerTimeoutError: As
-                `ReplicaCopies.reduce_gradients`, with the layer.
+            ValueError: As `ReplicaCopies.reduce_gradients`, with the layer; or the balancer has `step_bytes`
+                and a layer without kept slots, whose weights would change while they move.
+            TypeError, PeerFailedError, PeerTimeoutError: As `ReplicaCopies.reduce_gradients`, with the layer.
         """
+        gradients: list[Weights] = []
 
         def check() -> str:
             self._check_alive()
-            return f"{len(self._layers)} layers"
+            for layer_idx, layer in enumerate(self._layers):
+                if self._step_bytes is not None and not layer.num_kept_slots:
+                    raise ValueError(
+                        f"step_bytes = {self._step_bytes} moves a layer in several steps, between which "
+                        f"training would change its weights: layer {layer_idx} has no kept slots"
+                    )
+                gradients.append(layer.find_gradients() if layer.placement.has_replicas else [])
+            return f"layers with {[*map(len, gradients)]} tensors of gradients"
 
         self.communicator.check_together(check, "ExpertBalancer.reduce_gradients")
+        self._has_stale_replicas = True
         for layer_idx, layer in enumerate(self._layers):
-            if layer.placement.has_replicas:
-                gradients = [_gradient_of(weight) for weight in layer.weights]
-                with _in_phase(f"layer {layer_idx}, gradients"):
-                    self._copies.reduce_gradients(
-                        layer.placement, [each for each in gradients if each is not None]
-                    )
+            if not gradients[layer_idx]:
+                continue
+            with _in_phase(f"layer {layer_idx}, gradients"):
+                self._copies.reduce_gradients(layer.placement, gradients[layer_idx])
+            if layer.num_kept_slots:
+                num_slots = layer.placement.num_slots // layer.placement.num_ranks
+                for views in SlotTensors(gradients[layer_idx], num_slots, "gradients").views:
+                    for view in views[layer.num_kept_slots :]:
+                        view.zero_()
 
     @gathers
     def recover(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from moe_comm.arguments import as_int, check_kind, shown
 from moe_comm.ep.placement import Placement
@@ -30,7 +31,8 @@ class SlotTensors:
     """This rank's tensors by slot: `views[tensor_idx][slot_idx]`, detached.
 
     Args:
-        tensors: `[num_local_slots, ...]` each, on the CPU; or lists of tensors that follow each other by slots.
+        tensors: `[num_local_slots, ...]` each, on the CPU; or lists of tensors that follow each other by slots. A
+            DTensor stands for its local part.
         num_slots: Of this rank.
         name: Of the argument, for errors.
 
@@ -50,11 +52,13 @@ class SlotTensors:
         self.views: list[list[torch.Tensor]] = []
         self.shapes: list[SlotShape] = []
         for tensor_idx, given in enumerate(tensors):
-            parts = given if isinstance(given, list | tuple) else [given]
+            parts = list(given) if isinstance(given, list | tuple) else [given]
             views: list[torch.Tensor] = []
-            for part in parts:
+            for part_idx, part in enumerate(parts):
                 this = f"{name}[{tensor_idx}]"
                 check_kind(this, part, torch.Tensor)
+                if isinstance(part, DTensor):
+                    part = parts[part_idx] = part.to_local()
                 if part.layout is not torch.strided or part.device.type != "cpu" or not part.dim():
                     raise TypeError(
                         f"{this} must be a dense tensor [num_local_slots, ...] on the CPU, got "

@@ -143,8 +143,15 @@ def skewed_pair(comm: Communicator, balancer: ExpertBalancer) -> list[Layer]:
     return layers
 
 
-def train(comm: Communicator, num_spare: int, num_steps: int) -> tuple[dict[int, list[float]], int]:
-    """Weights of experts after steps with momentum, which moves along, and how often placements changed.
+def train(
+    comm: Communicator,
+    num_spare: int,
+    num_steps: int,
+    *,
+    keeps_owners: bool = False,
+    step_bytes: int | None = None,
+) -> tuple[dict[tuple[int, int], list[float]], int]:
+    """Weights by step and expert, with momentum, which moves along, and how often placements changed.
 
     Numbers are such that sums are exact, in whatever order they are taken.
 
@@ -152,16 +159,21 @@ def train(comm: Communicator, num_spare: int, num_steps: int) -> tuple[dict[int,
         comm: The ranks.
         num_spare: Empty slots that each rank begins with; 0 for no balancer.
         num_steps: To take.
+        keeps_owners: Experts stay where they are, and the optimizer steps those alone.
+        step_bytes: Of the balancer.
     """
     placement = start_placement(comm.num_ranks, num_spare)
     layer = Layer.of(comm, placement if num_spare else None)
     experts = torch.tensor(placement.slots[comm.rank_idx])
     weight = (experts[:, None] * torch.ones(HIDDEN)).requires_grad_()
     momentum = torch.zeros(weight.shape)
-    balancer = ExpertBalancer(comm, num_steps=3) if num_spare else None
+    num_kept = NUM_EXPERTS // comm.num_ranks if keeps_owners else 0
+    balancer = ExpertBalancer(comm, num_steps=3, step_bytes=step_bytes) if num_spare else None
     num_changes = 0
+    found = {}
     if balancer is not None:
-        balancer.add_layer(layer.buffer, [weight, momentum])
+        weights = [weight] if keeps_owners else [weight, momentum]
+        balancer.add_layer(layer.buffer, weights, num_kept_slots=num_kept)
     for step in range(num_steps):
         x, topk_idx, _ = batch(step, 0, comm.rank_idx)
         result = moe_comm.dispatch(x.round(), topk_idx, buffer=layer.buffer)
@@ -171,19 +183,16 @@ def train(comm: Communicator, num_spare: int, num_steps: int) -> tuple[dict[int,
         if balancer is not None:
             balancer.reduce_gradients()
         assert weight.grad is not None
+        stepped = slice(num_kept or None)
         with torch.no_grad():
             momentum += weight.grad
-            weight -= 0.25 * momentum
+            weight[stepped] -= 0.25 * momentum[stepped]
         weight.grad = None
         if balancer is not None:
             before = layer.buffer.config.placement
             balancer.step()
             num_changes += layer.buffer.config.placement != before
-    if layer.buffer.config.placement is not None:
-        placement = layer.buffer.config.placement
-    found = {
-        expert: [float(value) for value in row]
-        for expert, row in zip(placement.slots[comm.rank_idx], weight.tolist(), strict=True)
-        if expert >= 0
-    }
+        placement = layer.buffer.config.placement or placement
+        rows = zip(placement.slots[comm.rank_idx], weight.tolist(), strict=True)
+        found |= {(step, expert): row for expert, row in rows if expert >= 0}
     return found, num_changes

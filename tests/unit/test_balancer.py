@@ -87,12 +87,54 @@ def test_sums_keep_their_bits_while_experts_move(num_ranks: int) -> None:
 def test_training_gives_the_weights_of_a_run_without_replicas(num_ranks: int) -> None:
     balanced = on_ranks(num_ranks, lambda comm: train(comm, 2, 24))
     plain = on_ranks(num_ranks, lambda comm: train(comm, 0, 24))
-    expected = {expert: row for found, _ in plain for expert, row in found.items()}
-    assert len(expected) == NUM_EXPERTS
+    expected = {place: row for found, _ in plain for place, row in found.items()}
+    assert len(expected) == 24 * NUM_EXPERTS
     for found, num_changes in balanced:
         assert num_changes >= 2
-        assert found == {expert: expected[expert] for expert in found}
-    assert sum(len(found) for found, _ in balanced) > NUM_EXPERTS
+        assert found == {place: expected[place] for place in found}
+    assert sum(len(found) for found, _ in balanced) > 24 * NUM_EXPERTS
+
+
+@pytest.mark.parametrize(("num_ranks", "step_bytes"), [(2, None), (4, None), (2, 16)])
+def test_owners_that_stay_are_stepped_alone(num_ranks: int, step_bytes: int | None) -> None:
+    balanced = on_ranks(
+        num_ranks, lambda comm: train(comm, 2, 24, keeps_owners=True, step_bytes=step_bytes)
+    )
+    plain = on_ranks(num_ranks, lambda comm: train(comm, 0, 24))
+    expected = {place: row for found, _ in plain for place, row in found.items()}
+    size = NUM_EXPERTS // num_ranks
+    for rank_idx, (found, num_changes) in enumerate(balanced):
+        assert num_changes >= 2
+        assert {(23, expert) for expert in range(rank_idx * size, (rank_idx + 1) * size)} <= {
+            *found
+        }
+        assert found == {place: expected[place] for place in found}
+    assert sum(len(found) for found, _ in balanced) > 24 * NUM_EXPERTS
+
+
+def test_weights_that_move_in_parts_are_not_trained() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(
+            ValueError, match=r"step_bytes = 16 .* training .*: layer 0 has no kept slots"
+        ):
+            train(comm, 1, 1, step_bytes=16)
+
+    on_ranks(2, body)
+
+
+def test_slots_that_keep_their_experts_hold_all_of_them() -> None:
+    def body(comm: Communicator) -> None:
+        layer = Layer.of(comm, start_placement(comm.num_ranks))
+        with ExpertBalancer(comm) as balancer:
+            for num_kept, wrong in ((3, "expert 3 lies in 0 of them"), (6, "must be <= 5, got 6")):
+                with pytest.raises(ValueError, match=wrong):
+                    balancer.add_layer(layer.buffer, layer.weights, num_kept_slots=num_kept)
+            with pytest.raises(TypeError, match="gradients must be callable, got"):
+                balancer.add_layer(layer.buffer, layer.weights, gradients=layer.weights)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"num_kept_slots=0 on rank 0.*=4 on rank 1"):
+                balancer.add_layer(layer.buffer, layer.weights, num_kept_slots=4 * comm.rank_idx)
+
+    on_ranks(2, body)
 
 
 def test_a_layer_that_some_ranks_have_switched_is_switched_on_all() -> None:

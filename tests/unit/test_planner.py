@@ -207,6 +207,36 @@ def test_slots_that_nothing_needs_stay_empty_or_as_they_are() -> None:
     assert plan_placement(torch.zeros(1, 3), 2, 3, present=[present]) == [present]
 
 
+@pytest.mark.parametrize("exponent", [0.6, 1.2])
+def test_copies_alone_go_where_experts_stay(exponent: float) -> None:
+    home = Placement.in_blocks(64, 8, 1)
+    loads = zipf(exponent, 64, 3, 5)
+    plans = plan_placement(loads, 8, 9, present=[home] * 3, num_kept_slots=8)
+    for plan, of_layer in zip(plans, loads, strict=True):
+        assert plan.first_slots(8) == home
+        mean = int(of_layer.sum()) / 8
+        assert shared_out(home, of_layer) > 1.4 * mean
+        assert shared_out(plan, of_layer) < 1.05 * mean
+    # What is there and is still the best stays, and a price is heeded.
+    assert plan_placement(loads, 8, 9, present=plans, num_kept_slots=8) == plans
+    dear = {"bytes_per_expert": 1, "price_per_byte": 1e7}
+    assert plan_placement(loads, 8, 9, present=plans, num_kept_slots=8, **dear) == plans  # type: ignore[arg-type]
+    assert plan_placement(loads, 8, 9, present=[home] * 3, num_kept_slots=8, **dear) == [home] * 3  # type: ignore[arg-type]
+
+
+def test_slots_that_are_kept_hold_every_expert() -> None:
+    loads = torch.ones(1, 4)
+    with pytest.raises(ValueError, match="num_kept_slots = 2 needs present, got None"):
+        plan_placement(loads, 2, 3, num_kept_slots=2)
+    with pytest.raises(ValueError, match="expert 1 lies in 2 of them"):
+        present = [Placement([[0, 1, 2], [2, 1, 3]], 4)]
+        plan_placement(loads, 2, 3, present=present, num_kept_slots=2)
+    with pytest.raises(ValueError, match="has 3 slots on a rank, num_slots_per_rank is 2"):
+        plan_placement(loads, 2, 2, present=[Placement.in_blocks(4, 2, 1)], num_kept_slots=2)
+    with pytest.raises(ValueError, match="must be a multiple of num_ranks=2, got 3"):
+        Placement.in_blocks(3, 2)
+
+
 def test_plans_for_more_and_fewer_slots_begin_with_the_present_ones() -> None:
     loads = zipf(0.6, 16, 1, seed=8)
     (present,) = plan_placement(loads, 4, 5)
