@@ -8,13 +8,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from moe_comm.dispatcher.megatron_experts import balance_experts
 from moe_comm.dispatcher.megatron_manager import MegatronManager, alignment_of
 from moe_comm.dispatcher.permuted import PermutedCombine
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
 from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["MegatronManager", "MegatronTokenDispatcher", "SharedExperts", "alignment_of"]
+__all__ = [
+    "MegatronManager",
+    "MegatronTokenDispatcher",
+    "SharedExperts",
+    "alignment_of",
+    "balance_experts",
+]
 
 
 class SharedExperts(Protocol):

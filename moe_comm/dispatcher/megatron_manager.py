@@ -17,8 +17,9 @@ from moe_comm.dispatcher.permuted import (
     start_combine,
     start_dispatch,
 )
+from moe_comm.dispatcher.spare_slots import with_spare_slots
 from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
-from moe_comm.ep.buffer import rejects_unbound
+from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.options import check_alignment
 from moe_comm.peers.bootstrap import Bootstrap
@@ -185,6 +186,15 @@ class MegatronManager:
     @moe_expert_rank_capacity_factor.setter
     def moe_expert_rank_capacity_factor(self, factor: float | None) -> None:
         self.rank_capacity_factor = factor
+
+    @property
+    def buffer(self) -> EpBuffer:
+        """That of the tokens."""
+        return self._buffer
+
+    def add_spare_slots(self, num_spare_slots: int) -> None:
+        """Have every rank get rows for so many replicas too, behind those of its own experts. Collective."""
+        self._buffer = with_spare_slots(self._buffer, num_spare_slots)
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Take the routing of the next dispatch. Local.

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from moe_comm import compat, fused_a2a
-from moe_comm.dispatcher.megatron import MegatronManager, MegatronTokenDispatcher
+from moe_comm.dispatcher.megatron import (
+    MegatronManager,
+    MegatronTokenDispatcher,
+    balance_experts,
+)
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.megatron_on_cpu import make_config, make_moe_layer, on_cpu
 from tests.helpers.pages import python_blocks
@@ -105,6 +109,98 @@ def over_the_module_of_this_package(context: RankContext) -> None:
 def test_a_layer_over_fused_a2a_in_the_place_of_megatrons() -> None:
     """Whatever names the release imports from its module are there."""
     run_ranks(over_the_module_of_this_package, 2, fresh=True)
+
+
+def whole_numbers(shape: tuple[int, ...], most: int, seed: int) -> torch.Tensor:
+    """Few enough, and small enough, for all sums of products to be exact in float32, in any order."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=draw).float()
+
+
+def with_main_grads(layer: Any) -> None:
+    """Gradients where Megatron's data parallel wrapper has them: in `main_grad`, of another dtype."""
+    for parameter in layer.experts.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float64)
+
+        def keep(held: Any) -> None:
+            held.main_grad += held.grad
+            held.grad = None
+
+        parameter.register_post_accumulate_grad_hook(keep)
+
+
+def choose_by_halves(router: Any) -> None:
+    """Let every choice weigh 1/2, so that products are exact; gradients are those of the probabilities."""
+    choose = router.forward
+
+    def halved(*given: Any, **options: Any) -> Any:
+        probs, routing_map = choose(*given, **options)
+        return (probs - probs.detach()) + routing_map.to(probs.dtype) / 2, routing_map
+
+    router.forward = halved
+
+
+def with_replicas(context: RankContext, has_main_grads: bool) -> int:
+    """A layer with replicas has the bits of one without, while all tokens want few experts; counts steps."""
+    with on_cpu():
+        from megatron.core.transformer.moe import moe_layer
+
+        options = {"activation_func": torch.relu}
+        plain = build(context, None, moe_token_dispatcher_type="alltoall", **options)
+        moe_layer.MoEFlexTokenDispatcher = MegatronTokenDispatcher
+        balanced = build(context, None, **options)
+        for layer in (plain, balanced):
+            with torch.no_grad():
+                for idx, parameter in enumerate(layer.experts.parameters()):
+                    # Of the expert, not of the rank.
+                    expert = layer.local_expert_indices[idx // 2]
+                    parameter.copy_(whole_numbers(tuple(parameter.shape), 1, 10 * expert + idx % 2))
+            choose_by_halves(layer.router)
+            if has_main_grads:
+                with_main_grads(layer)
+        balancer = balance_experts(balanced, num_steps=2)
+        names = [name for name, _ in plain.named_parameters()]
+        assert names == [name for name, _ in balanced.named_parameters()]
+        num_with_replicas = 0
+        for step in range(8):
+            placement = balanced.token_dispatcher._comm_manager.buffer.config.placement
+            num_with_replicas += placement.has_replicas
+            num_tokens = (40, 5, 24, 1)[(step + context.rank_idx) % 4]
+            x = whole_numbers((num_tokens, 1, HIDDEN), 1, step + 50 * context.rank_idx)
+            # Tokens that are nearly the column of one expert in the router choose that.
+            x[: num_tokens * 3 // 4] = plain.router.weight[step // 4].detach().sign()
+            found = []
+            for layer in (plain, balanced):
+                mine = x.clone().requires_grad_()
+                y, _ = layer(mine)
+                y.backward(whole_numbers(tuple(y.shape), 1, step))
+                if layer is balanced:
+                    balancer.reduce_gradients()
+                own = [*layer.experts.parameters()]
+                grads = [held.main_grad if has_main_grads else held.grad for held in own]
+                found.append([y.detach(), mine.grad, layer.router.weight.grad, *grads])
+                with torch.no_grad():
+                    for held, grad in zip(own, grads, strict=True):
+                        held.sub_(grad.sign()).clamp_(-1, 1)
+                        grad.zero_()
+                layer.router.weight.grad = None
+            for idx, (ours, expected) in enumerate(zip(*reversed(found), strict=True)):
+                assert expected is not None
+                assert torch.equal(ours, expected), (step, idx)
+            balancer.step()
+        return num_with_replicas
+
+
+@pytest.mark.client(
+    "Megatron-Core",
+    way="`balance_experts`",
+    ran="an MoE layer with replicas, trained: the same bits as without",
+)
+@pytest.mark.full
+@pytest.mark.parametrize("has_main_grads", [False, True])
+def test_a_layer_with_replicas_has_the_bits_of_one_without(has_main_grads: bool) -> None:
+    for num_with_replicas in run_ranks(with_replicas, 2, has_main_grads, fresh=True):
+        assert num_with_replicas >= 4
 
 
 @pytest.mark.client(

@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from benchmarks import clients, transformers_experts
 from moe_comm import FP8_BLOCK128, Quantization
 from moe_comm.cli.bench.result import to_json
-from moe_comm.dispatcher.transformers import register
+from moe_comm.dispatcher.transformers import balance_experts, register
 from moe_comm.tensors.quantized import dequantize, quantize
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers import transformers_models as models
@@ -288,6 +288,164 @@ def test_what_was_trained_is_saved_whole(checkpoints: dict[str, str], tmp_path: 
     )
     assert models.relative_error(after, logits) <= TOLERANCE
     assert models.relative_error(before, logits) > 100 * TOLERANCE
+
+
+def whole_numbers(shape: tuple[int, ...], most: int, seed: int) -> torch.Tensor:
+    """Few enough, and small enough, for all sums of products to be exact in float32, in any order."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=draw).float()
+
+
+def compare_with_replicas(context: RankContext) -> tuple[list[str], int]:
+    """A module of experts with replicas and its twin without, trained on batches that all want few experts.
+
+    Returns:
+        What differs in a bit, and how many steps had replicas.
+    """
+    register()
+    ep, tp = meshes(context.num_ranks, context.num_ranks, 1)
+    twins = []
+    for _ in range(2):
+        experts = MixtralExperts(
+            MixtralConfig(
+                hidden_size=16,
+                intermediate_size=8,
+                num_local_experts=8 // ep.size(),
+                hidden_act="relu",
+                experts_implementation="eager",
+            )
+        )
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                every = whole_numbers((8, *parameter.shape[1:]), 1, 3)
+                parameter.copy_(every.chunk(ep.size())[ep.get_local_rank()])
+        twins.append((experts, EPImplementationInterface()["moe_comm"](experts, ep, tp)))
+    balanced = twins[1]
+    balancer = balance_experts(balanced[0], num_steps=2)
+    faults, num_with_replicas = [], 0
+    for step in range(10):
+        num_with_replicas += balanced[0].moe_comm_experts.buffer.config.placement.has_replicas
+        num_tokens = (40, 0, 7, 24)[(context.rank_idx + step) % 4]
+        draw = torch.Generator().manual_seed(10 * step + context.rank_idx)
+        odds = torch.full((max(num_tokens, 1), 8), 0.2)
+        odds[:, [step // 5, 5]] = 4.0
+        ids = odds.multinomial(2, generator=draw)[:num_tokens]
+        found = []
+        for experts, layer in twins:
+            x = whole_numbers((num_tokens, 16), 3, step).requires_grad_()
+            weights = torch.full((num_tokens, 2), 0.5).requires_grad_()
+            experts.zero_grad()
+            y = layer(x, ids, weights)
+            y.backward(whole_numbers(tuple(y.shape), 1, 100 + step))
+            if experts is balanced[0]:
+                balancer.reduce_gradients()
+            grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
+            found.append({"y": y.detach(), "x": x.grad, "weights": weights.grad, **grads})
+            with torch.no_grad():
+                for parameter in experts.parameters():
+                    parameter.sub_(parameter.grad.sign()).clamp_(-2, 2)
+        expected, ours = found
+        faults += [
+            f"step {step}: {name}"
+            for name, tensor in expected.items()
+            if not torch.equal(ours[name], tensor)
+        ]
+        balancer.step()
+    return faults, num_with_replicas
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`balance_experts`",
+    ran="experts of a model with replicas on {num_ranks} ranks, trained: the same bits as without",
+)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_experts_with_replicas_have_the_bits_of_those_without(num_ranks: int) -> None:
+    for faults, num_with_replicas in run_fresh(compare_with_replicas, num_ranks):
+        assert faults == []
+        assert num_with_replicas >= 6
+
+
+def train_balanced(context: RankContext, checkpoint: str, folder: str) -> list[str]:
+    """Steps of a model with replicas, as FSDP shards it, and of one by the other way."""
+    register()
+    states: dict[str, list[dict[str, torch.Tensor]]] = {"all_to_all": [], "moe_comm": []}
+    for way, found in states.items():
+        model = models.load(checkpoint, way, context, Layout(2))
+        balancer = balance_experts(model, 2, num_steps=1) if way == "moe_comm" else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(2):  # gradients are accumulated
+                tokens = models.batch(4 * step + 2 * part + context.rank_idx, 9)
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                if balancer is not None:
+                    balancer.reduce_gradients()
+            found.append(
+                {
+                    f"step {step}: {name}": models.whole(parameter.grad)
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
+                }
+            )
+            optimizer.step()
+            if balancer is not None:
+                balancer.step()
+        found.append({"text": models.step_and_text(model, [models.batch(7, 6)], 0)["text"]})
+        if balancer is not None:
+            placements = [
+                layer.mlp.experts.moe_comm_experts.buffer.config.placement
+                for layer in model.model.layers
+            ]
+            assert all(placement.has_replicas for placement in placements)
+        model.save_pretrained(f"{folder}/{way}")
+    faults = []
+    for ours, expected in zip(states["moe_comm"], states["all_to_all"], strict=True):
+        assert ours.keys() == expected.keys()
+        for name, tensor in expected.items():
+            error = models.relative_error(ours[name], tensor)
+            if not error <= (0 if name == "text" else 10 * TOLERANCE):
+                faults.append(f"{name} is off by {error:.2g}")
+    return faults
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`balance_experts`",
+    ran="a model with replicas under FSDP: steps of training, generated text, `save_pretrained`",
+)
+def test_models_with_replicas_learn_what_others_do(
+    checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    faults = run_fresh(train_balanced, 2, checkpoints["qwen3_moe"], str(tmp_path))
+    assert [text for rank in faults for text in rank] == []
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / way, dtype=torch.float32).state_dict()
+        for way in ("moe_comm", "all_to_all")
+    )
+    for name, tensor in theirs.items():
+        assert models.relative_error(ours[name], tensor) <= 10 * TOLERANCE, name
+
+
+def balance_what_cannot_be(context: RankContext, checkpoint: str) -> None:
+    register()
+    with pytest.raises(
+        ValueError, match=r"experts of an ep_implementation of register\(\), got none"
+    ):
+        balance_experts(models.load(checkpoint, "all_to_all", context, Layout(4)))
+    model = models.load(checkpoint, "moe_comm", context, Layout(2))
+    with pytest.raises(
+        ValueError, match=r"must hold 4 experts on this rank, got shape \(2, .*ep_size ="
+    ):
+        balance_experts(model)
+    with pytest.raises(ValueError, match=r"num_spare_slots must be >= 1, got 0"):
+        balance_experts(model, 0)
+    with pytest.raises(ValueError, match=r"2 spare slots.* rank 0.*3 spare slots.* rank 1"):
+        balance_experts(model, 2 + context.rank_idx % 2)
+
+
+def test_what_cannot_be_balanced_is_refused(checkpoints: dict[str, str]) -> None:
+    run_fresh(balance_what_cannot_be, 4, checkpoints["qwen3_moe"])
 
 
 def load_with_own_options(context: RankContext, checkpoint: str) -> None:
