@@ -32,6 +32,7 @@ __all__ = [
     "EpBuffer",
     "EpConfig",
     "EvictedError",
+    "ExpertTables",
     "GradientSum",
     "Grown",
     "HeapStats",

@@ -14,6 +14,7 @@ from moe_comm.ep.buffer_manager import BufferManager as BufferManager
 from moe_comm.ep.config import Capacity as Capacity
 from moe_comm.ep.config import EpConfig as EpConfig
 from moe_comm.ep.config import Layout as Layout
+from moe_comm.ep.expert_tables import ExpertTables as ExpertTables
 from moe_comm.ep.gradient_sum import GradientSum as GradientSum
 from moe_comm.ep.handles import CombineResult as CombineResult
 from moe_comm.ep.handles import CommEvent as CommEvent

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm import ExpertTables, Placement, plan_placement
 from moe_comm.errors import CommunicationError
 from moe_comm.resharding.clients.sglang import SglangStream
 from moe_comm.resharding.clients.tensor_stream import StreamError, TensorStream
@@ -197,6 +198,52 @@ def test_versions_by_the_loader_of_sglang(family: str, tp_size: int, tmp_path: P
         assert_served()
     finally:
         servers[0].close()
+
+
+@_needs("sglang")
+@pytest.mark.client(
+    "SGLang",
+    way="`ExpertTables`",
+    ran="tables of its builders, and placements as its maps",
+)
+@pytest.mark.parametrize("algorithm", ["deepseek", "deepseek_vec", "deepseek_hierarchical"])
+def test_tables_of_the_builders_of_sglang_and_back(algorithm: str) -> None:
+    from sglang.srt.eplb import eplb_algorithms, expert_location
+
+    draw = torch.Generator().manual_seed(5)
+    loads = (torch.rand(4, 16, generator=draw) ** 3 * 100).round()
+    built = eplb_algorithms.rebalance_experts(
+        tokens_per_expert=loads[None],
+        num_physical_experts=24,
+        num_local_physical_experts=6,
+        num_groups=4,
+        num_nodes=2,
+        algorithm=eplb_algorithms.EplbAlgorithm[algorithm],
+    )
+    placements = ExpertTables(*built).placements(4)
+    for placement, of_layer in zip(placements, built[0], strict=True):
+        assert placement == Placement.of_table(of_layer, 4, 16)
+    planned = plan_placement(loads, 4, 7, present=placements)
+    planned[0] = Placement(
+        [[*of_rank[:-1], -1] for of_rank in Placement.in_blocks(16, 4, 3).slots], 16
+    )
+    ours = ExpertTables.of_placements(planned, num_max_replicas=28, fills_empty_slots=True)
+    physical = ours.physical_to_logical_map
+    listed = expert_location._compute_logical_to_all_physical_map(physical, 16, 4, None)
+    assert torch.equal(ours.logical_to_all_physical_map[..., : listed.shape[2]], listed)
+    metadata = expert_location.ExpertLocationMetadata(
+        physical_to_logical_map=physical,
+        physical_to_logical_map_cpu=physical,
+        logical_to_all_physical_map=ours.logical_to_all_physical_map,
+        logical_to_all_physical_map_cpu=ours.logical_to_all_physical_map,
+        logical_to_all_physical_map_num_valid=ours.logical_replica_count,
+        ep_size=4,
+        logical_to_rank_dispatch_physical_map=None,
+    )
+    assert (metadata.num_physical_experts, metadata.num_logical_experts) == (28, 16)
+    for layer_idx, placement in enumerate(planned):
+        for expert_idx, slots in enumerate(placement.slots_of_expert):
+            assert {*slots} <= {*metadata.logical_to_all_physical(layer_idx, expert_idx)}
 
 
 @_needs("miles")

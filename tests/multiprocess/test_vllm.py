@@ -21,6 +21,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.utils import StatelessProcessGroup
 
 from benchmarks import clients, vllm_experts
+from moe_comm import ExpertTables, Placement, plan_placement
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.vllm_servers import VOCABULARY, save_model, serving
@@ -86,6 +87,30 @@ def deadly(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     (metadata / "entry_points.txt").write_text(entry)
     when = tmp_path / "now"
     return when, {"PYTHONPATH": str(tmp_path), "DIES_WHEN": str(when)}
+
+
+@pytest.mark.client(
+    "vLLM",
+    way="`ExpertTables`",
+    ran="tables of its default policy, and placements as its maps",
+)
+def test_tables_of_the_policy_and_back() -> None:
+    from vllm.distributed.eplb.eplb_state import compute_logical_maps
+    from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
+
+    draw = torch.Generator().manual_seed(5)
+    loads = torch.rand(4, 16, generator=draw) ** 3 * 100
+    physical = DefaultEplbPolicy.rebalance_experts(loads, 24, 1, 1, 4)
+    tables = ExpertTables(physical, *compute_logical_maps(physical, 16))
+    placements = tables.placements(4)
+    for placement, of_layer in zip(placements, physical, strict=True):
+        assert placement == Placement.of_table(of_layer, 4, 16)
+    planned = plan_placement(loads, 4, 6, present=placements)
+    ours = ExpertTables.of_placements(planned, num_max_replicas=9)
+    listed, counts = compute_logical_maps(ours.physical_to_logical_map, 16)
+    assert torch.equal(ours.logical_replica_count, counts)
+    assert torch.equal(ours.logical_to_all_physical_map[..., : listed.shape[2]], listed)
+    assert int((ours.logical_to_all_physical_map[..., listed.shape[2] :] != -1).sum()) == 0
 
 
 @pytest.mark.client(
