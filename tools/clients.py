@@ -46,7 +46,7 @@ python tools/clients.py page
 ```
 
 No row is of a GPU. Of SGLang no release generates where these tests run ([sglang.md](sglang.md)): what has a row there is its
-loading of weights, with its other needs stood in for.
+loading of weights, with its other needs stood in for, and its tables of experts.
 
 """
 

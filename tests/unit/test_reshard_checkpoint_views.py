@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -212,6 +215,104 @@ def test_fixed_views_of_an_owner_that_moved_are_refused() -> None:
         assert text.startswith("ValueError: ")
         assert "checkpoint views of q.weight and 1 others are not where they were" in text
         assert text.count("rank 1") == 1 or "their owner holds other tensors" in text
+
+
+class FewExperts(torch.nn.Module):
+    """Two of four experts, as an engine's loader finds them by a map: the local number of each, -1 elsewhere."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.zeros(2, 3))
+        self.layer = torch.nn.Module()
+        expert_map = torch.full((4,), -1)
+        expert_map[first : first + 2] = torch.arange(2)
+        self.layer.expert_map_manager = types.SimpleNamespace(expert_map=expert_map)  # type: ignore[assignment]
+        self.layer.router = types.SimpleNamespace(  # type: ignore[assignment]
+            eplb_state=types.SimpleNamespace(logical_to_physical_map=None)
+        )
+
+    def views(self) -> list[CheckpointView]:
+        places: Any = self.layer.expert_map_manager.expert_map  # type: ignore[union-attr]
+        return [
+            view(f"{expert_idx}.weight", self.experts[place])
+            for expert_idx, place in enumerate(places.tolist())
+            if place >= 0
+        ]
+
+
+def refit_of_few_experts(
+    context: RankContext, *, is_fixed: bool = False
+) -> tuple[FewExperts, Refit]:
+    source = [view(f"{idx}.weight", torch.full((3,), float(idx))) for idx in range(4)]
+    engine = FewExperts(2 * context.rank_idx)
+    described = engine.views() if is_fixed else engine.views
+    return engine, Refit(
+        CheckpointViews(source), CheckpointViews(described, engine), "symmetric", context.group
+    )
+
+
+def test_views_follow_the_map_of_an_engine_whose_experts_have_moved() -> None:
+    def rank(context: RankContext) -> None:
+        engine, held = refit_of_few_experts(context)
+        held.run()
+        mine = 2.0 * context.rank_idx
+        assert engine.experts.tolist() == [[mine] * 3, [mine + 1] * 3]
+        manager: Any = engine.layer.expert_map_manager
+        if context.rank_idx == 1:
+            manager.expert_map.copy_(torch.tensor([1, -1, -1, 0]))  # in place, as engines do
+        held.run()
+        expected = [3.0, 0.0] if context.rank_idx == 1 else [0.0, 1.0]
+        assert engine.experts[:, 0].tolist() == expected
+        manager.expert_map = torch.tensor([-1, -1, 0, 1])
+        held.run()
+        assert engine.experts[:, 0].tolist() == [2.0, 3.0]
+
+    threads(rank, 2)
+
+
+def test_views_that_cannot_follow_a_map_are_refused() -> None:
+    def rank(context: RankContext, how: str) -> str:
+        engine, held = refit_of_few_experts(context, is_fixed=how == "fixed")
+        held.run()
+        if context.rank_idx == 1 and how == "fixed":
+            engine.layer.expert_map_manager.expert_map[0] = 1  # type: ignore[union-attr, operator, index]
+        elif context.rank_idx == 1:
+            state: Any = engine.layer.router.eplb_state  # type: ignore[union-attr]
+            state.logical_to_physical_map = torch.tensor([[2], [0], [1], [3]])
+        return error_of(held.run)
+
+    for how, wanted in (
+        (
+            "fixed",
+            r"layer: its expert map was \[-1, -1, 0, 1\] when .*, and is \[1, -1, 0, 1\]: make",
+        ),
+        (
+            "balanced",
+            r"layer: its expert map was None when .*, and is \[\[2\], .*loader keeps the first",
+        ),
+    ):
+        for text in threads(rank, 2, how):
+            assert re.search(rf"rank 1.*{wanted}", text) or re.search(wanted, text), text
+
+
+def test_views_follow_the_map_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = torch.tensor([[1, 0]])
+    metadata = types.SimpleNamespace(physical_to_logical_map_cpu=places)
+    location: Any = types.ModuleType("sglang.srt.eplb.expert_location")
+    location.get_global_expert_location_metadata = lambda: metadata
+    monkeypatch.setitem(sys.modules, location.__name__, location)
+    experts = torch.zeros(2, 3)
+    side = CheckpointViews(
+        lambda: [
+            view(f"{expert}.w", experts[slot]) for slot, expert in enumerate(places[0].tolist())
+        ],
+        torch.nn.Linear(1, 1),
+    )
+    first = side.state()
+    assert side.state() is first
+    places.copy_(torch.tensor([[0, 1]]))
+    assert side.state() is not first
+    assert [each.name for each in side.views] == ["0.w", "1.w"]
 
 
 def test_storage_without_a_module_is_watched_too() -> None:

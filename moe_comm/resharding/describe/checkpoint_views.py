@@ -12,6 +12,7 @@ import torch
 
 from moe_comm.arguments import check_resolved, shown
 from moe_comm.resharding.describe import intervals
+from moe_comm.resharding.describe.expert_maps import ExpertMaps
 from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.metadata import ParameterMetadata, ViewLayout
 from moe_comm.resharding.describe.module_tensors import (
@@ -109,7 +110,8 @@ class CheckpointViews(TensorSide):
         describe: Called with nothing, gives the views; now, and when the owner has changed. Or the
             views themselves, for storages that stay where they are.
         owner: Whose weights they are. Of a module, parameters and buffers are watched, a failed refit
-            marks it stale, and its caches are refreshed after every refit. Anything else is only kept
+            marks it stale, its caches are refreshed after every refit, and so are views described again
+            once the maps have changed by which its engine finds experts. Anything else is only kept
             alive, but for a module that it has as `refit_module`: that is watched in its place.
 
     Attributes:
@@ -168,6 +170,7 @@ class CheckpointViews(TensorSide):
             self._places.append((numbers[storage], int(tensor.storage_offset())))
         self._owner_state = owner_state
         self._viewed = owned.intersection(numbers)
+        self._expert_maps = ExpertMaps(self.module)
         self._watched = watched
         self._table = TensorTable(watched)
         self._names = unique_names([view.name for view in self._views])
@@ -185,12 +188,24 @@ class CheckpointViews(TensorSide):
         """What is held: the same object until a tensor is replaced, moved, reshaped or cut anew.
 
         Raises:
-            ValueError: The owner has changed, and nothing describes the views again.
+            ValueError: The owner has changed, and nothing describes the views again; or its experts lie elsewhere,
+                and its engine's loader, which would describe them, does not know.
         """
         owner_state = module_state(self.module)
         is_moved = not self._table.matches(self._watched, has_dtensors=False)
-        if not is_moved and owner_state is self._owner_state:
+        map_moved = self._expert_maps.moved()
+        if not is_moved and owner_state is self._owner_state and map_moved is None:
             return self._state
+        if map_moved is not None and not (map_moved.is_followed and self._describe):
+            raise ValueError(
+                f"{map_moved.path}: its expert map was {map_moved.then} when the checkpoint views of "
+                f"{self._names[0]} and {len(self._names) - 1} others were described, and is {map_moved.now}: "
+                + (
+                    "make CheckpointViews of a function that describes them"
+                    if map_moved.is_followed
+                    else "the engine's loader keeps the first one, so its views would be of other experts"
+                )
+            )
         if self._describe is not None:
             self._list(self._describe())
         elif is_moved or not self._viewed <= _storages_of(owner_state):

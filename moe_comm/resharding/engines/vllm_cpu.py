@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
+from moe_comm.resharding.describe.expert_maps import ExpertMaps
 from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.loader_views import TensorSpec, loader_views
 from moe_comm.resharding.move import stale
@@ -102,7 +103,7 @@ class VllmCpuModel:
         self._process = _of_vllm(f"{_LOADER}.utils", "process_weights_after_loading")
         self._set_config = _of_vllm("vllm.config", "set_current_vllm_config")
         self._staged = _stage(model)
-        self._expert_maps = _expert_maps(model)
+        self._expert_maps = ExpertMaps(model)
         self._checkpoint: dict[str, TensorSpec] = {}
         self._views: dict[str, list[CheckpointView]] = {}
         self._missing: set[str] = set()
@@ -223,12 +224,11 @@ class VllmCpuModel:
 
     def _refuse_moved_experts(self) -> None:
         """Raise ValueError where staging and views are of other experts than the model's now."""
-        for path, now in _expert_maps(self._model).items():
-            if now != (then := self._expert_maps.get(path)):
-                raise ValueError(
-                    f"{path}: its expert map was {then} when VllmCpuModel was made, and is {now}; make "
-                    "another VllmCpuModel, and refits into its views"
-                )
+        if (moved := self._expert_maps.moved()) is not None:
+            raise ValueError(
+                f"{moved.path}: its expert map was {moved.then} when VllmCpuModel was made, and is "
+                f"{moved.now}; make another VllmCpuModel, and refits into its views"
+            )
 
     def _record(self, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointView, ...]:
         load_weights: Callable[..., object] = self._model.load_weights  # type: ignore[assignment]
@@ -406,20 +406,6 @@ def _forget_first_time(model: torch.nn.Module) -> list[tuple[object, dict[str, A
             forgotten.append((method, {name: vars(method)[name] for name in _FIRST_TIME}))
             vars(method)["moe_kernel"] = None
     return forgotten
-
-
-def _expert_maps(model: torch.nn.Module) -> dict[str, list[int] | None]:
-    """Return the local number of every expert that vLLM's loader looks up, by the layer's path.
-
-    -1 stands for an expert of another rank; None for a layer that holds all of them.
-    """
-    maps: dict[str, list[int] | None] = {}
-    for path, module in model.named_modules():
-        manager = getattr(module, "expert_map_manager", None)
-        if manager is not None:
-            of_layer: torch.Tensor | None = manager.expert_map
-            maps[path] = None if of_layer is None else of_layer.tolist()
-    return maps
 
 
 def _refuse_other_engines(model: torch.nn.Module, vllm_config: Any) -> None:
