@@ -74,8 +74,8 @@ class LayerTrials {
                   const SlotExperts* former = nullptr,
                   const Outcome* of_former = nullptr) const;
 
-  /// Puts a copy into one empty slot after the other: of what has most rows on the fullest rank that has
-  /// something to give, to the rank with least load that can take it.
+  /// Puts a copy into one empty slot after the other: of what has most rows on the fullest rank
+  /// that has something to give, to the rank with least load that can take it.
   SlotExperts filled(SlotExperts slots) const;
 
   /// Changes a plan by what takes most off its cost, as long as anything does.
@@ -159,9 +159,8 @@ SlotExperts LayerTrials::filled(SlotExperts slots) const {
     std::ranges::sort(givers, {}, [&](size_t slot) {
       return std::tuple(-rank_rows[slot / num_slots], -slot_rows[slot], slot);
     });
-    std::ranges::sort(takers, {}, [&](size_t rank_idx) {
-      return std::tuple(rank_rows[rank_idx], rank_idx);
-    });
+    std::ranges::sort(
+        takers, {}, [&](size_t rank_idx) { return std::tuple(rank_rows[rank_idx], rank_idx); });
     is_changed = false;
     for (size_t i = 0; i < givers.size() && !is_changed; ++i)
       for (const size_t rank_idx : takers) {
@@ -216,7 +215,8 @@ std::vector<SlotExperts> LayerTrials::changes(const SlotExperts& slots,
   for (const size_t rank_idx : std::span(ranks).first(std::min(kNumRanks, ranks.size() - 1))) {
     const size_t begin = rank_idx * num_slots;
     size_t least_used = begin + num_slots;
-    for (size_t slot = begin + static_cast<size_t>(rules_.num_kept); slot < begin + num_slots; ++slot)
+    for (size_t slot = begin + static_cast<size_t>(rules_.num_kept); slot < begin + num_slots;
+         ++slot)
       if (is_copied(slot) &&
           (least_used == begin + num_slots || slot_load[slot] < slot_load[least_used]))
         least_used = slot;
@@ -332,7 +332,8 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
     }
   }
   // Where moves cost nothing, it seldom wins, and is seen through the sooner for coming last.
-  if (!kept.empty() && rules_.num_kept == 0 && rules_.move_price == 0 && trials.outcome(kept, least).cost <= least)
+  if (!kept.empty() && rules_.num_kept == 0 && rules_.move_price == 0 &&
+      trials.outcome(kept, least).cost <= least)
     best = std::move(kept);
   for (size_t rank_idx = 0; rank_idx < num_ranks && num_present > 0; ++rank_idx)
     keep_slots(std::span(best).subspan(rank_idx * num_slots, num_slots),
