@@ -188,6 +188,18 @@ def with_replicas(context: RankContext, has_main_grads: bool) -> int:
                 assert expected is not None
                 assert torch.equal(ours, expected), (step, idx)
             balancer.step()
+        with pytest.raises(ValueError, match="the layers have spare slots already"):
+            balance_experts(balanced)
+        with pytest.raises(
+            ValueError, match=r"MegatronTokenDispatcher or MegatronManager, got none"
+        ):
+            balance_experts(torch.nn.Linear(1, 1))
+        if context.rank_idx == 1:
+            own[0].data = own[0].data.clone()
+        with pytest.raises(
+            ValueError, match=r"a parameter of an expert has moved since balance_expe"
+        ):
+            balancer.reduce_gradients()
         return num_with_replicas
 
 
