@@ -99,7 +99,7 @@ class Replica:
         numbers = communicator.all_gather(str(os.getpid()).encode())
         self.processes = [int(number) for number in numbers]
 
-    def _state(self, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    def state(self, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
         """Every parameter and its two moments."""
         for parameter in parameters:
             state = self.optimizer.state[parameter]
@@ -111,12 +111,12 @@ class Replica:
 
     def trunk_state(self) -> list[torch.Tensor]:
         """All that is equal on every rank."""
-        return [*self._state(self.trunk), self.model.balance]
+        return [*self.state(self.trunk), self.model.balance]
 
     def expert_states(self) -> list[list[torch.Tensor]]:
         """By local expert: what belongs to it, of all layers."""
         stacked = [
-            list(self._state(list(layer.experts.parameters()))) for layer in self.model.layers
+            list(self.state(list(layer.experts.parameters()))) for layer in self.model.layers
         ]
         return [
             [tensor[local_idx] for tensors in stacked for tensor in tensors]
