@@ -1,4 +1,4 @@
-"""What every layer asks of plain arguments: integers, flags, tensors. Messages hold both values."""
+"""Checks of plain arguments for every layer: integers, flags, tensors. Messages hold both values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_kind(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
-    """What is of `kind`, or None where it may be.
+    """Check that `value` is of `kind`, or None where it may be.
 
     Raises:
         TypeError: It is anything else.
@@ -64,7 +64,7 @@ def as_dense(name: str, value: Any) -> torch.Tensor:
 
 
 def check_resolved(name: str, tensor: torch.Tensor) -> None:
-    """What the bytes of a tensor hold is its value.
+    """Check that the bytes of a tensor hold its value.
 
     Raises:
         ValueError: torch only remembers that they are to be negated or conjugated.
@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """What an error says, or its type: those of somebody else's objects may not even be shown."""
+    """Return the text of an error, or its type: errors of somebody else's objects may not even be shown."""
     try:
         return str(error) or type(error).__name__
     except Exception:  # noqa: BLE001 - of an object of somebody else
@@ -97,7 +97,7 @@ def text_of(error: Exception) -> str:
 
 
 def as_utf8(text: str) -> str:
-    """What a wire of UTF-8 takes of a text: names of files, and what messages quote, may be none."""
+    """Make a text fit for UTF-8 on a wire: names of files, and what messages quote, may not be."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -34,7 +34,7 @@ def _is_on(value: str) -> bool:
 
 
 def _names(value: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Return the names between commas."""
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
@@ -85,7 +85,7 @@ def launcher_world_size() -> int:
 
 
 def launched_ranks() -> list[tuple[int, int, int]]:
-    """What launchers tell this process: (rank, ranks, ranks on its node), one entry a launcher.
+    """Return the ranks that launchers tell this process: (rank, ranks, ranks on its node), one a launcher.
 
     torchrun, Open MPI, MPICH and Intel MPI, Slurm; -1 for what is missing or no number.
     """

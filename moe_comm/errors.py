@@ -28,7 +28,7 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def has_timed_out(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that a limit ran out, which has no type of its own."""
+    """Return whether an error of torch.distributed says that a limit ran out, which has no type of its own."""
     return _TIMED_OUT.search(str(error)) is not None
 
 

@@ -9,7 +9,7 @@ __all__ = ["check_output"]
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Whether a file can be written, before the work whose result it is to hold.
+    """Return whether a file can be written, before the work whose result it is to hold.
 
     Args:
         option: What named the file, for messages, such as `"--json"`.

@@ -142,7 +142,7 @@ void roof_copy(const py::buffer& src,
     kernels.copy(from.data(), to.data(), from.size(), cpu::store_mode(streaming));
 }
 
-/// Where the ranks of a machine meet: each raises its own word and yields its core until all have.
+/// Meets the ranks of a machine: each raises its own word and yields its core until all have.
 class MeetingPlace {
  public:
   /// @param words  A cache line for every rank, shared by all: how often it has come.

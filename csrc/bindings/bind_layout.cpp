@@ -279,7 +279,7 @@ layout::ScaleMap scale_map(int row_layout,
                                 is_column_major);
 }
 
-/// Of what every rank has once: rows, workspaces, the memory between nodes.
+/// Binds sizes of what every rank has once: rows, workspaces, the memory between nodes.
 void bind_region_sizes(py::module_& sizes) {
   sizes.attr("SLOT_ROW_BITS") = layout::Slot::kRowBits;
   sizes.attr("ROW_HEADER_BYTES") = sizeof(layout::Row);
@@ -318,7 +318,7 @@ void bind_region_sizes(py::module_& sizes) {
       py::arg("node_reduction"));
 }
 
-/// Of what holds the rows of an operation.
+/// Binds sizes of what holds the rows of an operation.
 void bind_window_sizes(py::module_& sizes) {
   sizes.def(
       "rank_sums_bytes",
@@ -396,8 +396,8 @@ void bind_window_sizes(py::module_& sizes) {
       py::arg("spans_devices"));
 }
 
-/// What Python knows of formats; moe_comm/tensors/quantization.py has the same sizes of rows, for
-/// those that are symbolic.
+/// Binds formats as Python knows them; moe_comm/tensors/quantization.py has the same sizes of rows,
+/// for those that are symbolic.
 void bind_wire_formats(py::module_& module) {
   using layout::ScaleRecord;
   using layout::WireFormat;

@@ -41,8 +41,8 @@ py::object referent(py::handle object) {
 #endif
 }
 
-/// Whether @p object is @p known, or what @p known is a weak reference to. Reads no more of it than
-/// its address: the last refit has emptied the cache of it.
+/// Returns whether @p object is @p known, or what @p known is a weak reference to. Reads no more of
+/// it than its address: the last refit has emptied the cache of it.
 bool is_same(PyObject* object, PyObject* known) {
   return object == known || (PyWeakref_CheckRef(known) &&
                              object == reinterpret_cast<PyWeakReference*>(known)->wr_object);
@@ -60,7 +60,7 @@ py::object dict_of(py::handle module) {
   return py::reinterpret_steal<py::object>(dict);
 }
 
-/// What torch's tensor behind a Python object was, byte by byte.
+/// Bytes of torch's tensor behind a Python object, as they were.
 ///
 /// The bytes tell no more than a description does, in a fraction of the time; where they differ,
 /// the tensor may still be the same.
@@ -93,7 +93,8 @@ class SeenTensor {
     std::memcpy(bytes_, tensor + fields->begin, fields->end - fields->begin);
   }
 
-  /// Whether @p object is the tensor that was seen, and is what it was; may miss that it is.
+  /// Returns whether @p object is the tensor that was seen, and is what it was; may miss that it
+  /// is.
   bool is_same(PyObject* object) const {
     const auto& fields = tensor_fields();
     return object == object_ && word_at(object + 1) == tensor_ &&
@@ -143,7 +144,7 @@ class TensorTable {
     }
   }
 
-  /// Whether @p tensors have these shapes and dtypes and lie at the same places.
+  /// Returns whether @p tensors have these shapes and dtypes and lie at the same places.
   bool matches(const py::list& tensors) {
     if (tensors.size() != layouts_.size())
       return false;
@@ -158,7 +159,7 @@ class TensorTable {
   }
 
  private:
-  /// Whether a tensor is described as it was.
+  /// Returns whether a tensor is described as it was.
   bool is_alike(const py::list& tensors, size_t i, size_t dim) {
     const py::object tensor = referent(PyList_GET_ITEM(tensors.ptr(), i));
     if (!tensor)
@@ -199,7 +200,7 @@ class TensorTable {
     return reinterpret_cast<uintptr_t>(now.data) + now.byte_offset;
   }
 
-  /// Whether torch only remembers that the bytes are to be negated or conjugated.
+  /// Returns whether torch only remembers that the bytes are to be negated or conjugated.
   static bool is_lazy(const DlpackTensor& now, py::handle tensor) {
     constexpr uint8_t kComplex = 5;  // DLPack's code
     return is_negated(tensor) ||
@@ -273,7 +274,7 @@ class WrittenTensors {
   py::list tensors_;
 };
 
-/// Whether modules hold, in this order, exactly @p keys and the very objects @p values as
+/// Returns whether modules hold, in this order, exactly @p keys and the very objects @p values as
 /// parameters, buffers and submodules.
 ///
 /// @param modules  Themselves or weak references.
@@ -317,7 +318,8 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
   return count == total;
 }
 
-/// Whether one of @p modules, themselves or weak references, has an attribute @p key of its own.
+/// Returns whether one of @p modules, themselves or weak references, has an attribute @p key of its
+/// own.
 bool any_has(const py::list& modules, py::handle key) {
   for (const py::handle module : modules) {
     const py::object attributes = dict_of(module);

@@ -44,7 +44,7 @@ class CapacityError : public std::runtime_error {
   std::vector<int64_t> needed_rows;
 };
 
-/// Where and with whom an operation ended.
+/// Place in an operation, and the ranks, with which it ended.
 struct FailureSite {
   std::vector<int> ranks;
   std::string operation;

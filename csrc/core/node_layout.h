@@ -4,7 +4,7 @@
 
 namespace moe {
 
-/// Which ranks share a node: consecutive ones, equally many on every node.
+/// Ranks of each node: consecutive ones, equally many on every node.
 ///
 /// Example: 6 ranks, 2 a node: rank 3 is local rank 1 of node 1; its rail is ranks 1, 3 and 5.
 struct NodeLayout {

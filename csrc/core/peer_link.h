@@ -6,7 +6,7 @@
 
 namespace moe {
 
-/// What this process knows of a peer. Only ever moves from kAlive to one of the others.
+/// State of a peer as this process knows it. Only ever moves from kAlive to one of the others.
 enum class PeerState : uint32_t { kAlive = 0, kLeft = 1, kDead = 2 };
 
 /// Small messages between ranks and news of their deaths; what operations need of the sockets.
@@ -23,7 +23,8 @@ class PeerLink {
   /// atomic load.
   virtual PeerState state(int rank_idx) const = 0;
 
-  /// Whether a peer counts as dead because nothing between it and this rank answers any more.
+  /// Returns whether a peer counts as dead because nothing between it and this rank answers any
+  /// more.
   virtual bool is_link_lost(int /*rank_idx*/) const { return false; }
 
   /// Sends a small message (<= 1 MiB). Messages of one sender to one (channel, sequence) arrive in

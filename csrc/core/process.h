@@ -9,7 +9,7 @@ namespace moe {
 
 // What the system grants this process: threads and addresses.
 
-/// What RLIMIT_AS leaves; UINT64_MAX where there is no limit.
+/// Bytes that RLIMIT_AS leaves; UINT64_MAX where there is no limit.
 uint64_t address_space_left_bytes();
 
 /// RLIMIT_AS and what it leaves, with "; " in front; empty where there is no limit.

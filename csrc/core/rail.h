@@ -25,7 +25,7 @@ class Rail {
     virtual ~Transfer() = default;
     /// A thread that sees kMoved sees the bytes as well (acquire).
     virtual State state() const = 0;
-    /// What went wrong, after kFailed.
+    /// Text of what went wrong, after kFailed.
     virtual std::string error() const = 0;
   };
 
@@ -34,7 +34,7 @@ class Rail {
 
   virtual ~Rail() = default;
 
-  /// Of the engine, for messages to people: "gloo", "mpi", "sockets".
+  /// Name of the engine, for messages to people: "gloo", "mpi", "sockets".
   virtual std::string name() const = 0;
 
   /// Starts to send @p bytes (> 0) from @p offset of @p buffer, which nobody writes until it has

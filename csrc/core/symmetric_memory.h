@@ -53,7 +53,7 @@ class SharedPages {
  public:
   virtual ~SharedPages() = default;
 
-  /// Where an address of the memory lies in the heap; null once it is shared no more.
+  /// Place in the heap of an address of the memory; null once it is shared no more.
   virtual std::byte* in_heap(const std::byte* address) const = 0;
 
   /// Keeps the place in the heap. Null once the memory is shared no more.
@@ -87,7 +87,8 @@ class SymmetricMemory {
   /// segment has not arrived yet. Never blocks.
   virtual std::byte* try_resolve(int rank_idx, const Offer& offer) = 0;
 
-  /// Whether [address, address + bytes) lies whole in this rank's own heap; if so sets @p offer.
+  /// Returns whether [address, address + bytes) lies whole in this rank's own heap; if so sets @p
+  /// offer.
   virtual bool find(const void* address, uint64_t bytes, Offer* offer) const = 0;
 
   /// The shared pages that hold [address, address + bytes) of this process's ordinary memory; null

@@ -49,7 +49,7 @@ void futex_wait(uint32_t& word, uint32_t expected, int64_t timeout_ns);
 /// Wakes every sleeper on @p word.
 void futex_wake_all(uint32_t& word);
 
-/// How sleepers of one rank are woken: a writer stores its flag, then rings; a sleeper enrols,
+/// Wakes sleepers of one rank: a writer stores its flag, then rings; a sleeper enrols,
 /// looks at its flag once more, then sleeps until the next ring.
 ///
 /// Byte map (64 bytes): [0, 4) rings, a count; [4, 8) waiters, sleepers enrolled; rest unused.

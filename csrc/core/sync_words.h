@@ -49,7 +49,7 @@ inline void fence_seq_cst() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-/// What relaxed loads before it have seen counts as acquired after it.
+/// Makes values that relaxed loads before it have seen count as acquired.
 inline void fence_acquire() {
   std::atomic_thread_fence(std::memory_order_acquire);
 }

@@ -23,7 +23,7 @@ void store_text(char (&target)[kBytes], const std::string& text) {
   store_text(target, kBytes, text);
 }
 
-/// What @p error says.
+/// Text of @p error.
 inline std::string error_text(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -5,7 +5,7 @@
 
 namespace moe::cpu {
 
-/// How carry-less multiplication shortens a message without changing its remainder: 128 bits of it
+/// Shortens a message by carry-less multiplication, and keeps its remainder: 128 bits of it
 /// are added to those that lie a block later, multiplied by how far that is.
 struct Crc32cFold {
   static constexpr size_t kBlockBytes = 256;

@@ -25,7 +25,7 @@ constexpr uint32_t kNanScaleBits = 0x7FC00000u;
 constexpr uint8_t kNanExponent = 0xFF;
 constexpr uint8_t kNanCode = 0x7F;
 
-/// What a block's elements are multiplied by where the block has a NaN or an infinity; no other
+/// Factor of a block's elements where the block has a NaN or an infinity; no other
 /// block is multiplied by zero.
 constexpr float kNotFinite = 0.0f;
 
@@ -199,7 +199,7 @@ MOE_FORCE_INLINE Simd::Words with_nans(Simd::Words codes, int idx, const float* 
   return (codes & ~is_nan) | (is_nan & (kNanCode * 0x01010101u));
 }
 
-/// What the blocks of a span are multiplied by.
+/// Factors of the blocks of a span.
 template <int kBlock>
 struct Multipliers {
   float of_block[kSpan / kBlock] = {};

@@ -8,7 +8,7 @@
 
 namespace moe::cpu {
 
-/// How fast this machine moves the bytes of an operation when nothing else has to be done: what the
+/// Rates at which this machine moves the bytes of an operation and does nothing else: what the
 /// benchmark divides an operation's bandwidth by. One table per instruction set.
 ///
 /// Every pointer is aligned to 64 bytes and every size is a multiple of 64. Each function ends with

@@ -9,14 +9,15 @@
 
 namespace moe::cpu {
 
-/// How a kernel stores: through the caches, or past them (non-temporal; pays above cache size).
+/// Way in which a kernel stores: through caches, or past them (non-temporal; pays above their
+/// size).
 enum class StoreMode { kCached, kStreaming };
 
 inline StoreMode store_mode(bool is_streaming) {
   return is_streaming ? StoreMode::kStreaming : StoreMode::kCached;
 }
 
-/// How a row is quantized to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
+/// Quantization of a row to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
 /// an infinity has a scale factor of NaN (float32 0x7FC00000, byte 0xFF) and data bytes of 0x7F,
 /// all of them.
 struct RowQuantization {
@@ -29,14 +30,15 @@ struct RowQuantization {
   int64_t num_blocks() const { return (hidden + block - 1) / block; }
 };
 
-/// Whether RowKernels::quantize_row makes rows of @p format: e4m3 in blocks of 32, 64 or 128.
+/// Returns whether RowKernels::quantize_row makes rows of @p format: e4m3 in blocks of 32, 64 or
+/// 128.
 bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale);
 RowQuantization row_quantization(const layout::WireFormat& format,
                                  layout::ScaleFormat scale,
                                  DType dtype,
                                  int64_t hidden);
 
-/// Which sources of a sum are added among themselves first: [begin, end).
+/// Sources of a sum that are added among themselves first: [begin, end).
 struct SourceGroup {
   int begin = 0;
   int end = 0;
@@ -73,7 +75,7 @@ struct RowKernels {
                    const std::byte* const* prefetch,
                    int num_prefetch);
 
-  /// As sum_rows, but the sources of @p group are added among themselves, in ascending k from +0.0,
+  /// Adds as sum_rows, but the sources of @p group among themselves, in ascending k from +0.0,
   /// and their sum, not rounded to @p dtype, is one term after those before them.
   void (*sum_grouped_rows)(DType dtype,
                            const std::byte* const* src,

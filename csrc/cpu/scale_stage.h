@@ -53,7 +53,7 @@ class ScaleRowStage {
   }
 
  private:
-  /// What has not left yet: less than a line.
+  /// Bytes that have not left yet: less than a line.
   struct Stream {
     std::byte* first = nullptr;
     int64_t bytes = 0;

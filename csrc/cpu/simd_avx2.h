@@ -7,7 +7,7 @@
 namespace moe::cpu {
 namespace {
 
-/// What row_kernels_impl.h and roof_impl.h are written in, for AVX2 with F16C.
+/// Vocabulary of row_kernels_impl.h and roof_impl.h for AVX2 with F16C.
 struct Simd : Registers<32> {
   /// @param dst  Aligned to 32 bytes.
   static MOE_FORCE_INLINE void stream(std::byte* dst, Words value) {

@@ -7,7 +7,7 @@
 namespace moe::cpu {
 namespace {
 
-/// What row_kernels_impl.h and roof_impl.h are written in, for AVX-512 (F, BW, VL and DQ).
+/// Vocabulary of row_kernels_impl.h and roof_impl.h for AVX-512 (F, BW, VL and DQ).
 struct Simd : Registers<64> {
   /// @param dst  Aligned to 64 bytes.
   static MOE_FORCE_INLINE void stream(std::byte* dst, Words value) {

@@ -9,7 +9,7 @@
 namespace moe::cpu {
 namespace {
 
-/// What row_kernels_impl.h and roof_impl.h are written in, for any machine. It knows no
+/// Vocabulary of row_kernels_impl.h and roof_impl.h for any machine. It knows no
 /// non-temporal store, so streaming is an ordinary store.
 struct Simd : Registers<16> {
   static MOE_FORCE_INLINE void stream(std::byte* dst, Words value) {

@@ -38,7 +38,7 @@ class Cursor {
     return shape_ == nullptr ? contiguous_left_ : shape_->run_bytes - in_run_;
   }
 
-  /// How many units of @p unit bytes follow at one distance, which is stored in @p stride.
+  /// Number of units of @p unit bytes that follow at one distance, which is stored in @p stride.
   int64_t units_left(int64_t unit, int64_t* stride) const {
     if (shape_ == nullptr || shape_->run_bytes != unit) {
       *stride = unit;

@@ -10,7 +10,8 @@ namespace {
 
 /// So many that the last ones end at about the same time, so few that taking them costs nothing.
 constexpr int kPartsOfAThread = 16;
-/// Of the caller for the last parts of others, before it sleeps: about as long as a part takes.
+/// Yields of the caller for the last parts of others before it sleeps: about as long as a part
+/// takes.
 constexpr int kNumYields = 1000;
 
 }  // namespace

@@ -12,7 +12,7 @@
 
 namespace moe::cuda {
 
-/// What is known of a device without using it.
+/// Facts about a device that are known without using it.
 struct DeviceInfo {
   std::string name;
   int32_t compute_capability = 0;  ///< 10 * major + minor
@@ -26,7 +26,7 @@ struct DeviceInfo {
 int count_devices(std::string* reason);
 /// @throws CudaError
 DeviceInfo describe_device(int device_idx);
-/// Whether kernels on one device reach memory of the other.
+/// Returns whether kernels on one device reach memory of the other.
 bool can_reach(int device_idx, int peer_device_idx);
 /// Version of the driver, 13000 for 13.0; 0 where there is none.
 int driver_version();

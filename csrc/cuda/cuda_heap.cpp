@@ -117,7 +117,7 @@ struct CudaCore : HeapCore {
     }
   }
 
-  /// Of every segment, where the bytes begin of its range that are there with it and those before.
+  /// Begins, by segment, of the bytes of its range that are there with it and those before.
   heap::SegmentTable starts;
 
   bool holds(uint32_t segment_idx, uint64_t offset, uint64_t bytes) const {
@@ -181,7 +181,7 @@ struct CudaCore : HeapCore {
 
 using CudaWindow = HeapWindow<CudaCore>;
 
-/// What one peer announced and this process has opened.
+/// Memory that one peer announced and this process has opened.
 struct PeerMemory {
   SegmentTable table;
   std::vector<std::shared_ptr<DeviceSegment>> segments;
@@ -315,7 +315,7 @@ NewDeviceSegment IpcHeap::make_segment(const Growth& growth, uint64_t wanted_byt
   return make(growth.bytes);
 }
 
-/// Where a segment for a window of @p bytes goes: to the end of the range where less is missing, as
+/// Places a segment for a window of @p bytes: at the end of the range where less is missing, as
 /// what is free there counts; else to a range of its own.
 IpcHeap::Growth IpcHeap::plan_growth(uint64_t bytes) {
   Growth growth{round_up(heap::WindowAllocator::rounded_bytes(bytes), granularity_), nullptr, {}};

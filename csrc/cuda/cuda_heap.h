@@ -33,7 +33,7 @@ class CudaHeap : public SymmetricMemory {
 
   virtual heap::HeapStats stats() const = 0;
 
-  /// How the latest segment reaches other processes: "descriptor", "fabric" or "ipc"; "" while
+  /// Way of the latest segment to other processes: "descriptor", "fabric" or "ipc"; "" while
   /// there is none.
   virtual std::string sharing() const = 0;
 };

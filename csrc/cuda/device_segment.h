@@ -15,7 +15,7 @@
 
 namespace moe::cuda {
 
-/// How memory of a device reaches another process.
+/// Way of a device's memory to another process.
 enum class Sharing : uint32_t {
   kFileDescriptor = 1,  ///< cuMemCreate, a descriptor passed over the socket
   kFabric = 2,          ///< cuMemCreate, a handle that is valid in the whole NVLink domain
@@ -24,7 +24,7 @@ enum class Sharing : uint32_t {
 
 const char* sharing_name(Sharing sharing);
 
-/// How a peer opens a segment; the payload of its announcement.
+/// Description by which a peer opens a segment; the payload of its announcement.
 ///
 /// Byte map (128 bytes):
 ///   [0, 4)     Sharing
@@ -79,7 +79,7 @@ class DeviceSegment {
   uint64_t bytes() const { return bytes_; }
   /// That it lies in; null where it has addresses of its own.
   const std::shared_ptr<AddressRange>& range() const { return range_; }
-  /// Where the addresses begin that it and the segments before it share.
+  /// Begin of the addresses that it and the segments before it share.
   std::byte* base() const { return range_ == nullptr ? data_ : range_->data(); }
   /// Bytes from there to its start, and to its end.
   uint64_t offset() const { return static_cast<uint64_t>(data_ - base()); }
@@ -103,7 +103,7 @@ struct NewDeviceSegment {
   std::shared_ptr<heap::OwnedFd> fd;  ///< for peers; null unless the sharing is by descriptor
 };
 
-/// What segment sizes on a device are multiples of.
+/// Bytes of which segment sizes on a device are multiples.
 uint64_t segment_granularity(int device_idx);
 
 /// Allocates device memory that peers can open, in the first way that works on this machine.

@@ -42,10 +42,10 @@ const Driver& driver();
 /// @throws CudaError
 void check_driver(CUresult code, const std::string& doing);
 
-/// What an attribute of a device says; 0 where the driver does not know it.
+/// Value of an attribute of a device; 0 where the driver does not know it.
 int device_attribute(int device_idx, CUdevice_attribute attribute);
 
-/// Whether this process uses a device already. False where the driver cannot say.
+/// Returns whether this process uses a device already. False where the driver cannot say.
 bool has_context(int device_idx) noexcept;
 
 /// Lets the calling thread make calls that a capture on another thread would forbid: they touch no

@@ -11,7 +11,7 @@
 namespace moe::cuda {
 namespace {
 
-/// Whether the driver has loaded every kernel with its module (CUDA_MODULE_LOADING=EAGER).
+/// Returns whether the driver has loaded every kernel with its module (CUDA_MODULE_LOADING=EAGER).
 bool is_eager() {
   CUmoduleLoadingMode mode{};
   return driver().module_get_loading_mode != nullptr &&

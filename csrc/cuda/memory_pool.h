@@ -48,17 +48,18 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   /// @p stream is about to end; what it still does counts until it is done.
   void unwatch(CudaStream& stream) noexcept;
 
-  /// As StreamMarks::mark().
+  /// Marks the stream as StreamMarks::mark() does.
   std::shared_ptr<StreamMarks::Mark> mark() { return marks_.mark(); }
-  /// As StreamMarks::has_passed(). @throws CudaError  also at exit.
+  /// Returns StreamMarks::has_passed(). @throws CudaError  also at exit.
   bool has_passed(StreamMarks::Mark& mark);
-  /// Whether no stream that a pool of this process knows has work. @throws CudaError  also at exit.
+  /// Returns whether no stream that a pool of this process knows has work. @throws CudaError  also
+  /// at exit.
   static bool are_all_idle();
 
  private:
   using Block = heap::WindowAllocator::Block;
 
-  /// What was taken of one kind.
+  /// Memory that was taken of one kind.
   struct Arena {
     std::mutex growth_mutex;  ///< held while the driver is asked for more
     std::atomic<uint64_t> reserved_bytes{0};

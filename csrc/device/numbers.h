@@ -43,7 +43,7 @@ struct Float64 {
   }
 };
 
-/// What one access moves: several elements in a Bytes16, or one.
+/// Elements that one access moves: several in a Bytes16, or one.
 template <typename Number, typename Unit>
 constexpr int kElementsPerUnit = static_cast<int>(sizeof(Unit) / sizeof(typename Number::Bits));
 

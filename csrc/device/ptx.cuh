@@ -24,7 +24,7 @@
 
 namespace moe::device {
 
-/// How far an order of accesses is visible.
+/// Reach of an order of accesses.
 enum class Scope { kBlock, kDevice, kSystem };
 
 struct alignas(16) Bytes16 {

@@ -9,7 +9,7 @@
 
 namespace moe::device {
 
-/// Where a logical byte lies, and how many adjacent bytes its run has from there on.
+/// Place of a logical byte, and the number of adjacent bytes that its run has from there on.
 struct StridedPlace {
   int64_t offset;
   int64_t run_left;

@@ -11,7 +11,7 @@
 
 namespace moe::group {
 
-/// What ended the operations of a communicator, on this rank and as it tells the others: one record
+/// Cause that ended the operations of a communicator, here and as the others are told: one record
 /// until a recovery ends. Thread-safe.
 class Aborts {
  public:
@@ -42,13 +42,13 @@ class Aborts {
 
   /// Recoveries that have ended.
   uint32_t generation() const { return generation_.load(std::memory_order_relaxed); }
-  /// What was aborted works again.
+  /// Lets operations that were aborted work again.
   void begin_generation() { generation_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
   void store(layout::ControlBlock& control, const layout::AbortRecord& record);
   void store_at_peers(const layout::AbortRecord& record);
-  /// Whether what aborted this rank is known here in full; waits for its writer a little.
+  /// Returns whether what aborted this rank is known here in full; waits for its writer a little.
   bool await_record() const;
 
   const Membership& ranks_;

@@ -50,7 +50,7 @@ class EntryTable;
 /// A thread as others see it: what it waits for, in whatever communicator.
 class CallerThread {
  public:
-  /// Of the calling thread, as the native module knows it whose code this is; goes with the thread.
+  /// The calling thread as the native module whose code this is knows it; goes with the thread.
   static std::shared_ptr<CallerThread> of_this_module();
 
   uint64_t number() const { return number_; }
@@ -70,7 +70,7 @@ class CallerThread {
   uint64_t awaited_buffer_ = 0;
 };
 
-/// What one rank has entered on one communicator, by which threads, and for whose entry it waits.
+/// Entries of one rank on one communicator, by thread, and the entries that it waits for.
 /// Thread-safe.
 class EntryTable {
  public:
@@ -102,7 +102,7 @@ class EntryTable {
 
   /// The wait of this rank inside an operation of that buffer, or null.
   std::shared_ptr<EntryWait> wait_in(uint64_t buffer_number) const;
-  /// What the one thread waits for that makes calls here; null where there are several: another
+  /// The wait of the one thread that makes calls here; null where there are several: another
   /// than the waiting one may enter what peers wait for.
   std::shared_ptr<EntryWait> wait_of_caller() const;
 

@@ -55,7 +55,7 @@ Group::Group(std::shared_ptr<PeerLink> link,
   }
 }
 
-/// Where ranks are threads, one that had its group and left has taken its memory along: that is no
+/// A rank that is a thread, had its group and left has taken its memory along: that is no
 /// failure, and there is nobody to ring any more.
 layout::ControlBlock* Group::find_control(int peer_rank, const Offer& offer, const WaitSite& site) {
   std::byte* control = memory().try_resolve(link_rank(peer_rank), offer);

@@ -48,7 +48,7 @@ class Group : public Peers {
   int num_threads() const { return num_threads_; }
   RetiredMemory& retired() { return retired_; }
   Recovery& recovery() { return recovery_; }
-  /// How the survivors of failures leave this group for a new one.
+  /// The way of the survivors of failures from this group into a new one.
   ShrinkAgreement& shrink_agreement() { return shrink_agreement_; }
 
   /// Tells peers. Local, idempotent.

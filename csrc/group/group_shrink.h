@@ -12,7 +12,7 @@ namespace moe::group {
 
 class Recovery;
 
-/// How the ranks of a group leave it together for a new one, of which ranks declared failed are no
+/// Lets the ranks of a group leave it together for a new one, of which ranks declared failed are no
 /// part: first they agree on who goes on, then they make the new group over the old sockets, then
 /// they make sure that all of them have it.
 ///

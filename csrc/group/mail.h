@@ -16,7 +16,7 @@
 
 namespace moe::group {
 
-/// What the link's service thread does for one communicator of this rank: it stores what ranks of
+/// Work of the link's service thread for one communicator of this rank: it stores what ranks of
 /// other nodes say and ranks of this node store themselves (aborts, and ends of buffers) as soon as
 /// it arrives, so that no wait has to look at the link; and it answers peers that look for who
 /// holds them up. Thread-safe.
@@ -50,7 +50,7 @@ class Mail {
   /// @return That rank, -1 for nobody; nothing where the answer has not come.
   std::optional<int> take_answer(int rank_idx, uint64_t question_number) const;
 
-  /// What this rank has entered here and waits for, for peers that wait for each other in different
+  /// Entries and waits of this rank, for peers that wait for each other in different
   /// calls; outlives this.
   const std::shared_ptr<EntryTable>& entries() const { return entries_; }
 

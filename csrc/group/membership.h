@@ -14,7 +14,7 @@
 
 namespace moe::group {
 
-/// What messages of one communicator are about: a channel of the link each.
+/// Topics of messages of one communicator: a channel of the link each.
 enum class Topic : uint64_t {
   kGather = 0,
   kRecovery = uint64_t{1} << 63,
@@ -53,9 +53,9 @@ class Membership {
   size_t own_idx() const { return static_cast<size_t>(rank_idx_); }
   int num_ranks() const { return static_cast<int>(members_.size()); }
   const NodeLayout& nodes() const { return nodes_; }
-  /// Whether that rank is on this rank's node: only then does this process see its memory.
+  /// Returns whether that rank is on this rank's node: only then does this process see its memory.
   bool is_local(int rank_idx) const { return nodes_.is_same_node(rank_idx, rank_idx_); }
-  /// Whether the ranks of this machine have a core each.
+  /// Returns whether the ranks of this machine have a core each.
   bool has_spare_cores() const { return has_spare_cores_; }
   int64_t stall_timeout_ns() const { return stall_timeout_ns_; }
   int64_t arrival_timeout_ns() const { return arrival_timeout_ns_; }
@@ -65,7 +65,7 @@ class Membership {
   const std::vector<int>& members() const { return members_; }
   int link_rank(int rank_idx) const { return members_[static_cast<size_t>(rank_idx)]; }
 
-  /// Of the link.
+  /// Channel of the link.
   uint64_t channel(Topic topic) const { return channel_ | static_cast<uint64_t>(topic); }
   void post(int rank_idx, Topic topic, uint64_t sequence, const std::string& payload) const {
     link_->post(link_rank(rank_idx), channel(topic), sequence, payload);
@@ -76,17 +76,17 @@ class Membership {
   /// To every active peer.
   void post_to_peers(Topic topic, uint64_t sequence, const std::string& payload) const;
 
-  /// Whether a rank takes part; false for ranks a recovery has excluded.
+  /// Returns whether a rank takes part; false for ranks a recovery has excluded.
   bool is_active(int rank_idx) const { return is_active_[static_cast<size_t>(rank_idx)] != 0; }
-  /// Whether it is another rank that takes part.
+  /// Returns whether it is another rank that takes part.
   bool is_peer(int rank_idx) const { return rank_idx != rank_idx_ && is_active(rank_idx); }
   /// The rank takes no part any more.
   void exclude(int rank_idx) { is_active_[static_cast<size_t>(rank_idx)] = 0; }
-  /// Of a peer; a thread that sees it gone also sees every flag it stored before.
+  /// State of a peer; a thread that sees it gone also sees every flag it stored before.
   PeerState state(int rank_idx) const;
   /// Active peers that are gone.
   std::vector<int> missing_ranks() const;
-  /// What happened to a peer that is gone: "rank 3 died".
+  /// Text of the end of a peer that is gone: "rank 3 died".
   std::string end_of(int peer_rank) const;
 
   /// In a forked child nothing of a communicator may be touched: its memory is not mapped there and
@@ -107,16 +107,17 @@ class Membership {
     return *controls_[static_cast<size_t>(rank_idx)];
   }
   layout::ControlBlock& own_control() const { return *own_; }
-  /// What keeps the own block.
+  /// Owner of the own block's memory.
   std::shared_ptr<const void> control_memory() const { return own_control_; }
-  /// Of a rank of another node: one that nobody sleeps on.
+  /// Doorbell of a rank; of one on another node, a doorbell that nobody sleeps on.
   sync::Doorbell& doorbell(int rank_idx) const { return control(rank_idx).doorbell; }
   sync::Doorbell& own_doorbell() const { return own_->doorbell; }
 
   /// Says which operation this rank has entered, for peers that wait for it on another buffer.
   void show_presence(uint64_t buffer_number, uint64_t epoch, layout::Operation operation);
   void leave_presence();
-  /// Whether @p rank_idx shows that it is in that operation now; never of a rank of another node.
+  /// Returns whether @p rank_idx shows that it is in that operation now; never of a rank of another
+  /// node.
   bool is_present(int rank_idx, uint64_t buffer_number, uint64_t epoch) const;
   /// "; it is in combine of buffer 3, epoch 7" or nothing.
   std::string location(int rank_idx) const;
@@ -147,7 +148,7 @@ class Membership {
   bool is_child_;
 
   std::shared_ptr<Window> own_control_;
-  /// What stands for the blocks of ranks of other nodes, and of those that left before this was
+  /// Blocks in place of those of ranks of other nodes, and of those that left before this was
   /// made.
   std::shared_ptr<Window> remote_control_;
   layout::ControlBlock* own_ = nullptr;

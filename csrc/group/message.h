@@ -25,7 +25,7 @@ Value read_value(const std::string& bytes, size_t* position) {
   return value;
 }
 
-/// What a rank says of one buffer when ranks agree on where they stand.
+/// Epochs of one buffer that a rank states when ranks agree on where they stand.
 struct BufferEpochs {
   uint64_t buffer_number;
   uint64_t next_epoch;

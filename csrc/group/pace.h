@@ -8,7 +8,7 @@
 
 namespace moe::group {
 
-/// How long a waiter spins and yields before it sleeps.
+/// Spins and yields of a waiter before it sleeps.
 struct WaitLadder {
   int num_spins;
   int num_yields;
@@ -30,7 +30,7 @@ inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
 /// Whether threads tell ranks apart.
 inline constexpr bool kRanksHaveThreads = true;
 
-/// Of the number of an exchange between survivors, which wraps.
+/// Bits of the number of an exchange between survivors, which wraps.
 inline constexpr uint32_t kGatherBits = 20;
 
 }  // namespace moe::group

@@ -60,7 +60,7 @@ void wait_until(const Membership& ranks, Ready&& ready, OnSlow&& on_slow) {
 /// destroyed the communicator.
 void answer_caller(const Membership& ranks, const WaitSite& site);
 
-/// What every wait in a communicator that works does now and then, in this order: it answers its
+/// Steps that every wait in a working communicator takes now and then, in order: it answers its
 /// caller; it looks at what it waits for once more, because a peer may do its part and then abort
 /// or leave; it hears of an abort, whose cause says more than what follows from it; then
 /// @p look(now_ns) looks at what this wait alone has to fear.
@@ -120,20 +120,20 @@ class GraceClock {
   int64_t since_ns_ = 0;
 };
 
-/// What one wait allows ranks that are gone.
+/// Grace that one wait allows ranks that are gone.
 class GoneWatch {
  public:
-  /// Of a rank that still owes something. What it said is there in memory that this rank sees, and
+  /// Checks a rank that still owes something. Its words are in memory that this rank sees, and
   /// may be under way from another node.
   bool has_ended(const Membership& ranks, int gone_rank, int64_t now_ns) {
     return ranks.is_local(gone_rank) || remote_.has_passed(now_ns, kRemoteGraceNs);
   }
-  /// Of a rank that has entered and owes this wait nothing: it ends the wait for others that
+  /// Checks a rank that has entered and owes this wait nothing: it ends the wait for others that
   /// cannot come because of its death, and only then.
   bool keeps_others(const Membership& ranks, int gone_rank, int64_t now_ns) {
     return ranks.state(gone_rank) == PeerState::kDead && death_.has_passed(now_ns, kDeathGraceNs);
   }
-  /// What was under way has come.
+  /// Notes that messages under way have come.
   void restart() { remote_.restart(); }
 
  private:
@@ -173,7 +173,7 @@ std::string describe_absence(const Membership& ranks,
 /// Aborts and throws because @p peer_rank did not come within the arrival limit.
 [[noreturn]] void give_up_absent(Peers& peers, const WaitSite& site, int peer_rank);
 
-/// How long this rank has waited for others to come.
+/// Time that this rank has waited for others to come.
 class ArrivalClock {
  public:
   explicit ArrivalClock(int64_t limit_ns)
@@ -250,7 +250,7 @@ std::string describe_stall(const Membership& ranks,
 [[noreturn]] void give_up_stalled(
     Peers& peers, const WaitSite& site, int culprit, int64_t limit_ns, const std::string& awaited);
 
-/// Who keeps @p peer_rank from going on. A peer that itself waits for somebody is not the one to
+/// Finds the rank that keeps @p peer_rank waiting. A peer that waits for somebody is not the one to
 /// blame: the chain is followed to its end, over all nodes. Every rank is asked, because what a
 /// stopped one has written down is old.
 int find_culprit(Peers& peers, const WaitSite& site, int peer_rank);

@@ -46,7 +46,7 @@ class Peers : public Membership {
     check_evicted();
     aborts_.throw_cause();
   }
-  /// Who goes on without this rank has said so before it let this rank find out.
+  /// Throws where others go on without this rank, which they say before this rank can find out.
   void check_evicted() {
     link()->catch_up();
     shrink_ballots_.check_evicted();

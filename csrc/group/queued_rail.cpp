@@ -13,7 +13,7 @@
 
 namespace moe::group {
 
-/// What the rail and its requests share, so that a request may end after its rail is gone.
+/// Queues that the rail and its requests share, so that a request may outlive its rail.
 class QueuedRail::Queues {
  public:
   Queues(int num_nodes, int node_idx) : node_idx_(node_idx), queues_(2 * num_nodes) {}

@@ -19,7 +19,7 @@ class RailBuffers {
   /// Contents are undefined. Starts at a multiple of 64.
   Rail::Buffer take(uint64_t bytes);
 
-  /// Of buffers that nobody uses now.
+  /// Bytes of buffers that nobody uses now.
   uint64_t kept_bytes() const;
 
  private:

@@ -36,7 +36,7 @@ struct RecoveryResult {
       completed_epochs;  ///< per buffer, last that completed everywhere, -1 for none
 };
 
-/// How the operations of a communicator end, and how the living make its buffers usable again.
+/// Ends the operations of a communicator, and lets the living make its buffers usable again.
 ///
 /// Every rank proposes which ranks have failed, and at which epochs its own buffers stand; it
 /// proposes again whenever it learns of another failure. A rank that sees the same set proposed by
@@ -54,7 +54,7 @@ class Recovery {
   /// Collective over the living; by one thread at a time. What ranks have said outlives a call that
   /// ended early, so that the next one goes on where it stopped.
   RecoveryResult recover(const InterruptCheck& interrupt_check);
-  /// Whether the last call has thrown.
+  /// Returns whether the last call has thrown.
   bool is_unfinished() const { return is_unfinished_.load(std::memory_order_relaxed); }
 
   void add(uint64_t buffer_number, std::weak_ptr<Recoverable> buffer);

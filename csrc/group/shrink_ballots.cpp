@@ -169,7 +169,7 @@ int ShrinkBallots::first_missing(bool* has_failed) const {
   return -1;
 }
 
-/// Whether every rank outside the own failed set has said what this rank says.
+/// Returns whether every rank outside the own failed set has said what this rank says.
 bool ShrinkBallots::is_unanimous_locked() const {
   const Ballot& own = statements_[ranks_.own_idx()].ballot;
   for (size_t idx = 0; idx < statements_.size(); ++idx)
@@ -178,7 +178,7 @@ bool ShrinkBallots::is_unanimous_locked() const {
   return true;
 }
 
-/// Whether at most one group can come of this; refuses once patience is over.
+/// Returns whether at most one group can come of this; refuses once patience is over.
 bool ShrinkBallots::has_majority_locked() {
   const std::string& members = statements_[ranks_.own_idx()].ballot.members;
   if (!needs_majority_ || have_majority(members))

@@ -12,7 +12,7 @@
 
 namespace moe::group {
 
-/// What the ranks that go on agreed on.
+/// Agreement of the ranks that go on.
 struct ShrinkDecision {
   std::vector<int> failed_ranks;
   std::vector<int> survivors;  ///< ascending; this rank is one of them
@@ -20,7 +20,7 @@ struct ShrinkDecision {
   std::vector<int64_t> completed_epochs;
 };
 
-/// What ranks say while survivors of failures agree, and what follows from it; ShrinkAgreement
+/// Statements of ranks while survivors of failures agree, and what follows; ShrinkAgreement
 /// waits for that.
 ///
 /// Every rank says where it stands in ballots: (round, whether it has the new group of that round,
@@ -33,7 +33,7 @@ struct ShrinkDecision {
 /// failed set reports counts; what a rank inside it says is not heeded, so no promise made without
 /// it can be overtaken by it.
 ///
-/// Where ranks that are not known to have ended stay behind, at most one side may go on: the
+/// Lets at most one side go on where ranks that are not known to have ended stay behind: the
 /// majority of those not known to have ended, of two halves the one with the lowest rank. A rank
 /// that is named by another side that may go on, and does not take that side for failed itself, is
 /// evicted: it says so to everybody, which counts as its end, and throws Evicted from then on.
@@ -77,7 +77,7 @@ class ShrinkBallots {
   /// @return Whether this ended it; not where another rank has done so before.
   bool refuse(const std::string& text, bool is_mistake);
 
-  /// Whether this rank has called, and the attempt has not ended.
+  /// Returns whether this rank has called, and the attempt has not ended.
   bool is_unfinished() const { return is_unfinished_.load(std::memory_order_relaxed); }
 
   /// Throws Evicted where a peer that this rank does not take for failed takes this rank for it.
@@ -93,7 +93,7 @@ class ShrinkBallots {
     uint32_t has_group = 0;
     std::string members;  ///< by rank, whether it has failed, and whether it is known to have ended
   };
-  /// What a rank has said last.
+  /// Last statement of a rank.
   struct Statement {
     std::string call() const { return agreed.substr(0, agreed.find('(')); }
 
@@ -105,7 +105,7 @@ class ShrinkBallots {
     std::string epochs;  ///< BufferEpochs, one after the other
   };
 
-  /// Whether a rank has said what is in @p ballot, or more.
+  /// Returns whether a rank has said what is in @p ballot, or more.
   static bool has_said(const Statement& statement, const Ballot& ballot) {
     return statement.has_spoken && statement.ballot.round >= ballot.round &&
            statement.ballot.has_group >= ballot.has_group &&
@@ -120,7 +120,8 @@ class ShrinkBallots {
   void say_locked();
   void hear_locked();
   void hear_ballot_locked(int peer_rank, const std::string& message, bool is_heeded);
-  /// Whether what a rank says of others can come to be: too few could declare everybody failed.
+  /// Returns whether what a rank says of others can come to be: too few could declare everybody
+  /// failed.
   static bool counts(const Statement& statement) {
     return statement.needs_majority == 0 || have_majority(statement.ballot.members);
   }

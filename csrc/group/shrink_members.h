@@ -34,15 +34,15 @@ inline std::vector<int> ranks_without(const std::string& members, char bit) {
   return ranks;
 }
 
-/// Whether both take the same ranks for failed.
+/// Returns whether both take the same ranks for failed.
 inline bool have_same_failed(const std::string& members, const std::string& others) {
   return std::equal(members.begin(), members.end(), others.begin(), [](char left, char right) {
     return (left & kFailed) == (right & kFailed);
   });
 }
 
-/// Whether those who would go on are the only ones who can: more than half of those not known to
-/// have ended, or half of them with the lowest.
+/// Returns whether those who would go on are the only ones who can: more than half of those not
+/// known to have ended, or half of them with the lowest.
 inline bool have_majority(const std::string& members) {
   const std::vector<int> survivors = ranks_without(members, kFailed);
   const std::vector<int> possible = ranks_without(members, kEnded);
@@ -51,7 +51,7 @@ inline bool have_majority(const std::string& members) {
          (twice == possible.size() && !survivors.empty() && survivors[0] == possible[0]);
 }
 
-/// Of the message of one exchange between survivors. Apart from those of ballots, which bear the
+/// Number of the message of one exchange between survivors. Ballots have others, which bear the
 /// attempt, counted from 0. The number of the exchange may wrap within its round: nobody is more
 /// than one exchange ahead of another, and what is older has been taken.
 inline uint64_t gather_sequence(uint32_t attempt, uint32_t round, uint32_t gather_idx) {

@@ -77,7 +77,7 @@ struct Peer {
 
 }  // namespace
 
-/// What the rail shares with the service thread.
+/// State that the rail shares with the service thread.
 class SocketRail::Engine {
  public:
   Engine(std::shared_ptr<PeerLink> link,
@@ -242,7 +242,7 @@ class SocketRail::Engine {
                             sizeof(peer.num_taken_frames)));
   }
 
-  /// What keeps a frame from being the next part of @p message; "" if nothing does.
+  /// Text of what keeps a frame from being the next part of @p message; "" for nothing.
   static std::string find_problem(int node_idx,
                                   const Peer& peer,
                                   const Message& message,

@@ -11,7 +11,7 @@
 
 namespace moe::group {
 
-/// Which stream of messages a SocketRail uses of the sockets: no two rails of a communicator tree
+/// Stream of messages that a SocketRail uses of the sockets: no two rails of a communicator tree
 /// have the same, so that nothing one has left on the way is taken by another.
 struct SocketRailStream {
   uint64_t channel = 0;        ///< of the communicator, with Group's bits for rails

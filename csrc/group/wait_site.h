@@ -12,7 +12,7 @@ namespace moe::group {
 /// Lets a blocked operation answer its caller's signals; may throw. Empty on progress threads.
 using InterruptCheck = std::function<void()>;
 
-/// Where a rank is while it waits: what an error about it says.
+/// Place of a rank that waits, as an error names it.
 struct WaitSite {
   layout::Operation operation = layout::Operation::kNone;
   layout::Phase phase = layout::Phase::kIdle;

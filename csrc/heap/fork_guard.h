@@ -5,7 +5,7 @@
 
 namespace moe::heap {
 
-/// What fork() does to the heap: the child has neither the service thread nor the mappings
+/// Guards the heap against fork(): the child has neither the service thread nor the mappings
 /// (MADV_DONTFORK), and its copies of the file descriptors would hide the death of this process
 /// from peers. So the child closes them before fork() returns there, and every object compares the
 /// generation it was made in with the present one.
@@ -29,7 +29,7 @@ class ForkOrigin {
  public:
   ForkOrigin() : generation_(ForkGuard::generation()) {}
 
-  /// Whether this process is a forked child of the one the object was made in.
+  /// Returns whether this process is a forked child of the one the object was made in.
   bool is_forked_child() const { return generation_ != ForkGuard::generation(); }
 
   /// @throws InvalidArgument  in a forked child; @p what names the object.

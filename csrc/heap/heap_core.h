@@ -31,7 +31,7 @@ struct OwnSegment {
   bool has_huge_pages() const { return granule_bytes == kHugePageBytes; }
 };
 
-/// What windows keep alive: the memory and who holds which part of it. It knows no peers.
+/// State that windows keep alive: the memory and who holds which part of it. It knows no peers.
 struct HeapCore {
   /// Above it sums of sizes and offsets could overflow.
   static constexpr uint64_t kMostBytes = uint64_t{1} << 47;
@@ -79,12 +79,12 @@ struct HeapCore {
     return allocator.allocate_largest(std::min(most_bytes, kMostBytes));
   }
 
-  /// Where the first @p bytes of a block lie.
+  /// Offer of the first @p bytes of a block.
   Offer offer_of(const WindowAllocator::Block& block, uint64_t bytes) const {
     return {block.segment_idx, 0, block.offset, bytes};
   }
 
-  /// Whether [address, address + bytes) lies whole in one segment; if so sets @p offer.
+  /// Returns whether [address, address + bytes) lies whole in one segment; if so sets @p offer.
   bool find(const void* address, uint64_t bytes, Offer* offer) const {
     const auto wanted = reinterpret_cast<uintptr_t>(address);
     for (uint32_t idx = num_segments.load(std::memory_order_acquire); idx-- > 0;) {

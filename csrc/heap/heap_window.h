@@ -65,7 +65,7 @@ class HeapWindow final : public Window {
   WindowAllocator::Block* block_;
 };
 
-/// What a window without memory resolves to: an address like any other, but nobody may touch it.
+/// Address of a window without memory: one like any other, but nobody may touch it.
 inline std::byte* empty_window_address() {
   alignas(WindowAllocator::kSmallBytes) static std::byte nothing[WindowAllocator::kSmallBytes];
   return nothing;

@@ -278,7 +278,7 @@ class MeshConnector {
     return text;
   }
 
-  /// What is known of addresses that did not lead to their ranks; "" for none.
+  /// Text about addresses that did not lead to their ranks; "" for none.
   std::string dialled_text() const {
     std::string text;
     for (const auto& [peer_rank, way] : remote_ways_)

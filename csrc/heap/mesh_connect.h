@@ -12,7 +12,7 @@ namespace moe::heap {
 /// Name of the abstract socket on which the owner of an address listens.
 std::string listener_name(const Token& mesh_token);
 
-/// Where peers reach this rank until all have.
+/// Sockets at which peers reach this rank until all have.
 struct Listeners {
   OwnedFd unix_socket;
   OwnedFd tcp_socket;  ///< empty with one node

@@ -48,10 +48,10 @@ class PeerConnection {
   /// A thread that sees the peer gone also sees every message it sent before.
   PeerState state() const { return state_.load(std::memory_order_acquire); }
   Kind kind() const { return kind_; }
-  /// Whether the peer is dead as far as can be seen because its machine does not answer.
+  /// Returns whether the peer is dead as far as can be seen because its machine does not answer.
   bool is_lost() const { return is_lost_.load(std::memory_order_relaxed); }
   bool is_open() const { return static_cast<bool>(socket_); }  ///< service thread only
-  /// What the socket has taken so far.
+  /// Bytes that the socket has taken so far.
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
   Inbox& inbox() { return inbox_; }
 
@@ -66,7 +66,7 @@ class PeerConnection {
             std::string payload = "",
             std::shared_ptr<OwnedFd> passed_fd = nullptr);
 
-  /// What is left to send afterwards: nothing, what the socket has no room for now, or what the
+  /// Rest to send afterwards: nothing, what the socket has no room for now, or what the
   /// system has no room for now (the socket will not tell when it has).
   enum class Flush { kEmpty, kWaits, kTryLater };
 

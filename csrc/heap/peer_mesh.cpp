@@ -510,7 +510,7 @@ void SocketMesh::handle_frame(Peer& peer,
   }
 }
 
-/// What is left to send, the worst of all peers.
+/// Flushes all peers, and returns the worst of what is left to send.
 PeerConnection::Flush SocketMesh::flush_all() {
   PeerConnection::Flush worst = PeerConnection::Flush::kEmpty;
   for (const auto& peer : peers_)

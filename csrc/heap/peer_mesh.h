@@ -51,7 +51,7 @@ class PeerMesh : public PeerLink {
   static std::shared_ptr<PeerMesh> create(const std::optional<TcpOptions>& tcp = std::nullopt);
   virtual ~PeerMesh() = default;
 
-  /// What peers need to connect: bytes for the bootstrap to gather. Includes the machine's boot id,
+  /// Bytes that peers need to connect, for the bootstrap to gather. Among them the boot id,
   /// so that connect() can say which ranks of a node are on another machine.
   virtual std::string address() const = 0;
 

@@ -34,7 +34,7 @@ class PeerSegments {
   /// is kept for find(), whose callers need the segment and can say so.
   void add(uint32_t segment_idx, uint64_t segment_bytes, const OwnedFd& memfd) noexcept;
 
-  /// Whether map_step() has work left.
+  /// Returns whether map_step() has work left.
   bool has_unmapped_pages() const { return !unmapped_.empty(); }
 
   /// Maps some pages of what was announced, so that the first operation does not fault on each.

@@ -8,7 +8,7 @@
 
 namespace moe::heap {
 
-/// What the ranks of one process share: their common token, their segments by pointer (so that a
+/// State that the ranks of one process share: their token, their segments by pointer (so that a
 /// segment is mapped once per process), and who has to say goodbye when the process exits.
 ///
 /// All under ForkGuard::lock(); a forked child starts with an empty registry and a token of its

@@ -23,14 +23,14 @@ class RemoteDial {
   /// that has one of its addresses here.
   std::vector<OwnedFd> take_connected();
 
-  /// Whether something of this round may still reach somebody.
+  /// Returns whether something of this round may still reach somebody.
   bool is_trying() const { return !attempts_.empty(); }
-  /// Whether nobody listened at any address tried in this round; it has ended.
+  /// Returns whether nobody listened at any address tried in this round; it has ended.
   bool is_refused() const { return attempts_.empty() && num_tried_ > 0 && num_others_ == 0; }
   /// Somebody hung up who was reached in this round.
   void note_hang_up() { text_ += text_.empty() ? "hung up" : ", hung up"; }
 
-  /// What became of the addresses: "10.0.0.2:4711: no answer, 172.17.0.1:4711: Connection refused".
+  /// Outcomes by address: "10.0.0.2:4711: no answer, 172.17.0.1:4711: Connection refused".
   std::string text() const;
 
   void add_polled(std::vector<pollfd>* polled) const;

@@ -11,7 +11,7 @@
 
 namespace moe::heap {
 
-/// Where the segments of one rank are mapped here. One writer at a time; readers take no lock, as
+/// Addresses of one rank's segments here. One writer at a time; readers take no lock, as
 /// they run once per operation and peer.
 ///
 /// Entries live in chunks that double in size and never move: chunk c holds 16 << c entries.

@@ -96,7 +96,7 @@ uint64_t MemfdHeap::largest_free_bytes() const {
   return core_->allocator.largest_free_bytes();
 }
 
-/// What a new segment gets beyond the window that asks for it: little, as its pages are resident,
+/// Bytes of a new segment beyond the window that asks for it: few, as its pages are resident,
 /// but enough where a window outgrew its former place, or needs that creep upwards would each grow
 /// the heap.
 uint64_t MemfdHeap::headroom_bytes(uint64_t bytes) const {

@@ -45,7 +45,7 @@ OwnedFd open_socket() {
   return fd;
 }
 
-/// How a socket ended that reports @p error.
+/// End of a socket that reports @p error.
 Transfer end_of(int error) {
   switch (error) {
     case ETIMEDOUT:

@@ -28,7 +28,7 @@ OwnedFd connect_abstract(const std::string& name);
 /// @throws SystemError
 OwnedFd accept_connection(const OwnedFd& listener);
 
-/// What became of a transfer that does not block.
+/// Outcome of a transfer that does not block.
 enum class Transfer {
   kMoved,
   kWouldBlock,

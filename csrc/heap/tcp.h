@@ -23,7 +23,7 @@ struct IpAddress {
 };
 static_assert(sizeof(IpAddress) == 20);
 
-/// How ranks of other nodes reach this one.
+/// Addresses and limits by which ranks of other nodes reach this one.
 struct TcpOptions {
   /// All ranks see this machine's loopback interface.
   bool is_one_machine = true;
@@ -54,7 +54,7 @@ OwnedFd listen_tcp(const IpAddress& address, uint16_t* port);
 /// @throws SystemError  no socket can be had.
 OwnedFd dial_tcp(const IpAddress& address, uint16_t port);
 
-/// What became of a dialled socket: 0 or an error number.
+/// Outcome of a dialled socket: 0 or an error number.
 int dial_error(const OwnedFd& socket);
 
 /// Small messages go at once, and the machine of an idle peer is asked now and then whether it is
@@ -62,8 +62,8 @@ int dial_error(const OwnedFd& socket);
 /// @throws SystemError
 void prepare_tcp(const OwnedFd& socket, double limit_s);
 
-/// Whether the machine at the other end owes an answer and has given none for @p limit_s. One look
-/// may fall between a question and its answer.
+/// Returns whether the machine at the other end owes an answer and has given none for @p limit_s.
+/// One look may fall between a question and its answer.
 bool is_tcp_silent(const OwnedFd& socket, double limit_s);
 
 }  // namespace moe::heap

@@ -11,7 +11,7 @@ inline uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-/// Which bytes of which segment are free: bookkeeping only, it never touches the memory.
+/// Free bytes of every segment: bookkeeping only, it never touches the memory.
 ///
 /// Every byte of a segment belongs to exactly one block; blocks of a segment form a list in address
 /// order, and free neighbors are merged at once. Free blocks also hang in bins by size (8 bins per
@@ -48,7 +48,7 @@ class WindowAllocator {
     uint64_t num_allocations = 0;
   };
 
-  /// What a request of @p bytes occupies: a multiple of 64 below 4096 bytes, of 4096 from there on.
+  /// Bytes that a request of @p bytes occupies: a multiple of 64 below 4096, of 4096 from there on.
   static uint64_t rounded_bytes(uint64_t bytes);
 
   WindowAllocator() = default;

@@ -19,7 +19,7 @@ std::string token_text(const Token& token);
 constexpr uint32_t kWireMagic = 0x4D4F4541;
 constexpr uint32_t kWireVersion = 2;
 
-/// What a rank tells the others, through the bootstrap, before there are sockets.
+/// Introduction of a rank to the others, through the bootstrap, before there are sockets.
 ///
 /// Byte map (236 bytes, padded to 240):
 ///   [0, 4)      kWireMagic

@@ -50,7 +50,7 @@ struct WaitTotals {
   uint64_t num_waits;  ///< that were not over at the first look
 };
 
-/// What is the same for every operation of a buffer on this rank. Passed by value.
+/// State that every operation of a buffer shares on this rank. Passed by value.
 struct Buffer {
   static constexpr int kMaxSegments = 256;
 
@@ -115,7 +115,7 @@ struct Tables {
   int32_t* status = nullptr;  ///< [2]: OperationStatus, rows dropped here (saturating)
 };
 
-/// What a captured operation leaves to be looked at later; Tables::status[0].
+/// Outcome that a captured operation leaves to be looked at later; Tables::status[0].
 enum class OperationStatus : int32_t {
   kOk = 0,
   kRejected = 1,  ///< a rank's input was bad: nobody sent anything

@@ -83,7 +83,7 @@ MOE_DEVICE void sum_loaded(const CombineParams& params,
   }
 }
 
-/// Whether every row and every sum begins at a multiple of 16 bytes. The same on all lanes.
+/// Returns whether every row and every sum begins at a multiple of 16 bytes. The same on all lanes.
 MOE_DEVICE bool is_aligned(const CombineParams& params, int64_t row_bytes) {
   uint64_t bits = static_cast<uint64_t>(row_bytes) | reinterpret_cast<uint64_t>(params.sums);
   for (int rank_idx = device::lane_idx(); rank_idx < params.buffer.num_ranks;
@@ -193,7 +193,7 @@ void combine(const CombineParams params) {
 /// @param most_bytes  of a piece
 RowPieces cut_rows(int64_t row_bytes, int64_t most_bytes, int64_t num_tokens, int64_t num_warps) {
   constexpr int64_t kRoundBytes = device::kWarpSize * static_cast<int64_t>(sizeof(Bytes16));
-  /// What a warp spends on a piece whatever its size, finding the rows above all.
+  /// Cost of a piece to a warp whatever its size, finding the rows above all.
   constexpr int64_t kBytesOfAPiece = kRoundBytes;
   /// Beyond, the last turn does not count.
   constexpr int64_t kManyTurns = 8;

@@ -9,7 +9,7 @@
 
 namespace moe::kernels {
 
-/// How rows are cut for warps that add a piece at a time. Numbers of 0 where there are no rows.
+/// Cut of rows for warps that add a piece at a time. Numbers of 0 where there are no rows.
 struct RowPieces {
   int32_t num_pieces = 0;  ///< of a row
   int32_t bytes = 0;       ///< of each but the last

@@ -184,8 +184,8 @@ class TokenRows {
   Scalar weight_ = 0;
 };
 
-/// What a lane has of a piece: its units lie kWarpSize units apart, so that a warp reads adjacent
-/// bytes.
+/// Part of a piece that a lane has: its units lie kWarpSize units apart, so that a warp reads
+/// adjacent bytes.
 template <typename Unit>
 struct LaneUnits {
   Unit units[kUnitsPerLane];
@@ -199,7 +199,7 @@ struct LaneUnits {
   MOE_DEVICE void load_shared(const std::byte* piece, int num_units) {
     load_by(piece, num_units, [](const Unit* from) { return device::load_shared(from); });
   }
-  /// Of a piece of kPieceBytes<Unit>.
+  /// Loads a piece of kPieceBytes<Unit>.
   MOE_DEVICE void load_shared(const std::byte* piece) {
     const auto* const from = reinterpret_cast<const Unit*>(piece) + device::lane_idx();
 #pragma unroll

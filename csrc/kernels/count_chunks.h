@@ -12,7 +12,7 @@
 
 namespace moe::kernels {
 
-/// What counting is told.
+/// Arguments of counting.
 struct Counted {
   Choices choices;
   const int32_t* expert_rank;  ///< Buffer::expert_rank; null where tokens of ranks do not count

@@ -48,7 +48,7 @@ bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) {
 }
 
 int num_row_parts(const device::Launch& launch, const DispatchParams& params) {
-  /// What a warp reads of a row at once, and quantizes at once.
+  /// Least bytes of a row that a warp reads at once, and quantizes at once.
   constexpr int64_t kLeastBytes = 512;
   if (params.choices.num_tokens == 0)
     return 1;

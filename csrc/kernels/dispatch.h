@@ -18,7 +18,7 @@ struct Quantize {
   layout::ScaleFormat scale_format = layout::ScaleFormat::kFloat32;
 };
 
-/// Whether kernels make rows of @p format: e4m3 in blocks of lanes that are a power of two.
+/// Returns whether kernels make rows of @p format: e4m3 in blocks of lanes that are a power of two.
 bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale);
 
 struct DispatchParams {

@@ -32,7 +32,7 @@ struct WarpMemory {
   MOE_DEVICE std::byte* scales() const { return base + shape.scales_offset; }
 };
 
-/// Where rows lie on the ranks they are sent to.
+/// Places of rows on the ranks they are sent to.
 class Places {
  public:
   MOE_DEVICE explicit Places(const DispatchParams& params) : params_(params) {}
@@ -44,7 +44,8 @@ class Places {
   MOE_DEVICE std::byte* window(int64_t slot) const {
     return device::load_constant(&peer(slot).rows);
   }
-  /// Where this rank writes a row: null for no slot, and for one that its rank copies the row to.
+  /// Address at which this rank writes a row: null for no slot, and for one that its rank copies
+  /// to.
   MOE_DEVICE std::byte* row(int64_t slot) const {
     if (!layout::Slot::is_written(slot))
       return nullptr;
@@ -106,7 +107,7 @@ MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
   return map;
 }
 
-/// What travels beside the row of one token but its scale factors.
+/// Data beside the row of one token, but for its scale factors.
 struct RowMetadata {
   const int64_t* slots;  ///< [num_slots]
   int num_slots;
@@ -127,7 +128,7 @@ class RowMetadataWriter {
     device::sync_warp();
   }
 
-  /// Of rows that come with their scale factors.
+  /// Gathers scale factors of rows that come with them.
   MOE_DEVICE void gather_scales(int64_t token_idx) const {
     const std::byte* const source = params_.scales + token_idx * params_.scale_row_stride;
     device::with_unit(params_.scale_bytes, [&](auto kind) {
@@ -140,7 +141,7 @@ class RowMetadataWriter {
     device::sync_warp();
   }
 
-  /// What travels beside the row of @p token_idx but its scale factors, to all its slots.
+  /// Writes data beside the row of @p token_idx, but for its scale factors, to all its slots.
   MOE_DEVICE void write(int64_t token_idx, const int64_t* slots) const {
     const int num_topk = params_.choices.num_topk;
     write({slots,
@@ -333,7 +334,7 @@ class RowWalk {
 
  private:
   MOE_DEVICE int32_t num_tokens() const { return static_cast<int32_t>(params_.choices.num_tokens); }
-  /// Of warps that share rows.
+  /// Number of groups of warps that share rows.
   MOE_DEVICE int num_groups() const {
     return device::num_blocks() * device::num_warps() / params_.num_parts;
   }
@@ -347,8 +348,8 @@ class RowWalk {
   Piece piece_;
 };
 
-/// What rows are in memory: bytes that move as they are, or numbers (device::BFloat16 ...) that are
-/// quantized.
+/// Elements of rows in memory: bytes that move as they are, or numbers (device::BFloat16 ...) that
+/// are quantized.
 struct Bytes {};
 
 /// Calls @p launch with a Bytes{}, device::BFloat16{} ... for what a dispatch reads. Host.

@@ -7,7 +7,7 @@
 
 namespace moe::kernels {
 
-/// How rows are cut to move. Numbers of 32 bits: kernels keep them in registers.
+/// Cut of rows to move. Numbers of 32 bits: kernels keep them in registers.
 struct BulkPieces {
   static constexpr int64_t kMostBytes = int64_t{1} << 30;
 
@@ -42,7 +42,7 @@ struct BulkPieces {
   }
 };
 
-/// How a dispatch cuts rows into pieces, and a block's shared memory into what its warps need.
+/// Cut of rows into pieces in a dispatch, and of a block's shared memory into what its warps need.
 ///
 /// Byte map of a block: [0, scratch_bytes) words of the functions that blocks call; then per warp,
 /// `warp_bytes` each (a multiple of 128), S stages, K slots per token:
@@ -56,8 +56,8 @@ struct BulkPieces {
 /// Example: rows of 14336 bytes, 8 warps: 2 pieces of 7168 bytes, 3 stages, 172032 bytes of stages.
 struct DispatchShape {
   static constexpr int kNumStages = 3;
-  /// Of a piece and its codes: enough loads in flight with 8 warps, and 8 warps of 3 stages fit the
-  /// 227 KiB of a block.
+  /// Bytes of a piece and its codes: enough loads in flight with 8 warps, and 8 warps of 3 stages
+  /// fit the 227 KiB of a block.
   static constexpr int64_t kMostStageBytes = 8192;
   static constexpr int64_t kCopyUnit = 16;
   /// Elements that pieces are multiples of: whole blocks of scale factors.

@@ -91,13 +91,13 @@ struct ExchangeParams {
 
 constexpr int kMaxExchangeThreads = 512;
 
-/// Whether the kernel counts choices: the row of a dispatch that the host has found nothing wrong
-/// with.
+/// Returns whether the kernel counts choices: the row of a dispatch that the host has found nothing
+/// wrong with.
 MOE_HOST_DEVICE inline bool counts_choices(const ExchangeParams& params) {
   return params.with_counts != 0 && params.status == static_cast<int32_t>(layout::RowStatus::kOk);
 }
 
-/// Whether ids are of logical experts, whose rows the counts give to replicas.
+/// Returns whether ids are of logical experts, whose rows the counts give to replicas.
 inline bool has_replicas(const ExchangeParams& params) {
   return params.replicas.num_experts > 0;
 }
@@ -111,10 +111,10 @@ inline bool has_replicas(const ExchangeParams& params) {
 /// could make more), it has ended on all ranks alike, and its ring entry is given back.
 void launch_exchange(const device::Launch& launch, const ExchangeParams& params);
 size_t exchange_shared_bytes(const ExchangeParams& params);
-/// Of the kernel that exchanges rows, across nodes too.
+/// Number of blocks of the kernel that exchanges rows, across nodes too.
 int num_exchange_blocks(int most_blocks, const ExchangeParams& params);
 
-/// What layout::SecondOffer says.
+/// Contents of layout::SecondOffer.
 struct OwnOffer {
   Offer offer;  ///< bytes 0 where memory could not be had
   uint64_t needed_bytes = 0;

@@ -343,9 +343,9 @@ class ExchangeBlock {
 
   // --- Rows of all ranks ------------------------------------------------------------------------
 
-  /// Whether the rows that this thread looks at are all right. All equal this rank's exactly where
-  /// all equal each other. Not where a rank called without knowing that an operation before, on
-  /// which this one may build, was found wrong.
+  /// Returns whether the rows that this thread looks at are all right. All equal this rank's
+  /// exactly where all equal each other. Not where a rank called without knowing that an operation
+  /// before, on which this one may build, was found wrong.
   MOE_DEVICE bool agrees() const {
     bool agrees = true;
     const uint64_t refused_epoch = device::load(&buffer_.state->refused_epoch);
@@ -369,8 +369,8 @@ class ExchangeBlock {
     return agrees;
   }
 
-  /// Whether no two other ranks exclude each other, where each gets along with this one. By all
-  /// threads.
+  /// Returns whether no two other ranks exclude each other, where each gets along with this one. By
+  /// all threads.
   MOE_DEVICE bool agrees_on_gradients() const {
     using layout::GradientWord;
     const int32_t own_word = params_.arguments.gradients;

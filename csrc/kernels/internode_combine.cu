@@ -80,7 +80,8 @@ MOE_DEVICE void add_rows(const CombineParams& params,
   });
 }
 
-/// Whether every row that the token was found to have, and its sum, is in units of 16 bytes.
+/// Returns whether every row that the token was found to have, and its sum, is in units of 16
+/// bytes.
 template <bool kReduces>
 MOE_DEVICE bool is_token_aligned(const CombineParams& params,
                                  const Rails& rails,
@@ -158,7 +159,7 @@ MOE_DEVICE void add_chunk(const CombineParams& params,
   }
 }
 
-/// What one warp does: asks ahead, then in turns answers a chunk of every other node, adds one of
+/// Runs one warp: asks ahead, then in turns answers a chunk of every other node, adds one of
 /// its own, and asks for the next. @return false when the kernel is to leave.
 template <typename Number, bool kWeighted, bool kReduces>
 MOE_DEVICE bool combine_chunks(const CombineParams& params, const Rails& rails, std::byte* shared) {

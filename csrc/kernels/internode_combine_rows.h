@@ -29,7 +29,8 @@ struct ReplyTurns {
   MOE_DEVICE int64_t place(int64_t chunk_idx) const { return chunk_idx % (num_units * num_ahead); }
 };
 
-/// Whether @p bits, of addresses and sizes or-ed together, are in units of 16 bytes on every lane.
+/// Returns whether @p bits, of addresses and sizes or-ed together, are in units of 16 bytes on
+/// every lane.
 MOE_DEVICE bool is_aligned(uint64_t bits) {
   return device::all(bits % sizeof(device::Bytes16) == 0);
 }

@@ -9,7 +9,8 @@
 
 namespace moe::kernels {
 
-/// Whether other nodes send sums of a token's rows. Where only weights are pulled there are none.
+/// Returns whether other nodes send sums of a token's rows. Where only weights are pulled there are
+/// none.
 MOE_HOST_DEVICE inline bool reduces_rows(const CombineParams& params) {
   return params.node_reduction != 0 && params.hidden > 0;
 }
@@ -208,10 +209,10 @@ class TokenSources {
   /// The row of slot @p i; with kReduces, where it lies on this node.
   MOE_DEVICE const std::byte* row(int i) const { return address(rows_ + i); }
   MOE_DEVICE const std::byte* weights(int i) const { return address(weights_ + i); }
-  /// What another node sent.
+  /// Sum that another node sent.
   MOE_DEVICE const std::byte* sum(int node_idx) const { return address(sums_ + node_idx); }
 
-  /// Where the owner, a rank of this node, offers a row.
+  /// Address at which the owner, a rank of this node, offers a row.
   MOE_DEVICE const std::byte* local_row(int64_t slot) const {
     const Peer& peer = params_.tables.peers[layout::Slot::rank_idx(slot)];
     return offset_ptr(device::load_constant(&peer.rows), layout::Slot::row_idx(slot), row_bytes_);

@@ -172,7 +172,7 @@ class RailPacker {
       write_beside(token_idx, static_cast<int>(device::load(nodes_ + i)), record(i));
   }
 
-  /// What travels beside a row to one node.
+  /// Writes what travels beside a row to one node.
   MOE_DEVICE void write_beside(int64_t token_idx, int node_idx, std::byte* record) const {
     const int num_topk = params_.choices.num_topk;
     copy_words<uint8_t>(

@@ -7,7 +7,7 @@
 
 namespace moe::kernels {
 
-/// How rows and flags of a rank reach all ranks where these share a node: by stores. RailPeers
+/// Way of a rank's rows and flags to all ranks where these share a node: by stores. RailPeers
 /// (kernels/rail_peers.h) has the same functions across nodes.
 class NodePeers {
  public:
@@ -29,14 +29,14 @@ class NodePeers {
                                const IsShort& /*is_short*/) const {
     return true;
   }
-  /// Whether this rank needs the address of a rank's window or rows.
+  /// Returns whether this rank needs the address of a rank's window or rows.
   /// @param sends  sends(src_rank, dst_rank): the count matrix has rows of src_rank there
   template <typename Sends>
   MOE_DEVICE bool moves_rows(int rank_idx, const Sends& sends) const {
     return sends(buffer_.rank_idx, rank_idx);
   }
-  /// Whether a rank's flags come here by its own hand. Others come by a rank of this node, which is
-  /// waited for first, so that it is named where it is missing.
+  /// Returns whether a rank's flags come here by its own hand. Others come by a rank of this node,
+  /// which is waited for first, so that it is named where it is missing.
   MOE_DEVICE bool is_near(int /*rank_idx*/) const { return true; }
   MOE_DEVICE bool has_far_ranks() const { return false; }
   MOE_DEVICE void release_done(uint64_t epoch) const { kernels::release_done(buffer_, epoch); }

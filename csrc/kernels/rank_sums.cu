@@ -12,7 +12,7 @@ namespace moe::kernels {
 
 namespace {
 
-/// Of the slots of one token the first on each rank, ranks ascending, then none.
+/// Lists the first slot of one token on each rank, ranks ascending, then none.
 /// @param alone_rank  added to the rank of a slot that has no other on its rank
 MOE_DEVICE void list_first_slots(const int64_t* slots,
                                  int num_slots,
@@ -101,7 +101,7 @@ MOE_KERNEL void write_rank_requests(const RankRequestsParams params) {
     write_requests<float>(params, map);
 }
 
-/// What a rank asks for: its tokens' slots, and their weights.
+/// Writes what a rank asks for: its tokens' slots, and their weights.
 template <typename Scalar>
 struct RankRequests {
   int64_t num_tokens;

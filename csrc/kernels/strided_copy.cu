@@ -20,7 +20,7 @@ constexpr int64_t kLongUnalignedRunBytes = 256;
 /// Units of a lane under way together.
 constexpr int kUnitsAtOnce = 4;
 
-/// What a warp moves at a time.
+/// Piece that a warp moves at a time.
 struct Piece {
   const StridedCopy* copy;
   const std::byte* source;

@@ -71,7 +71,7 @@ class CountBlock {
     return false;
   }
 
-  /// Of a matrix that is kept already.
+  /// Takes a matrix that is kept already.
   MOE_DEVICE void take_kept() const {
     add_up_experts();
     lay_out_experts();

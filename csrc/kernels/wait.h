@@ -13,7 +13,7 @@
 
 namespace moe::kernels {
 
-/// What a wait is for, as it is reported when it ends without it.
+/// Object of a wait, as it is reported when the wait ends without it.
 struct WaitSite {
   layout::Phase phase = layout::Phase::kIdle;
   int32_t operation = 0;  ///< layout::Operation
@@ -22,8 +22,8 @@ struct WaitSite {
   bool is_booked = true;
 };
 
-/// Whether an earlier kernel of the buffer left early. All threads of the block call and get the
-/// same answer; no kernel sets the word while another of its blocks may still ask.
+/// Returns whether an earlier kernel of the buffer left early. All threads of the block call and
+/// get the same answer; no kernel sets the word while another of its blocks may still ask.
 MOE_DEVICE bool has_left(const Buffer& buffer) {
   const bool left = device::load_relaxed<device::Scope::kDevice>(&buffer.state->has_left) != 0;
   // Nobody waits, and hence leaves, before all have asked.
@@ -31,8 +31,8 @@ MOE_DEVICE bool has_left(const Buffer& buffer) {
   return left;
 }
 
-/// Whether a kernel of the buffer left early, as all threads of the block see it alike while other
-/// blocks of this kernel may leave. @param scratch  shared, a word
+/// Returns whether a kernel of the buffer left early, as all threads of the block see it alike
+/// while other blocks of this kernel may leave. @param scratch  shared, a word
 MOE_DEVICE bool block_has_left(const Buffer& buffer, int32_t* scratch) {
   if (device::thread_idx() == 0)
     device::store(scratch,
@@ -78,7 +78,7 @@ class ProgressReporter {
   int num_rows_ = 0;
 };
 
-/// What leave() does; called with values, as what is referred to would lie in memory.
+/// Does the work of leave(); called with values, as what is referred to would lie in memory.
 MOE_DEVICE_CALLED void report_leaving(BufferState* state,
                                       WaitReport* report,
                                       Cause cause,
@@ -204,7 +204,7 @@ MOE_DEVICE bool await_flag(const Buffer& buffer,
 }
 
 /// A block waits for a flag of every rank that @p wants(rank_idx) names, one thread per rank.
-/// What each thread acquired, all threads may read afterwards.
+/// Lets all threads read afterwards what each of them acquired.
 /// @param flag_of  flag_of(rank_idx), the flag's address
 /// @param scratch  shared, a word per warp
 /// @return the same on every thread: false when the kernel is to leave.

@@ -8,7 +8,7 @@
 
 namespace moe::layout {
 
-/// What limits the rows of a dispatch besides the fixed rows in the count matrix.
+/// Limits on the rows of a dispatch besides the fixed rows in the count matrix.
 struct CapacityRule {
   int64_t expert_capacity = -1;  ///< most rows of one expert, over all ranks; -1 for no limit
   OnOverflow on_overflow = OnOverflow::kGrow;
@@ -29,7 +29,7 @@ std::vector<Overflow> find_overflows(const CountMatrix& asked,
                                      const Arrangement& arrangement,
                                      const CapacityRule& rule);
 
-/// What every rank throws where more rows were asked for than a limit allows, else null:
+/// Error that every rank throws where more rows were asked for than a limit allows, else null:
 /// CapacityError under kRaise, InvalidArgument for low-latency.
 /// @param row_bytes  Of a row on arrival.
 std::exception_ptr find_overflow(const CountMatrix& asked,

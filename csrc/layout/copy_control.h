@@ -8,7 +8,7 @@
 
 namespace moe::layout {
 
-/// What a rank tells a peer at the start of a batched copy.
+/// Row of a rank to a peer at the start of a batched copy.
 ///
 /// Byte map (512 bytes):
 ///   [0, 8)      epoch, the flag: stored last, released
@@ -36,7 +36,7 @@ struct alignas(64) CopyRow {
 };
 static_assert(sizeof(CopyRow) == 512);
 
-/// What a rank found when it compared its sends with what its peers receive.
+/// Verdict of a rank on its sends beside the receives of its peers.
 ///
 /// Byte map (512 bytes): [0, 8) epoch, stored last; [8, 12) status; [16, 512) message.
 struct alignas(64) CopyVerdict {

@@ -9,7 +9,7 @@
 
 namespace moe::layout {
 
-/// What a rank expects to receive under one task id: sizes, and where a sender may write.
+/// Receive of a rank under one task id: sizes, and where a sender may write.
 ///
 /// Byte map (80 bytes):
 ///   [0, 8)    task_id, told apart from others of the same sender

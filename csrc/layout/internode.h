@@ -9,7 +9,7 @@
 
 namespace moe::layout {
 
-/// What travels with every row that one rank dispatches to another node; equal at both ends, which
+/// Parts of every row that one rank dispatches to another node; equal at both ends, which
 /// know it from the operation's arguments and the count matrix.
 struct InternodeRow {
   int64_t row_bytes = 0;
@@ -76,7 +76,7 @@ struct InternodeChunk {
   }
 };
 
-/// How messages between nodes are cut, equal on every rank.
+/// Cut of messages between nodes, equal on every rank.
 struct InternodeCut {
   static constexpr int64_t kMostChunkBytes = int64_t{1} << 20;
   static constexpr int64_t kLeastChunkBytes = int64_t{64} << 10;

@@ -19,7 +19,7 @@ struct PulledRow {
   int64_t bytes() const { return row_bytes + weights_bytes(); }
 };
 
-/// How the rows that one rank pulls from one other node are cut into messages, each [rows][weights
+/// Cut of the rows that one rank pulls from one other node into messages, each [rows][weights
 /// of those rows]; InternodeCut says how many bytes and how many at a time. With node_reduction a
 /// row is the sum of a token's rows on that node, and has the weights of all of them.
 struct PullChunks {

@@ -26,7 +26,7 @@ struct Numbered {
 
   Numbered(double number, int32_t idx)
       : bits((std::bit_cast<uint64_t>(number) & ~kIdxMask) | static_cast<uint64_t>(idx)) {}
-  /// Of equal numbers, those of a higher opposite come first.
+  /// Index from the other end: of equal numbers, those of a higher opposite come first.
   static int32_t opposite(int32_t idx) { return static_cast<int32_t>(kIdxMask) - idx; }
   int32_t idx() const { return static_cast<int32_t>(bits & kIdxMask); }
   auto operator<=>(const Numbered&) const = default;
@@ -101,7 +101,7 @@ class LayerPlan {
   static size_t at(int64_t idx) { return static_cast<size_t>(idx); }
   int32_t* slots_of(int rank_idx) { return slots_.data() + rank_idx * rules_.num_slots; }
   bool is_full(int rank_idx) const { return ranks_[at(rank_idx)].num_filled == rules_.num_slots; }
-  /// Of an expert on a rank, in load.
+  /// Price of an expert on a rank, in load.
   double price(int rank_idx, int32_t expert_idx) const {
     return !layer_.is_planned_anew() && !layer_.is_held(rank_idx, expert_idx) ? reluctance_ : 0.0;
   }

@@ -6,13 +6,13 @@
 
 namespace moe::layout {
 
-/// What a plan is made for, alike in every layer.
+/// Rules of a plan, alike in every layer.
 struct PlanRules {
   int num_experts = 0;
   int num_ranks = 0;
   int num_slots = 0;       ///< of every rank; num_ranks * num_slots >= num_experts
   int ranks_per_node = 0;  ///< divides num_ranks
-  /// What a move of an expert to a rank must take off the largest load to be worth it.
+  /// Load that a move of an expert to a rank must take off the largest one to be worth it.
   double move_price = 0;
   /// Standard deviation of the logarithm of later loads over planned ones.
   double scatter = 0;
@@ -23,7 +23,7 @@ struct PlanRules {
 /// Experts in the slots of all ranks, -1 for an empty one: [num_ranks * num_slots], by rank.
 using SlotExperts = std::vector<int32_t>;
 
-/// What is given of one layer.
+/// Loads and present slots of one layer.
 struct LayerLoads {
   /// @param loads    [num_experts], >= 0
   /// @param present  Experts in slots, as SlotExperts of any number of slots, or empty.

@@ -42,7 +42,7 @@ void keep_slots(std::span<int32_t> slots, std::span<const int32_t> present) {
   }
 }
 
-/// What a plan leads to.
+/// Outcome of a plan.
 struct Outcome {
   double cost = 0;  ///< the largest load of a rank, a mean over scatters, and the price of moves
   std::vector<int64_t> slot_rows;  ///< [kNumScatters, num_ranks * num_slots]

@@ -14,7 +14,7 @@ constexpr int64_t kMostTokensPerChunk = 8;
 /// Chunks of a full buffer, at least: a warp takes one at a time.
 constexpr int64_t kLeastChunks = 256;
 
-/// Of an area: a small buffer takes rows of other sizes too.
+/// Least bytes of an area: a small buffer takes rows of other sizes too.
 constexpr int64_t kLeastAreaBytes = int64_t{256} << 10;
 constexpr int64_t kMostWeightBytes = 8;
 

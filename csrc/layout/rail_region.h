@@ -8,7 +8,7 @@
 
 namespace moe::layout {
 
-/// Where things lie in a rail region: memory of one buffer that ranks of other nodes put into and
+/// Map of a rail region: memory of one buffer that ranks of other nodes put into and
 /// send from. It begins at the same symmetric address on every rank, so that an offset names the
 /// same place everywhere.
 ///
@@ -98,7 +98,7 @@ struct RailRegion {
   }
 };
 
-/// How a token travels to another node: once, with its places there.
+/// Record of a token on its way to another node: once, with its places there.
 ///
 /// Byte map of a record (`bytes` is a multiple of 16):
 ///   [0, row_bytes)       the row as it arrives, quantized where that is asked for
@@ -144,7 +144,7 @@ struct RailRecord {
   }
 };
 
-/// What a combine moves over a rail: requests (slots, in the order of tokens and positions) and
+/// Messages of a combine over a rail: requests (slots, in the order of tokens and positions) and
 /// replies. Both lie in an area side by side: first the requests of all chunks, then `num_windows`
 /// places for replies, which chunks use in turn.
 ///
@@ -198,7 +198,7 @@ struct RailReply {
     return reply;
   }
 
-  /// Of a place for a reply.
+  /// Bytes of a place for a reply.
   MOE_HOST_DEVICE int64_t window_bytes() const {
     return round_up(reply_bytes(tokens_per_chunk * rows_per_token, tokens_per_chunk * num_slots),
                     16);

@@ -88,7 +88,7 @@ struct RankLeveling {
 
  private:
   MOE_HOST_DEVICE int32_t* queue() const { return words; }
-  /// Which search found a rank last; of one that is left out, the greatest number.
+  /// Search that found a rank last; of one that is left out, the greatest number.
   MOE_HOST_DEVICE int32_t* last_search() const { return words + table.num_ranks; }
   /// The slot whose rows come to a rank, and the one of the same expert that they come to.
   MOE_HOST_DEVICE int32_t* giver() const { return words + 2 * table.num_ranks; }

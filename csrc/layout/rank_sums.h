@@ -7,7 +7,7 @@
 
 namespace moe::layout {
 
-/// What a rank offers in a combine of which every rank adds the rows of a token that lie with it:
+/// Offer of a rank in a combine in which every rank adds the rows of a token that lie with it:
 /// its requests, and below them the sums that it makes for others.
 ///
 /// Byte map, T tokens of S slots, numbers of b bytes in which rows are added (regions start at
@@ -21,7 +21,7 @@ namespace moe::layout {
 ///   [header_offset, ...)  Header
 ///   [sums_offset, ...)    a row for each row of this rank: the sum of a token's rows here, in the
 ///                         place of the first of them. Not of one alone that Header::rows has
-/// What is offered is the sums; peers find the rest from there.
+/// Offers the sums; peers find the rest from there.
 ///
 /// Example: T = 3, S = 2, b = 4: slots_offset 64, weights_offset 128, header_offset 192,
 /// sums_offset 256.
@@ -30,7 +30,7 @@ struct RankSumsMap {
     int64_t num_tokens;
     int64_t num_slots;
     int64_t is_weighted;
-    /// Where rows without a weight that are alone are pulled, as they lie in this rank's heap; 0
+    /// Rows that are pulled as they lie in this rank's heap, alone and without a weight; 0
     /// bytes where they do not.
     Offer rows;
   };

@@ -30,7 +30,7 @@ struct ReplicaSharing {
     return counts + int64_t{src_rank} * Row::num_counts(table.num_ranks, num_slots);
   }
 
-  /// Whether any rank masks @p rank_idx, by the counts.
+  /// Returns whether any rank masks @p rank_idx, by the counts.
   MOE_HOST_DEVICE bool finds_mask(int rank_idx) const {
     bool is_found = false;
     MOE_ROLLED

@@ -132,7 +132,7 @@ class SlotRuns {
     return of_expert(e)[run_[e]];
   }
 
-  /// Whether as many were taken as there are rows.
+  /// Returns whether as many were taken as there are rows.
   bool is_used_up() {
     for (size_t e = 0; e < left_.size(); ++e) {
       if (left_[e] == 0)

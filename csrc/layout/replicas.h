@@ -28,12 +28,12 @@ struct Replicas {
   int num_experts() const { return slots.num_experts(); }
 };
 
-/// How many ids choices are among.
+/// Number of ids that choices are among.
 inline int num_ids(const Replicas* replicas, const Placement& placement) {
   return replicas == nullptr ? placement.num_experts : replicas->num_experts();
 }
 
-/// As count_choices() of layout/routing.h where @p replicas is null. Else counts of logical
+/// Counts as count_choices() of layout/routing.h where @p replicas is null. Else counts of logical
 /// experts, in the first columns, and at every rank how many tokens may be bound for it at most.
 /// @return the flat index of the first id outside [-1, num_ids()), or -1.
 int64_t count_choices(const int64_t* topk_idx,

@@ -9,7 +9,7 @@
 
 namespace moe::layout {
 
-/// Where a row lies: destination rank and row index in its window, packed as `rank << 48 | row`.
+/// Place of a row: destination rank and row index in its window, packed as `rank << 48 | row`.
 struct Slot {
   static constexpr int kRowBits = 48;
   static constexpr int64_t kNone = -1;
@@ -27,14 +27,14 @@ struct Slot {
   MOE_HOST_DEVICE static int64_t row_idx(int64_t slot) {
     return slot & ((int64_t{1} << kRowBits) - 1);
   }
-  /// Whether there is a slot, and the sender writes the row there.
+  /// Returns whether there is a slot, and the sender writes the row there.
   MOE_HOST_DEVICE static bool is_written(int64_t slot) { return (slot & kIsCopy) == 0; }
   MOE_HOST_DEVICE static int64_t unmarked(int64_t slot) {
     return slot == kNone ? kNone : slot & ~kIsCopy;
   }
 };
 
-/// Which rank owns every expert, and in which local order.
+/// Owner of every expert, and the local order of each rank's.
 struct Placement {
   int num_ranks = 0;
   int num_experts = 0;
@@ -46,7 +46,7 @@ struct Placement {
   Placement(std::vector<int32_t> expert_rank, int num_ranks);
 };
 
-/// How the rows of a window are ordered, and where experts begin.
+/// Order of the rows of a window, and where experts begin.
 struct Arrangement {
   RowLayout layout = RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
@@ -62,7 +62,7 @@ struct Arrangement {
   }
 };
 
-/// How many rows every rank sends where. Row r of the matrix is what rank r says:
+/// Numbers of rows that every rank sends to each. Row r of the matrix is what rank r says:
 ///   its choices of every expert [num_experts]; its tokens bound for every distinct rank
 ///   [num_ranks], or kMasked for a rank it masks; the rows of its own result where a capacity fixes
 ///   them, else -1; its choices per token.
@@ -99,7 +99,7 @@ struct CountMatrix {
   uint64_t hash(uint64_t seed) const;
 };
 
-/// What one rank receives, from the count matrix alone.
+/// Rows that one rank receives, from the count matrix alone.
 ///
 /// Example: 2 ranks, rank 1 owns experts 1 and 2, alignment 4. Rank 0 sends 3 rows to expert 1 and
 /// 1 to expert 2, rank 1 sends 2 to expert 1. Then on rank 1 num_tokens_per_expert = [5, 1],
@@ -131,7 +131,7 @@ std::vector<int64_t> num_window_rows(const CountMatrix& counts,
                                      const Placement& placement,
                                      const Arrangement& arrangement);
 
-/// Whether @p src_rank sends any row to @p dst_rank.
+/// Returns whether @p src_rank sends any row to @p dst_rank.
 bool sends_rows(const CountMatrix& counts, int src_rank, int dst_rank);
 
 /// Rows that @p src_rank sends to @p dst_rank.
@@ -166,22 +166,22 @@ std::string describe_bad_expert(int64_t flat_idx,
                                 int64_t expert_idx,
                                 int num_experts);
 
-/// What is wrong with a row of the count matrix of a rank that dispatches @p num_tokens, "" for
+/// Text of what is wrong with a row of the count matrix of a rank with @p num_tokens, "" for
 /// nothing: no rank's choices come to it.
 std::string describe_bad_counts(const int32_t* counts,
                                 int64_t num_tokens,
                                 int num_ranks,
                                 int num_experts);
 
-/// Whether @p counts, a row of the count matrix, is of these choices, by expert.
+/// Returns whether @p counts, a row of the count matrix, is of these choices, by expert.
 bool are_counts_of(const int32_t* counts,
                    const int64_t* topk_idx,
                    int64_t num_tokens,
                    int64_t num_topk,
                    const Placement& placement);
 
-/// Whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p topk_idx. How
-/// many tokens are bound for a rank matters where it receives one row of each.
+/// Returns whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p
+/// topk_idx. How many tokens are bound for a rank matters where it receives one row of each.
 bool may_keep(const CountMatrix& counts,
               const int64_t* topk_idx,
               int64_t num_tokens,

@@ -27,7 +27,7 @@ enum class Phase : int32_t {
 
 enum class RowLayout : int32_t { kExpertMajor = 0, kRankMajor = 1, kLowLatency = 2 };
 
-/// What happens to rows beyond a capacity.
+/// Treatment of rows beyond a capacity.
 enum class OnOverflow : int32_t { kGrow = 0, kDrop = 1, kRaise = 2 };
 inline constexpr const char* kOnOverflowNames[] = {"grow", "drop", "raise"};
 
@@ -41,7 +41,7 @@ enum class RowStatus : int32_t {
   kFailedRank = 5,
 };
 
-/// What a rank says of gradients in one operation, a word of bits. Ranks may say different things:
+/// Words of a rank on gradients in one operation, as bits. Ranks may say different things:
 /// each finds the same in all of them.
 ///
 ///   bits 0 to 4   see below
@@ -63,23 +63,23 @@ struct GradientWord {
   MOE_HOST_DEVICE static constexpr bool is_needed(int32_t word) {
     return (word & (kNeedsRows | kNeedsWeights)) != 0;
   }
-  /// Whether no other rank can add to what this one says without an error: where it is not enabled
-  /// nobody may need a gradient.
+  /// Returns whether no other rank can add to what this one says without an error: where it is not
+  /// enabled nobody may need a gradient.
   MOE_HOST_DEVICE static constexpr bool is_final(int32_t word, int32_t needs) {
     return !is_enabled(word) || (word & needs) == needs;
   }
-  /// Whether two ranks could not run one backward together.
+  /// Returns whether two ranks could not run one backward together.
   MOE_HOST_DEVICE static constexpr bool are_apart(int32_t word, int32_t other) {
     return !is_enabled(word) || !is_enabled(other) ||
            word >> kWeightBytesShift != other >> kWeightBytesShift;
   }
-  /// Whether two ranks exclude each other. What a third one needs may still set them apart.
+  /// Returns whether two ranks exclude each other. What a third one needs may still set them apart.
   MOE_HOST_DEVICE static constexpr bool do_clash(int32_t word, int32_t other) {
     return (is_needed(word) || is_needed(other)) && are_apart(word, other);
   }
 };
 
-/// What a rank does in one operation; equal on every rank but for `gradients`, compared by every
+/// Arguments of one operation; equal on every rank but for `gradients`, compared by every
 /// rank.
 ///
 /// Byte map (64 bytes): see the fields; all are written.
@@ -99,7 +99,7 @@ struct OperationArguments {
   uint64_t plan_hash = 0;        ///< of the handle, see ops::PlanHeader; 0 without one
 
   bool operator==(const OperationArguments&) const = default;
-  /// Whether two ranks do the same, whatever each says of gradients.
+  /// Returns whether two ranks do the same, whatever each says of gradients.
   MOE_HOST_DEVICE bool is_same_as(OperationArguments other) const {
     other.gradients = gradients;
     return *this == other;

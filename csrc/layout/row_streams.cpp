@@ -7,7 +7,7 @@ namespace moe::layout {
 
 namespace {
 
-/// What a row of a window is less than its position among the rows that @p rank_idx sends: by
+/// Difference between a row's position among those that @p rank_idx sends and its row here: by
 /// expert, rank-major by rank.
 std::vector<int64_t> position_shifts(const CountMatrix& counts,
                                      const Placement& placement,

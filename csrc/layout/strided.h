@@ -4,7 +4,7 @@
 
 namespace moe::layout {
 
-/// Where the bytes of a tensor lie, in logical row-major order: runs of adjacent bytes, and
+/// Places of a tensor's bytes, in logical row-major order: runs of adjacent bytes, and
 /// dimensions that repeat the run. Two tensors with equal bytes in that order may differ in both.
 ///
 /// Example: a bf16 tensor of shape (4, 3, 5) and strides (100, 10, 1) has runs of 10 bytes, sizes
@@ -31,8 +31,8 @@ struct StridedBytes {
     return span;
   }
 
-  /// Whether two runs may share bytes. Never false for a tensor where they do; true also for a few
-  /// tensors whose dimensions interleave without sharing.
+  /// Returns whether two runs may share bytes. Never false for a tensor where they do; true also
+  /// for a few tensors whose dimensions interleave without sharing.
   bool may_overlap() const;
 };
 

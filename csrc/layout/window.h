@@ -7,7 +7,7 @@
 
 namespace moe::layout {
 
-/// Where the scale factors of quantized rows lie in a receive window.
+/// Places of the scale factors of quantized rows in a receive window.
 ///
 /// Row-major: [num_rows, num_scales]. Column-major: groups of `group_rows` rows, each
 /// [num_scales, group_stride], so that the factors of one block are adjacent for successive rows.
@@ -66,7 +66,7 @@ struct ScaleMap {
   static constexpr int64_t kColumnBytes = 16;
 };
 
-/// What a rank receives in one dispatch: rows, then what travels with them.
+/// Window of a rank for one dispatch: rows, then what travels with them.
 ///
 /// Byte map, M rows, K choices per token (regions start at multiples of 64):
 ///   [0, M * row_bytes)        rows

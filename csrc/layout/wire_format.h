@@ -34,15 +34,15 @@ struct WireFormat {
   bool is_packed(ScaleFormat scale) const {
     return packs_exponents && scale == ScaleFormat::kUe8m0;
   }
-  /// Of one scale factor as it travels, or of one pack of them.
+  /// Bytes of one scale factor as it travels, or of one pack of them.
   int32_t scale_bytes(ScaleFormat scale) const;
   /// Scale factors of a row, or packs of them.
   int64_t num_scales(int64_t hidden, ScaleFormat scale) const {
     const int64_t channels = block * (is_packed(scale) ? 4 : 1);
     return (hidden + channels - 1) / channels;
   }
-  /// Whether docs/quantization.md has its arithmetic, which engines write for certain blocks. A
-  /// block of zeros has no float32 factor unless its amax counts as more.
+  /// Returns whether docs/quantization.md has its arithmetic, which engines write for certain
+  /// blocks. A block of zeros has no float32 factor unless its amax counts as more.
   bool is_e4m3(ScaleFormat scale) const {
     return dtype == "float8_e4m3fn" && element_bits == 8 && scale <= ScaleFormat::kUe8m0 &&
            (scale != ScaleFormat::kFloat32 || std::isfinite(448.0f / least_amax));
@@ -59,7 +59,7 @@ inline int32_t WireFormat::scale_bytes(ScaleFormat scale) const {
   return is_packed(scale) ? 4 : layout::scale_table()[static_cast<size_t>(scale)].bytes;
 }
 
-/// How rows are quantized, or come quantized, in one word that ranks compare.
+/// Quantization of rows, here or by the caller, in one word that ranks compare.
 ///
 /// Bits: 0 set; 1 scale factors in columns; [4, 8) number of the format, 0 for rows that come with
 /// their scale factors; [8, 12) scale format.

@@ -8,7 +8,7 @@
 
 namespace moe::layout {
 
-/// What a rank is doing on a buffer, for peers that wait for it and want to say why.
+/// Activity of a rank on a buffer, for peers that wait for it and want to say why.
 ///
 /// Byte map (64 bytes): [0, 8) progress, raised while it works; [8, 12) waiting_for, rank + 1 or 0;
 ///   [12, 16) phase; [16, 24) waiting_epoch and [24, 28) waiting_phase, which flag it waits for;

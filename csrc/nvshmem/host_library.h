@@ -33,7 +33,7 @@ Version built_version();
 ///   host and device code of NVSHMEM share data whose shape is theirs alone.
 Version load_host_library(const std::string& path);
 
-/// What is used of the host library. Valid once it is loaded.
+/// Functions of the host library that are used. Valid once it is loaded.
 struct HostLibrary {
   decltype(&nvshmemx_vendor_get_version_info) get_version;
   decltype(&nvshmemx_get_uniqueid) get_unique_id;

@@ -17,7 +17,7 @@ class RegionPool {
  public:
   static constexpr int kNone = -1;
 
-  /// What this rank says before an allocation: bytes wanted, and which regions are free here.
+  /// Words of this rank before an allocation: bytes wanted, and regions that are free here.
   std::string describe(int64_t wanted_bytes) const;
 
   /// The region that every rank takes, or kNone where all have to make one.

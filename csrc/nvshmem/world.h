@@ -18,7 +18,7 @@ namespace moe::nvshmem {
 /// ranks take it over, with the memory that earlier ones gave back.
 class World final : public runtime::SymmetricRegions, public std::enable_shared_from_this<World> {
  public:
-  /// What rank 0 makes and every rank is told before create(): where PEs meet. Says nothing of MPI
+  /// Id of rank 0 that every rank is told before create(): where PEs meet. Says nothing of MPI
   /// or of a process manager.
   static std::string make_unique_id();
 
@@ -30,12 +30,12 @@ class World final : public runtime::SymmetricRegions, public std::enable_shared_
                                        int num_ranks,
                                        const std::string& unique_id);
 
-  /// Whether create() would take over.
+  /// Returns whether create() would take over.
   static bool exists();
 
   int rank_idx() const { return rank_idx_; }
   int num_ranks() const { return num_ranks_; }
-  /// How PEs that share a GPU do so: "" where none do; "limited" in turns, without MPS; "full" side
+  /// Way in which PEs share a GPU: "" where none do; "limited" in turns, without MPS; "full" side
   /// by side.
   std::string sharing() const;
 

@@ -22,7 +22,7 @@ std::string dtype_text(int32_t dlpack_type) {
   return kFamilies[code] + std::to_string(dlpack_type & 0xFF);
 }
 
-/// Of a row as the caller has it, who may let it be quantized.
+/// Bytes of a row as the caller has it, who may let it be quantized.
 int64_t caller_row_bytes(const layout::OperationArguments& arguments) {
   const layout::WireFormat* const format =
       layout::QuantizationCode{arguments.quantization}.find_format();
@@ -79,7 +79,7 @@ bool is_agreed(const Rows& rows, const group::Group& group) {
   return !(is_needed && is_apart);
 }
 
-/// What keeps ranks that do the same from running its backward together, "" for nothing.
+/// Text of what keeps ranks that do the same from running its backward together, "" for nothing.
 std::string describe_gradient_clash(const Rows& rows, const group::Group& group) {
   std::vector<int> disabled;
   std::vector<int> needing;

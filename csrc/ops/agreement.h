@@ -14,7 +14,7 @@
 
 namespace moe::ops {
 
-/// What a rank says in its row.
+/// Message of a rank in its row.
 struct RowMessage {
   layout::OperationArguments arguments;
   int64_t num_tokens = 0;
@@ -28,7 +28,7 @@ struct RowMessage {
   uint64_t available_bytes = 0;
 };
 
-/// What is wrong on a rank, if anything is.
+/// Problem of a rank, if it has any.
 struct RankProblem {
   layout::RowStatus status = layout::RowStatus::kOk;
   std::string text;
@@ -36,7 +36,7 @@ struct RankProblem {
   uint64_t available_bytes = 0;
 };
 
-/// What ranks must configure alike, by name: a text for check_same_config().
+/// Text for check_same_config() of what ranks must configure alike, by name.
 std::string config_text(const std::vector<std::pair<std::string, std::string>>& config);
 
 /// @param noun          Of what is configured.
@@ -58,17 +58,17 @@ struct Rows {
 /// "dispatch(expert-major, ...)": the arguments as a reader would write them.
 std::string describe(const layout::OperationArguments& arguments);
 
-/// What all ranks together say of gradients, see layout::GradientWord.
+/// Union of the words of all ranks on gradients, see layout::GradientWord.
 int32_t unite_gradients(const Rows& rows, const group::Group& group);
 
-/// What every rank throws where some have a problem, else null. The message names all that have.
+/// Error that every rank throws where some have a problem, else null. It names all that have.
 /// @param problems  [num_ranks], none for ranks that are excluded.
 std::exception_ptr join_problems(const std::vector<RankProblem>& problems);
 
 /// "rank 1 offers choices that are not those it counts"
 std::string describe_other_choices(int rank_idx);
 
-/// What every rank throws where some rank found something wrong or rows disagree, else null.
+/// Error that every rank throws where one found something wrong or rows disagree, else null.
 std::exception_ptr find_disagreement(const Rows& rows, const group::Group& group);
 
 }  // namespace moe::ops

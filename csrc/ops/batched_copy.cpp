@@ -28,7 +28,7 @@ int64_t default_slot_bytes(int num_ranks, int num_slots) {
   return round_up(std::clamp(bytes, kLeastDefaultSlotBytes, kMostDefaultSlotBytes), 4096);
 }
 
-/// What a rank says of its end when it is made.
+/// Introduction of a rank's end when it is made.
 struct Introduction {
   Offer workspace;
   uint64_t needed_bytes;  ///< that its heap cannot hold; what is wrong follows. 0 where it can,

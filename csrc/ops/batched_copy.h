@@ -20,7 +20,7 @@ struct BatchedCopyConfig {
   int num_slots = 0;       ///< per pair of ranks and direction; 0 for the default
 };
 
-/// What one run moved and how long it took, on this rank.
+/// Bytes and times of one run, on this rank.
 struct CopyStats {
   int64_t direct_bytes = 0;  ///< sent in place into peers' memory
   int64_t slot_bytes = 0;    ///< sent through slots

@@ -11,7 +11,7 @@
 
 namespace moe::ops {
 
-/// What collective operations are made on, one after the other, under epochs of its own: a buffer,
+/// Object of collective operations, one after the other, under epochs of its own: a buffer,
 /// or a batched copy. Peers know it by its number.
 class BufferBase : public group::Recoverable {
  public:
@@ -28,7 +28,7 @@ class BufferBase : public group::Recoverable {
 
   uint64_t next_epoch() const { return next_epoch_; }
   uint64_t take_epoch() { return next_epoch_++; }
-  /// Of an operation that others took the epochs before: graphs.
+  /// Sets the epoch of the next operation where others took those before: graphs.
   void set_next_epoch(uint64_t epoch) { next_epoch_ = epoch; }
   void complete_epoch(uint64_t epoch) { last_completed_.store(epoch, std::memory_order_relaxed); }
 

@@ -42,7 +42,7 @@ struct LeftOperation {
   std::vector<std::shared_ptr<Window>> offered;  ///< what peers may still touch
 };
 
-/// What every operation of a buffer has, on every engine: its epoch, its trace, and an end
+/// Common part of every operation of a buffer, on every engine: its epoch, its trace, and an end
 /// that every rank hears of.
 class BufferOperation {
  public:
@@ -115,7 +115,7 @@ class BufferOperation {
   /// It is @p epoch.
   void learn_epoch(uint64_t epoch);
   bool is_epoch_known() const { return is_epoch_known_; }
-  /// Whether peers still wait for this rank's part.
+  /// Returns whether peers still wait for this rank's part.
   bool is_open() const { return is_open_; }
   /// Every rank knows the same end, and where this rank is.
   void close();

@@ -13,13 +13,13 @@ namespace moe::ops {
 class CallerJoin {
  public:
   virtual ~CallerJoin() = default;
-  /// What the caller's stream is given from now on runs after the end; where the caller is the
+  /// Makes later work of the caller's stream run after the end; where the caller is the
   /// host, blocks until the end. Idempotent. @throws what ended it, the same every time.
   virtual void join(const group::InterruptCheck& interrupt_check) = 0;
-  /// Whether join() would return or throw at once. Who asks wants the end: what join() would start
-  /// is started.
+  /// Returns whether join() would return or throw at once. Who asks wants the end: what join()
+  /// would start is started.
   virtual bool is_complete() { return true; }
-  /// Whether somebody has seen the end; what it has brought may be read.
+  /// Returns whether somebody has seen the end; what it has brought may be read.
   virtual bool has_ended() const { return true; }
   /// Nanoseconds waited for every rank behind the outcome, [num_ranks] or empty. After join().
   virtual std::vector<int64_t> waited_ns() const { return {}; }

@@ -96,7 +96,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
   }
 
   bool is_reduced() const { return endpoint_.config().node_reduction && row_bytes_ > 0; }
-  /// Of one number of the type that rows are added in.
+  /// Bytes of one number of the type that rows are added in.
   int64_t added_bytes() const { return params_.dtype == DType::kFloat64 ? 8 : 4; }
 
   /// float32 weights of float64 rows become float64.
@@ -136,7 +136,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
     });
   }
 
-  /// What is added for one token with EpConfig.node_reduction, in the order of the nodes.
+  /// Terms of one token with EpConfig.node_reduction, in the order of the nodes.
   struct NodeTerms {
     std::vector<const std::byte*> places;
     std::vector<std::byte> weights;             ///< one by one; those of sums are 1
@@ -372,7 +372,7 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
         base, Slot::row_idx(slot) * num_weights + weight_idx, params_.row_weight_bytes);
   }
 
-  /// Which slot of a token holds choice @p k, -1 for none (rank-major).
+  /// Slot of a token that holds choice @p k, -1 for none (rank-major).
   int64_t slot_pos_of_choice(int64_t token_idx, int64_t k, const int64_t* slots) const {
     const int64_t expert_idx = plan_.topk_idx[static_cast<size_t>(token_idx * plan_.num_topk + k)];
     if (expert_idx < 0)

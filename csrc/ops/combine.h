@@ -32,7 +32,7 @@ struct CombineParams : CombineOptions {
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };
 
-/// What came back; `owner` keeps the memory, except that of a caller's `out`.
+/// Result of a combine; `owner` keeps the memory, except that of a caller's `out`.
 struct CombineOutcome {
   std::shared_ptr<void> owner;
   std::byte* sums = nullptr;       ///< [num_tokens, row_bytes], null when only weights were pulled

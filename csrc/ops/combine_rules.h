@@ -11,19 +11,19 @@
 
 namespace moe::ops {
 
-/// Of one row, 0 when only weights are pulled.
+/// Bytes of one row, 0 when only weights are pulled.
 int64_t combined_row_bytes(const CombineParams& params);
 
 layout::OperationArguments combine_arguments(const CombineParams& params);
 
-/// What is wrong where rows were sent to ranks that have failed since, "" for nothing.
+/// Text of what is wrong where rows were sent to ranks that have failed since, "" for nothing.
 std::string find_failed_sources(const PlanHeader& plan, const group::Group& group);
 
 /// Weights that peers pull from this rank, all together.
 int64_t num_row_weights(const PlanHeader& plan);
 
-/// Whether every rank adds the rows of a token that lie with it before their sum crosses, as all
-/// find alike. By rank there is one row of a token on each.
+/// Returns whether every rank adds the rows of a token that lie with it before their sum crosses,
+/// as all find alike. By rank there is one row of a token on each.
 bool adds_by_rank(const EndpointConfig& config, const CombineParams& params);
 
 /// Says where peers pull rows and weights from: in place where they lie in this rank's heap

@@ -84,7 +84,7 @@ class CombineSteps {
         return window;
     return exchange_.allocate(bytes);
   }
-  /// Where sums go, once the window is there.
+  /// Destination of the sums, once the window is there.
   std::byte* sums() const { return params_.out != nullptr ? params_.out : window_->data(); }
 
   Endpoint& endpoint_;

@@ -19,7 +19,7 @@ std::string name_of(const char (&dtype)[ReceiveEntry::kNameBytes]) {
   return std::string(dtype, strnlen(dtype, sizeof(dtype)));
 }
 
-/// What is wrong between the sends of one rank to another and the receives there.
+/// Comparison of the sends of one rank to another with the receives there.
 class Comparison {
  public:
   Comparison(int sender, int receiver) : sender_(sender), receiver_(receiver) {}
@@ -211,7 +211,7 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
   }
 }
 
-/// What @p peer_rank receives, as it lies in its heap.
+/// Table of the receives of @p peer_rank, as it lies in its heap.
 ReceiveTable CopyRun::table_of(int peer_rank) {
   const CopyRow& row = rows_[static_cast<size_t>(peer_rank)];
   return ReceiveTable(group_.resolve(peer_rank, row.table, site(layout::Phase::kVerdicts)));

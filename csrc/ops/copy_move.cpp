@@ -25,7 +25,7 @@ struct CopyRun::Channel {
   bool is_complete() const { return num_moved == num_slots_needed; }
 };
 
-/// What is copied between two looks around: a slot of a channel, or a part of the direct stream.
+/// Part that is copied between two looks around: a slot of a channel, or of the direct stream.
 struct CopyRun::Part {
   Channel* channel = nullptr;  ///< null for a part of the direct stream
   int64_t idx = 0;             ///< of the slot in its stream, or of the part
@@ -55,7 +55,7 @@ std::vector<CopyRun::Channel> CopyRun::open_channels(const PreparedCopies::Route
   return channels;
 }
 
-/// How many slots of @p channel can be moved now.
+/// Number of slots of @p channel that can be moved now.
 int64_t CopyRun::ready_slots(const Channel& channel) const {
   const auto& workspace = engine_.own_workspace();
   const layout::Word& word = channel.is_outgoing ? workspace.emptied(channel.peer_rank)

@@ -126,7 +126,7 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
         exchange_.await_done(src_rank);
   }
 
-  /// Of ranks of this node that this rank writes to, its own rows or those it relays.
+  /// Resolves addresses on ranks of this node that this rank writes to, for own or relayed rows.
   void resolve_bases() {
     const auto& counts = plan_->counts;
     for (int dst_rank = 0; dst_rank < num_ranks_; ++dst_rank) {

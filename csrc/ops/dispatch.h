@@ -62,17 +62,17 @@ struct DispatchParams : DispatchOptions {
   std::shared_ptr<Window> window;  ///< low-latency: to receive in; null where none was to be had
   std::shared_ptr<const PlanHeader> plan;  ///< cached dispatch: of the endpoint's own kind
   std::optional<bool> is_captured;         ///< EndpointBase::is_capturing(), where that was asked
-  /// Of an operation that a progress thread runs: EndpointBase::mark_caller() as it was issued.
+  /// Result of EndpointBase::mark_caller() as an operation of a progress thread was issued.
   std::shared_ptr<const void> caller_mark;
 
   bool is_column_major() const { return quantization.is_column_major(); }
-  /// Whether local expert ids travel with rows.
+  /// Returns whether local expert ids travel with rows.
   bool with_topk_idx(const layout::Arrangement& arrangement) const {
     return plan == nullptr && arrangement.is_by_rank();
   }
 };
 
-/// What arrived; `owner` keeps the memory.
+/// Result of a dispatch; `owner` keeps the memory.
 struct DispatchOutcome {
   std::shared_ptr<void> owner;
   std::byte* rows = nullptr;      ///< [M, row_bytes]
@@ -91,13 +91,13 @@ struct DispatchOutcome {
   int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
   std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
-  /// Where the caller is a stream and the host has not heard what the ranks say: waits for that.
+  /// Waits for the words of the ranks where the caller is a stream and the host has not heard them.
   /// Null where it has heard.
   std::shared_ptr<CallerJoin> verdict;
   std::shared_ptr<CallerJoin> end;  ///< or null; last, so that it goes first
 };
 
-/// How the rows of a call are ordered on @p endpoint.
+/// Order of the rows of a call on @p endpoint.
 layout::Arrangement arrangement_of(const EndpointBase& endpoint,
                                    layout::RowLayout layout,
                                    int64_t expert_alignment);
@@ -121,7 +121,7 @@ DispatchOutcome dispatch(Endpoint& endpoint,
                          const DispatchParams& params,
                          const group::InterruptCheck& interrupt_check);
 
-/// Whether @p mode wants a finished window of so many bytes copied out of the heap.
+/// Returns whether @p mode wants a finished window of so many bytes copied out of the heap.
 bool is_copied_out(EndpointBase& endpoint, uint64_t bytes, CopyOut mode);
 
 /// Says where in the window that begins at @p outcome->rows lies what comes with rows.

@@ -28,7 +28,7 @@ std::vector<layout::ReceiveWindow> lay_out_windows(const layout::CountMatrix& co
                                                    const layout::Arrangement& arrangement,
                                                    const DispatchParams& params);
 
-/// What every rank finds in the counts of an uncached dispatch.
+/// Findings of every rank in the counts of an uncached dispatch.
 struct JudgedCounts {
   std::exception_ptr overflow;  ///< what every rank throws, and then nothing of the rest; else null
   layout::CountMatrix kept;
@@ -50,7 +50,7 @@ std::vector<int> find_short_ranks(const std::vector<layout::ReceiveWindow>& wind
                                   const std::vector<Offer>& offers,
                                   const group::Group& group);
 
-/// What every rank throws where a second offer is too small, else null.
+/// Error that every rank throws where a second offer is too small, else null.
 /// @param seconds  Of @p short_ranks, in their order.
 std::exception_ptr find_shortage(const std::vector<int>& short_ranks,
                                  const std::vector<layout::SecondOffer>& seconds,
@@ -62,7 +62,7 @@ std::exception_ptr find_shortage(const std::vector<int>& short_ranks,
 /// "3 tokens are routed to experts of rank 1, which has failed"
 std::string describe_failed_rank(int64_t num_tokens, int rank_idx);
 
-/// What is wrong where rows go to ranks that have failed, "" for nothing.
+/// Text of what is wrong where rows go to ranks that have failed, "" for nothing.
 /// @param to_rank  [num_ranks] tokens bound for every rank.
 std::string find_failed_ranks(const int32_t* to_rank, const group::Group& group);
 /// The same where living replicas take the rows: experts that have none.

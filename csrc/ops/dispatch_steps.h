@@ -57,7 +57,7 @@ class DispatchSteps {
 
   layout::OperationArguments arguments() const { return dispatch_arguments(params_, arrangement_); }
   bool is_low_latency() const { return arrangement_.layout == layout::RowLayout::kLowLatency; }
-  /// Of the window of a rank, once the counts are known.
+  /// Bytes of the window of a rank, once the counts are known.
   uint64_t needed(int rank_idx) const {
     return static_cast<uint64_t>(windows_[static_cast<size_t>(rank_idx)].bytes);
   }
@@ -65,7 +65,7 @@ class DispatchSteps {
     return windows_[static_cast<size_t>(endpoint_.rank_idx())];
   }
 
-  /// What this rank chose, by slot.
+  /// Choices of this rank, by slot.
   const int64_t* choices() const {
     return params_.replicas == nullptr ? params_.topk_idx : chosen_slots_.data();
   }
@@ -140,7 +140,7 @@ class DispatchSteps {
     mover().publish(window_ ? window_->offer() : Offer{});
   }
 
-  /// Whether this engine hands the operation out before it has heard the other ranks.
+  /// Returns whether this engine hands the operation out before it has heard the other ranks.
   bool hears_later() {
     if constexpr (Exchange::kMayHearLater) {
       // One that is received later is told of when it is.
@@ -153,7 +153,7 @@ class DispatchSteps {
     return false;
   }
 
-  /// What no count decides of a low-latency dispatch. mover().hear_counts_later() says the rest
+  /// Settles what no count decides of a low-latency dispatch. mover().hear_counts_later() says more
   /// when the rows have been heard.
   void foresee() {
     windows_.resize(static_cast<size_t>(num_ranks_));

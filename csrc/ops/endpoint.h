@@ -43,7 +43,7 @@ class Endpoint : public EndpointBase {
   void drop_readable(uint64_t epoch) { readable(epoch).clear(); }
 
   bool is_across_nodes() const { return group().nodes().num_nodes() > 1; }
-  /// Of a buffer across nodes.
+  /// Rail of a buffer across nodes.
   Rail& rail();
   group::RailBuffers& rail_buffers() { return rail_buffers_; }
   /// Bytes of all messages that have moved between nodes, out of this rank and into it.

@@ -42,13 +42,13 @@ struct EndpointConfig {
   std::vector<std::pair<std::string, std::string>> agreed;
 };
 
-/// What a rank has waited for every rank on one buffer.
+/// Times that a rank has waited for every rank on one buffer.
 struct WaitStatistics {
   std::vector<int64_t> waited_ns;  ///< [num_ranks]
   std::vector<int64_t> num_waits;  ///< [num_ranks], those that were not over at the first look
 };
 
-/// What one buffer is on one rank, on every engine: a control area that the host reads,
+/// End of one buffer on one rank, on every engine: a control area that the host reads,
 /// those of its peers, its epochs and its progress thread.
 ///
 /// One thread issues operations; a progress thread may run them.
@@ -56,7 +56,7 @@ class EndpointBase : public BufferBase {
  public:
   const EndpointConfig& config() const { return config_; }
   const layout::Placement& placement() const { return placement_; }
-  /// What later dispatches choose replicas from; null where they choose slots. Of the thread that
+  /// Replicas that later dispatches choose from; null where they choose slots. For the thread that
   /// issues operations.
   const std::shared_ptr<const layout::Replicas>& replicas() const { return replicas_; }
   virtual void balance_replicas(std::shared_ptr<const layout::Replicas> replicas) {
@@ -78,17 +78,17 @@ class EndpointBase : public BufferBase {
 
   /// Since the buffer was made. From any thread, also beside an operation.
   virtual WaitStatistics wait_statistics() const;
-  /// Of this rank; called by the thread that waited.
+  /// Adds to the waits of this rank; called by the thread that waited.
   void add_wait(int rank_idx, int64_t waited_ns) {
     WaitTotal& total = wait_totals_[static_cast<size_t>(rank_idx)];
     total.waited_ns.fetch_add(waited_ns, std::memory_order_relaxed);
     total.num_waits.fetch_add(1, std::memory_order_relaxed);
   }
 
-  /// Whether ranks can read what others chose: what decides on replicas where a token has one row a
-  /// rank.
+  /// Returns whether ranks can read what others chose: what decides on replicas where a token has
+  /// one row a rank.
   virtual bool hears_choices() const { return false; }
-  /// Where rows lie that peers write or read.
+  /// Memory of rows that peers write or read.
   virtual SymmetricMemory& memory() const = 0;
   /// A window for the rows of a low-latency dispatch, or of its combine, among those that the
   /// buffer has; null where it has none that is free and large enough.
@@ -99,23 +99,24 @@ class EndpointBase : public BufferBase {
   /// DLPack's type and number of the device whose memory that is.
   virtual int32_t dlpack_device_type() const = 0;
   virtual int32_t device_idx() const = 0;
-  /// Whether rows cross between devices of one node, as every rank knows alike: each then goes once
-  /// to a rank of another device (Arrangement::has_origins).
+  /// Returns whether rows cross between devices of one node, as every rank knows alike: each then
+  /// goes once to a rank of another device (Arrangement::has_origins).
   virtual bool spans_devices() const { return false; }
-  /// Whether rows can be quantized to @p format while they are dispatched.
+  /// Returns whether rows can be quantized to @p format while they are dispatched.
   virtual bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) const = 0;
-  /// Whether the caller is the host itself, whose tensors are ready and which waits for results;
-  /// else it is a stream.
+  /// Returns whether the caller is the host itself, whose tensors are ready and which waits for
+  /// results; else it is a stream.
   virtual bool is_host_caller() const { return true; }
-  /// What stands for @p inputs, tensors of an operation, until nothing reads them any more.
+  /// Keeper of @p inputs, tensors of an operation, until nothing reads them any more.
   virtual std::shared_ptr<void> keep_inputs(std::shared_ptr<void> inputs) { return inputs; }
-  /// Where the caller's stream is now, for an operation issued now that begins later; null where
+  /// Mark of the caller's stream as it is now, for an operation that begins later; null where
   /// the caller is the host.
   virtual std::shared_ptr<const void> mark_caller() { return nullptr; }
-  /// Whether operations are recorded into a graph instead of run.
+  /// Returns whether operations are recorded into a graph instead of run.
   virtual bool is_capturing() const { return false; }
-  /// Whether operations were recorded into graphs: others are then run by the calling thread, those
-  /// that are asynchronous too, so that they and runs of graphs keep the order of the calls.
+  /// Returns whether operations were recorded into graphs: others are then run by the calling
+  /// thread, those that are asynchronous too, so that they and runs of graphs keep the order of the
+  /// calls.
   virtual bool has_graphs() const { return false; }
 
   /// A window of about the size of recent needs, without growing the heap; may be empty.
@@ -136,7 +137,7 @@ class EndpointBase : public BufferBase {
   /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
   /// peers, and gives the control area back once they all did. Local, idempotent.
   void destroy(const group::InterruptCheck& interrupt_check);
-  /// What ended an operation whose caller had not been told when the buffer was destroyed; once.
+  /// Takes the error of an operation whose caller was not told before the buffer's end; once.
   std::exception_ptr take_untold_error() { return std::exchange(untold_error_, nullptr); }
 
  protected:
@@ -162,7 +163,7 @@ class EndpointBase : public BufferBase {
   /// Waits until the ranks have said what they think of an operation whose call has returned, as
   /// long as the call would have waited; called by destroy() once all else has ended.
   virtual void await_verdict(const group::InterruptCheck& /*interrupt_check*/) {}
-  /// What of operations is still in flight then; called by destroy().
+  /// Ends operations that are still in flight; called by destroy().
   virtual void end_device_operations() {}
   void keep_untold_error(std::exception_ptr error) { untold_error_ = std::move(error); }
 

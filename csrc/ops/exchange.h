@@ -15,7 +15,7 @@
 
 namespace moe::ops {
 
-/// How many tokens a loop over rows handles between two looks at the exchange.
+/// Number of tokens that a loop over rows handles between two looks at the exchange.
 constexpr int64_t kTokensPerProgress = 64;
 
 /// One operation of one buffer: its epoch, and the steps every operation is made of.
@@ -120,7 +120,7 @@ class Exchange : public BufferOperation {
         body(peer_rank);
     }
   }
-  /// Whose progress shows that of @p rank_idx: its own, or that of the rank that relays it here.
+  /// Rank whose progress shows that of @p rank_idx: itself, or the one that relays it here.
   int watched_rank(int rank_idx) const {
     return relay_ == nullptr || group_.is_local(rank_idx)
                ? rank_idx

@@ -151,7 +151,7 @@ void InternodeCombine::ask() {
   }
 }
 
-/// What is asked of every node: slots in the order in which they are added.
+/// Lists what is asked of every node: slots in the order in which they are added.
 std::vector<Rail::Buffer> InternodeCombine::list_slots() {
   std::vector<Rail::Buffer> lists(wanted_.size());
   for (size_t i = 0; i < wanted_.size(); ++i)
@@ -347,7 +347,7 @@ void InternodeCombine::check_request(const PendingRows& pending) const {
   }
 }
 
-/// Where the tokens of a request begin; what is left of it are slots.
+/// Reads where the tokens of a request begin; the rest of it are slots.
 void InternodeCombine::read_sum_request(PendingRows* pending) const {
   auto* const slots = reinterpret_cast<int64_t*>(pending->request.buffer.get());
   std::vector<int64_t>& first_request = pending->first_request;

@@ -15,13 +15,13 @@
 
 namespace moe::ops {
 
-/// Where the ranks of this node have what peers pull; by rank, null where nothing is pulled here.
+/// Addresses of what peers pull, on ranks of this node; by rank, null where nothing is pulled here.
 struct PullBases {
   std::vector<std::byte*> rows;
   std::vector<std::byte*> weights;
 };
 
-/// What is added where with EpConfig.node_reduction.
+/// Places and order of additions with EpConfig.node_reduction.
 struct Addition {
   DType dtype = DType::kBFloat16;
   int64_t hidden = 0;
@@ -30,7 +30,7 @@ struct Addition {
   int64_t weight_bytes = 0;  ///< that travel with a request: 0 for rank-major, where none can be
 };
 
-/// What crosses nodes in one combine, for one rank.
+/// Part of one combine that crosses nodes, for one rank.
 ///
 /// As source it asks the rank of its rail on every other node for the rows of its tokens there, by
 /// slot, in the order its tokens need them. As relay it gathers the rows that the ranks of its rail
@@ -53,8 +53,8 @@ class InternodeCombine {
                    const PullBases& bases,
                    const std::optional<Addition>& addition);
 
-  /// Whether anything is pulled from @p rank_idx, of this node, by this rank or on behalf of
-  /// another node's.
+  /// Returns whether anything is pulled from @p rank_idx, of this node, by this rank or on behalf
+  /// of another node's.
   static bool is_pulled_here(const Plan& plan, const group::Group& group, int rank_idx);
 
   /// Calls @p add_tokens(begin, end) for all tokens, in ascending order, once row() and weights()
@@ -67,7 +67,7 @@ class InternodeCombine {
   const std::byte* row(int64_t token_idx, int64_t slot_pos) const {
     return find(token_idx, slot_pos).row;
   }
-  /// Of the row: one weight, or as many as a token has choices (rank-major).
+  /// Weights of the row: one, or as many as a token has choices (rank-major).
   const std::byte* weights(int64_t token_idx, int64_t slot_pos) const {
     return find(token_idx, slot_pos).weights;
   }
@@ -77,7 +77,7 @@ class InternodeCombine {
     Rail::Buffer buffer;
     Relay::Transfer transfer;
   };
-  /// Where a slot on another node stands in the request to it, and in what comes back.
+  /// Place of a slot on another node in the request to it, and in what comes back.
   struct Requested {
     int64_t request_idx = 0;
     int64_t row_idx = 0;  ///< the same, or that of the token's sum
@@ -119,7 +119,7 @@ class InternodeCombine {
   void ask();
   std::vector<Rail::Buffer> list_slots();
   void list_weight(int64_t slot_idx, std::byte* weight) const;
-  /// Where a request has the weight of its row @p request_idx.
+  /// Offset in a request of the weight of its row @p request_idx.
   int64_t request_weight_at(int64_t num_requested, int64_t request_idx) const {
     const layout::SumRequest request{num_requested, addition_->weight_bytes};
     return request.weights_at() + request_idx * request.weight_bytes;

@@ -86,7 +86,7 @@ void InternodeDispatch::run(cpu::StoreMode mode, const std::function<void()>& on
   }
 }
 
-/// Which tokens go to which other node, and the slots on this one.
+/// Lists the tokens for every other node, and the slots on this one.
 void InternodeDispatch::split_slots() {
   const int num_nodes = nodes_.num_nodes();
   const int64_t num_slots = plan_.num_slots;

@@ -12,9 +12,9 @@ namespace moe::ops {
 
 class CallerJoin;
 
-/// What the host knows of a plan, wherever its slots lie. Immutable once made, but that what
+/// Part of a plan that the host knows, wherever its slots lie. Immutable once made, but that what
 /// follows from counts may come later.
-/// What all ranks ask of one, before a limit or a mask drops any of it.
+/// Rows that all ranks ask of one, before a limit or a mask drops any of them.
 struct AskedRows {
   int64_t num_rows = 0;                         ///< to drop nothing, padding included
   std::vector<int64_t> num_choices_per_expert;  ///< [num_local_experts]
@@ -32,8 +32,8 @@ struct PlanHeader {
   /// Equal on every rank for one dispatch: of its counts, or of its epoch where handles come before
   /// those.
   uint64_t hash = 0;
-  /// Where counts come later: who reads num_recv_topk, counts, or what is received or asked per
-  /// expert, joins it before or sees that it has ended. Else null.
+  /// Verdict that counts come with later: who reads num_recv_topk, counts, or rows received or
+  /// asked per expert, joins it before or sees that it has ended. Else null.
   std::shared_ptr<CallerJoin> verdict;
 
   static PlanHeader make(const layout::Arrangement& arrangement,
@@ -58,7 +58,7 @@ struct PlanHeader {
   }
   /// The hash of the dispatch of an epoch: none of a captured one, which counts captures.
   static constexpr uint64_t hash_of_epoch(uint64_t epoch) { return uint64_t{1} << 62 | epoch; }
-  /// Whether counts are yet to come.
+  /// Returns whether counts are yet to come.
   bool awaits_counts() const;
 
   layout::RowLayout layout() const { return arrangement.layout; }
@@ -72,7 +72,7 @@ struct PlanHeader {
   }
 };
 
-/// Where the rows of one dispatch went, on every rank: what a handle holds. Immutable once made.
+/// Places of the rows of one dispatch, on every rank: what a handle holds. Immutable once made.
 struct Plan : PlanHeader {
   std::vector<int64_t> slots;     ///< [num_tokens, num_slots]
   std::vector<int64_t> topk_idx;  ///< [num_tokens, num_topk], a private copy

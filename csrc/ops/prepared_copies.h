@@ -25,7 +25,7 @@ struct CopyItem {
   cpu::Place place() const { return {data, shape.is_contiguous() ? nullptr : &shape}; }
 };
 
-/// What a rank moves in a batched copy: its sends and receives, in the orders that runs need, and
+/// Copies of a rank in a batched copy: its sends and receives, in the orders that runs need, and
 /// what was worked out with the peers in the last run.
 ///
 /// Belongs to one engine; used by one run at a time.
@@ -57,20 +57,20 @@ class PreparedCopies {
   /// Makes the table of receives in @p memory. @throws CapacityError
   /// @param number  Of this table among all of its rank.
   void make_table(SymmetricMemory& memory, uint64_t number);
-  /// Whether there is a table, which knows all of @p memory that is shared by now.
+  /// Returns whether there is a table, which knows all of @p memory that is shared by now.
   bool has_table(const SymmetricMemory& memory) const {
     return table_window_ != nullptr && num_shared_ == memory.num_shared();
   }
   uint64_t number() const { return number_; }
   const std::shared_ptr<Window>& table_window() const { return table_window_; }
   layout::ReceiveTable table() const { return layout::ReceiveTable(table_window_->data()); }
-  /// Whether receives of @p peer_rank need slots.
+  /// Returns whether receives of @p peer_rank need slots.
   bool needs_slots(int peer_rank) const { return slot_bytes_[static_cast<size_t>(peer_rank)] > 0; }
 
   /// Forgets the table, which peers may still look at, and what rests on it.
   std::shared_ptr<Window> take_table();
 
-  /// Where this rank itself writes a receive, which may be shared with peers.
+  /// Place where this rank itself writes a receive, which may be shared with peers.
   cpu::Place destination(size_t receive_idx) const {
     return {written_[receive_idx], receives_[receive_idx].place().shape};
   }
@@ -94,7 +94,7 @@ class PreparedCopies {
   /// nothing or failed, or where it sent bytes of other places than those of @p item.
   std::optional<uint64_t> checksum_of(const CopyItem& item) const;
 
-  /// What a run moves, worked out from this rank's items and its peers' tables.
+  /// Moves of a run, worked out from this rank's items and its peers' tables.
   struct Route {
     std::vector<uint64_t> numbers;  ///< of every rank's prepared copies; empty for no route
     std::vector<std::vector<uint32_t>> order;  ///< [num_ranks], see ReceiveTable

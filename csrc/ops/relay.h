@@ -15,7 +15,7 @@ namespace moe::ops {
 
 class Exchange;
 
-/// What an operation on several nodes has beside its local part: this rank's messages to the ranks
+/// Part of an operation on several nodes beside the local one: this rank's messages to the ranks
 /// of its rail, and what they say to all ranks of this node, which it writes there on their behalf.
 ///
 /// So every rank finds rows, second offers and done flags of all ranks in its own workspace, and
@@ -52,7 +52,7 @@ class Relay {
   /// ended. The operation does not end before that.
   Transfer send(int node_idx, Rail::Buffer buffer, uint64_t bytes);
   Transfer receive(int node_idx, Rail::Buffer buffer, uint64_t bytes);
-  /// Whether it has ended; nobody reads what was received before this has said so.
+  /// Returns whether it has ended; nobody reads what was received before this has said so.
   /// @throws PeerFailed  it has failed, or what came is not what was sent; names the rank and what
   ///   the engine says, or the message.
   bool has_moved(const Transfer& transfer, int node_idx);

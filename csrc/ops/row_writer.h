@@ -13,7 +13,7 @@
 
 namespace moe::ops {
 
-/// Where the rows of tokens go, and what of their choices travels with them.
+/// Destinations of the rows of tokens, and what of their choices travels with them.
 struct SlotTable {
   const int64_t* slots = nullptr;     ///< [num_tokens, num_slots], see layout::assign_slots
   const int64_t* topk_idx = nullptr;  ///< [num_tokens, num_topk]; null where neither ids travel nor
@@ -33,7 +33,7 @@ struct SlotTable {
   }
 };
 
-/// Where rows arrive, [num_ranks] each, and whether expert ids travel with them.
+/// Windows that rows arrive in, [num_ranks] each, and whether expert ids travel with them.
 struct RowTargets {
   const std::vector<layout::ReceiveWindow>& windows;
   const std::vector<std::byte*>& bases;  ///< of the windows; null where this rank writes no row
@@ -57,7 +57,7 @@ class RowWriter {
   void write_to_message(int64_t token_idx, std::byte* row, std::byte* scales) const;
 
  private:
-  /// Where the rows of one token go, and scratch for its scale factors.
+  /// Destinations of the rows of one token, and scratch for its scale factors.
   struct Scratch {
     std::vector<std::byte*> places;
     std::vector<std::byte> scales;
@@ -73,7 +73,7 @@ class RowWriter {
                  cpu::StoreMode mode) const;
   void gather_scales(int64_t token_idx, std::byte* scales) const;
   void write_scales(int64_t token_idx, const int64_t* slots, Scratch* scratch) const;
-  /// Whose rows follow one another: an expert's, or rank-major, a rank's.
+  /// Stream of rows that follow one another: an expert's, or rank-major, a rank's.
   int64_t scale_stream_idx(int64_t token_idx, const int64_t* slots, int64_t i) const {
     return table_.is_by_rank ? layout::Slot::rank_idx(slots[i])
                              : table_.topk_idx[token_idx * table_.num_topk + i];

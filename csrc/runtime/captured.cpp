@@ -20,7 +20,7 @@ namespace {
 
 using layout::RowLayout;
 
-/// What every captured operation checks and has.
+/// Common part of every captured operation.
 class Capture {
  public:
   Capture(DeviceEndpoint& endpoint, layout::Operation operation) : endpoint_(endpoint) {
@@ -96,7 +96,7 @@ void check_fixed(const ops::DispatchParams& params) {
             "\"");
 }
 
-/// What a rank says of gradients in a capture, which the host does not hear from the others: it
+/// Words of a rank on gradients in a capture, which the host does not hear from the others: it
 /// needs all that it can have, as every rank that captures alike does.
 int32_t all_gradients(const layout::OperationArguments& arguments) {
   if (!layout::GradientWord::is_enabled(arguments.gradients))
@@ -176,7 +176,7 @@ void capture_receive(Capture& capture,
   }
 }
 
-/// What the host cannot know of counts, as the graph leaves it on the device.
+/// Points to counts that the host cannot know, as the graph leaves them on the device.
 void point_into_tables(const DispatchTables& tables,
                        const std::shared_ptr<int32_t>& status,
                        const DeviceEndpoint& endpoint,

@@ -38,7 +38,7 @@ class CapturedMemory {
             }};
   }
 
-  /// What is recorded from now on comes behind all that may use what was taken since the last time.
+  /// Puts records from now on behind all that may use what was taken since the last time.
   /// @throws InvalidArgument  it does not, as far as the device can tell: a stream of the graph had
   ///   work that may read it when it was given back, and the buffer's stream does not wait for
   ///   that.

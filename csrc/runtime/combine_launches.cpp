@@ -33,7 +33,7 @@ kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const ops::Combin
   return kernel;
 }
 
-/// Of a number of the type that rows are added in.
+/// Bytes of a number of the type that rows are added in.
 int32_t added_bytes(const ops::CombineParams& params) {
   return params.dtype == DType::kFloat64 ? 8 : 4;
 }
@@ -43,7 +43,7 @@ layout::RankSumsMap rank_sums_map(const ops::CombineParams& params) {
       params.plan->num_tokens, params.plan->num_slots, added_bytes(params));
 }
 
-/// Where rows of this rank are pulled that are alone there: 0 bytes where they do not lie in its
+/// Offer of this rank's rows that are pulled alone: 0 bytes where they do not lie in its
 /// heap, in units of bulk copies.
 Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& params) {
   Offer offer;

@@ -9,14 +9,14 @@
 
 namespace moe::runtime {
 
-/// What is wrong with this combine for the memory between nodes, or "".
+/// Text of what is wrong with this combine for the memory between nodes, or "".
 std::string find_shortage(DeviceEndpoint& endpoint, const ops::CombineParams& params);
 
 /// This rank's row of the combine, but for where peers pull from.
 kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
                                     const ops::CombineParams& params);
 
-/// Of the window that a rank offers where ops::adds_by_rank(): see layout::RankSumsMap.
+/// Bytes of the window that a rank offers where ops::adds_by_rank(): see layout::RankSumsMap.
 int64_t rank_sums_bytes(const ops::CombineParams& params);
 
 /// Launches what writes the requests of such a window, in front of the exchange. @return what

@@ -16,16 +16,16 @@ namespace moe::runtime {
 class Event {
  public:
   virtual ~Event() = default;
-  /// Whether everything put into the stream before it has ended. Never blocks.
+  /// Returns whether everything put into the stream before it has ended. Never blocks.
   virtual bool is_complete() const = 0;
 };
 
-/// What work hands on to work of any stream, so that it runs in the order in which the host issued
-/// it, graphs included. Outlives the runs of graphs that hand it on.
+/// Baton that work hands on to work of any stream, so that it runs in the order in which the host
+/// issued it, graphs included. Outlives the runs of graphs that hand it on.
 class Baton {
  public:
   virtual ~Baton() = default;
-  /// Whether everything has ended before which it was given last, by now. Never blocks.
+  /// Returns whether everything has ended before which it was given last, by now. Never blocks.
   virtual bool is_complete() const = 0;
 };
 
@@ -40,7 +40,7 @@ class Stream {
  public:
   virtual ~Stream() = default;
 
-  /// What device::Launch::stream wants.
+  /// Handle that device::Launch::stream wants.
   virtual void* handle() const = 0;
   virtual std::shared_ptr<Event> record() = 0;
   /// The same of a stream that is not captured, as the caller knows, so that nobody has to ask.
@@ -51,19 +51,20 @@ class Stream {
   /// The same behind what gave @p baton last, by now; of a graph that is captured, by the time each
   /// of its runs is put into a stream.
   virtual void take(Baton& baton) = 0;
-  /// Who takes @p baton from now on waits for what the stream holds; of a graph that is captured,
+  /// Makes whoever takes @p baton from now on wait for what the stream holds; of a captured graph,
   /// from when each of its runs is put into a stream.
   virtual void give(Baton& baton) = 0;
   /// @p source and @p target are device, heap or page-locked memory. In order, asynchronous.
   virtual void copy(void* target, const void* source, int64_t bytes) = 0;
   virtual void fill(void* target, int value, int64_t bytes) = 0;
-  /// Whether work is being recorded into a graph instead of run.
+  /// Returns whether work is being recorded into a graph instead of run.
   virtual bool is_capturing() const = 0;
-  /// Whether everything put into it has ended. Never blocks; false while it is captured.
+  /// Returns whether everything put into it has ended. Never blocks; false while it is captured.
   virtual bool is_idle() const = 0;
-  /// Of the graph that it is captured into; null outside of one, and where the device cannot tell.
+  /// Point in the graph that it is captured into; null outside of one, and where the device cannot
+  /// tell.
   virtual std::shared_ptr<const CapturePoint> capture_point() const { return nullptr; }
-  /// Whether what is put into it from now on runs behind that, as in other graphs it does.
+  /// Returns whether what is put into it from now on runs behind that, as in other graphs it does.
   virtual bool is_behind(const CapturePoint& /*point*/) const { return true; }
 };
 
@@ -79,10 +80,11 @@ class Device {
   /// The same for the ranks, of any process, that use this device, and for no others.
   using Identity = std::array<uint8_t, 16>;
   virtual Identity identity() const = 0;
-  /// Whether callers are the host itself, whose tensors are ready and which waits for results.
+  /// Returns whether callers are the host itself, whose tensors are ready and which waits for
+  /// results.
   virtual bool has_host_caller() const = 0;
-  /// Whether other ranks of this process use it, too: what one calls may wait for kernels that wait
-  /// for the other.
+  /// Returns whether other ranks of this process use it, too: what one calls may wait for kernels
+  /// that wait for the other.
   virtual bool is_shared() const = 0;
 
   virtual int num_sms() const = 0;
@@ -107,7 +109,7 @@ class Device {
                                     int64_t bytes,
                                     const std::shared_ptr<const void>& owner) = 0;
 
-  /// What stands for @p inputs, tensors of a caller's that is a stream: they go when no stream
+  /// Keeper of @p inputs, tensors of a caller that is a stream: they go when no stream
   /// reads them any more. Where their allocator knows of streams that is as soon as nobody has
   /// them.
   virtual std::shared_ptr<void> keep(std::shared_ptr<void> inputs) = 0;

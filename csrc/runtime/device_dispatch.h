@@ -16,7 +16,7 @@ ops::DispatchOutcome dispatch(DeviceEndpoint& endpoint,
                               const ops::DispatchParams& params,
                               const group::InterruptCheck& interrupt_check);
 
-/// What keeps @p window, which the device may still use, and its rows' address: the window itself
+/// Keeper of @p window, which the device may still use, and its rows' address: the window itself
 /// or a copy of its first @p bytes outside the heap, made in the order of the stream.
 std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
                                       std::shared_ptr<Window> window,

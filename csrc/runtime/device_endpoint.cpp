@@ -67,7 +67,7 @@ class StreamJoin : public ops::CallerJoin {
   std::shared_ptr<Event> end_;  ///< null once joined
 };
 
-/// Where the caller's stream was when an operation of the progress thread was called.
+/// Mark of the caller's stream as an operation of the progress thread was called.
 struct CallerMark {
   std::shared_ptr<Event> end;
   std::shared_ptr<LateVerdict> verdict;  ///< of another buffer's operation before it, or null
@@ -246,7 +246,7 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
   }
 }
 
-/// Of the largest low-latency window, or sums of its combine, that the configuration allows; 0
+/// Bytes of the largest low-latency window, or sums of its combine, that are configured; 0
 /// where it leaves a size open.
 uint64_t DeviceEndpoint::low_latency_bytes() const {
   const int64_t num_rows = ops::num_low_latency_rows(*this);

@@ -39,7 +39,7 @@ struct RefusedOperation {
   std::string text;    ///< of what was found wrong, in it or the operation that it was refused for
 };
 
-/// How kernels of one buffer are launched.
+/// Shape of the launches of one buffer's kernels.
 struct LaunchShape {
   int num_sms = 0;           ///< blocks that move rows; 0 for the device's own choice
   int num_threads = 0;       ///< of every block; 0 for what each kernel is made for
@@ -109,10 +109,10 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// The same of kernels that are captured. In every run the first of them go behind what the
   /// buffer was given before, by the order of the host's calls.
   void enter_capture();
-  /// What @p caller is given from now on runs after the kernels captured so far, and so do, behind
+  /// Makes later work of @p caller run after the kernels captured so far, and so, behind
   /// a run of the graph, further operations of the buffer, in whichever streams.
   void leave_capture(Stream& caller);
-  /// What the caller's stream is given from now on runs after @p end, which was recorded in the
+  /// Makes later work of the caller's stream run after @p end, which was recorded in the
   /// stream.
   void make_caller_wait(const Event& end);
   /// Puts off until somebody joins that @p caller waits for @p end.
@@ -144,7 +144,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   void hear_next_now() { hears_now_.store(true, std::memory_order_relaxed); }
   bool take_hears_now() { return hears_now_.exchange(false, std::memory_order_relaxed); }
 
-  /// What kernels of this buffer share, as it is now.
+  /// State that kernels of this buffer share, as it is now.
   kernels::Buffer buffer() const;
   /// Device memory in which kernels of one operation tell those behind them what they found; its
   /// counts, offsets and choices per expert belong to the plan.
@@ -161,12 +161,12 @@ class DeviceEndpoint : public ops::EndpointBase {
   device::Launch launch_behind(int num_blocks, int usual_threads = kUsualThreads) const;
   int num_sms() const { return num_sms_; }
   int num_local_experts() const { return buffer_.num_local_experts; }
-  /// Of a block of a kernel that has @p usual_threads where nothing else was asked for.
+  /// Threads of a block of a kernel that has @p usual_threads where nothing else was asked for.
   int num_threads(int usual_threads = kUsualThreads) const {
     return num_threads_ > 0 ? num_threads_ : usual_threads;
   }
   int tokens_per_chunk() const { return tokens_per_chunk_; }
-  /// What reaches ranks of other nodes; null with one node.
+  /// Way to ranks of other nodes; null with one node.
   const Internode* internode() const { return internode_.get(); }
 
   /// Launches the exchange of rows, within a node or across.
@@ -175,7 +175,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// @param params  All but what belongs to the buffer.
   /// @param is_behind  right behind the kernel that moves rows
   void launch_receive(kernels::ReceiveParams params, bool is_behind = false) const;
-  /// Whether rows at @p source cannot move by bulk copies.
+  /// Returns whether rows at @p source cannot move by bulk copies.
   bool needs_plain_copies(const std::byte* source) const {
     return !device_->has_bulk_copies() || reinterpret_cast<uintptr_t>(source) % 16 != 0;
   }
@@ -191,13 +191,13 @@ class DeviceEndpoint : public ops::EndpointBase {
     return *reinterpret_cast<const kernels::WaitReport*>(report_.get());
   }
 
-  /// Whether operations are being recorded into a graph.
+  /// Returns whether operations are being recorded into a graph.
   bool is_capturing() const override;
   /// Keeps what a captured operation needs unchanged until the buffer is destroyed.
   void keep(std::shared_ptr<const void> owned) { kept_.push_back(std::move(owned)); }
   /// What it needs until the next one.
   CapturedMemory& captured() { return captured_; }
-  /// Of device memory: zero where it is new.
+  /// Takes device memory: zero where it is new.
   std::shared_ptr<std::byte> take_captured(int64_t kind, int64_t bytes) {
     return captured_.take<std::byte>(kind, bytes, [&] { return device_->allocate(bytes); });
   }
@@ -206,15 +206,15 @@ class DeviceEndpoint : public ops::EndpointBase {
   size_t num_captured() const { return num_captured_; }
   /// Work put into the stream so far runs on with nobody waiting for it. @return its end.
   std::shared_ptr<Event> leave_running();
-  /// Whether the runs of graphs that were put into streams have ended.
+  /// Returns whether the runs of graphs that were put into streams have ended.
   bool have_graphs_ended() const {
     return !has_graphs() || is_host_caller() || baton_->is_complete();
   }
   /// Runs of graphs that are put into any stream from now on go behind what the stream holds.
   void go_before_graphs();
-  /// Whether there are graphs, which may have advanced the epoch on the device beyond what the host
-  /// knows. An operation then is in the stream, whole, when its call returns: else a run of a graph
-  /// could come between its kernels, and nobody here hears of that.
+  /// Returns whether there are graphs, which may have advanced the epoch on the device beyond what
+  /// the host knows. An operation then is in the stream, whole, when its call returns: else a run
+  /// of a graph could come between its kernels, and nobody here hears of that.
   bool has_graphs() const override { return num_captured_ > 0; }
 
   /// Device memory for counting choices, at least so many bytes, unset; kept between operations.
@@ -224,8 +224,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// This rank's flags of @p epoch, as peers left them.
   bool has_row(uint64_t epoch, int peer_rank) const;
   bool is_done(uint64_t epoch, int peer_rank) const;
-  /// Whether the operation that began last needs what @p peer_rank has not written, and cannot any
-  /// more if it was gone before the call. @p site is then where it waits.
+  /// Returns whether the operation that began last needs what @p peer_rank has not written, and
+  /// cannot any more if it was gone before the call. @p site is then where it waits.
   bool lacks(int peer_rank, group::WaitSite* site) const;
   /// For peers that wait: this rank is obtaining memory, which takes its time.
   void show_phase(layout::Phase phase);
@@ -243,7 +243,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   void drain_graphs() noexcept;
 
  private:
-  /// What a rank tells the others when the buffer is made.
+  /// Announcement of a rank to the others when the buffer is made.
   struct Announcement {
     Offer offers[2];  ///< its control area, and memory that operations may use
     Device::Identity device;

@@ -70,7 +70,7 @@ class DeviceExchange : public ops::BufferOperation {
   /// @param params  All but what belongs to the buffer, and to the host's reading.
   void publish(kernels::ExchangeParams params);
 
-  /// Where its exchange and the host talk to each other.
+  /// Mailbox of its exchange and the host.
   const Mailbox& mailbox() const { return *mailbox_; }
   /// Waits until all operations before have been heard; what came of them, the next says.
   void await_former() const;
@@ -80,18 +80,19 @@ class DeviceExchange : public ops::BufferOperation {
   /// buffer stays usable.
   ops::Rows collect(bool with_counts);
 
-  /// Whether the caller, a stream, gets its results before the host has heard the rows of this
-  /// operation, of which it needs nothing: then judge_later() takes the place of collect(). Not
-  /// where a peer may say more of gradients, or may have to tell of the operation before.
+  /// Returns whether the caller, a stream, gets its results before the host has heard the rows of
+  /// this operation, of which it needs nothing: then judge_later() takes the place of collect().
+  /// Not where a peer may say more of gradients, or may have to tell of the operation before.
   bool hears_later(const layout::OperationArguments& arguments);
   /// Leaves what the rows say to a later call. Null unless hears_later().
   std::shared_ptr<ops::CallerJoin> judge_later(TakeCounts take_counts = nullptr);
 
-  /// What a LateVerdict does.
+  /// Hears what a LateVerdict is about.
   void hear_late();
 
-  /// Where an operation before was found wrong and this rank's caller has not been told, every
-  /// rank hears so in place of this one, and calls stay matched: who knew is in this call by now.
+  /// Refuses this operation where one before was wrong and this rank's caller has not been told:
+  /// every rank hears so in place of this one, and calls stay matched: who knew is in this call by
+  /// now.
   void tell_late_error(const layout::OperationArguments& arguments);
 
   /// Second offers of @p short_ranks, in their order; @p own is this rank's where it is one of
@@ -132,7 +133,7 @@ class DeviceExchange : public ops::BufferOperation {
   /// this rank's caller hears in place of that this one is refused for it.
   void hear_former();
   ops::Rows hear(bool with_counts);
-  /// What every rank finds wrong where one of them called this operation without having heard of an
+  /// Error that every rank finds where one of them called this operation without having heard of an
   /// earlier one that it was found wrong, or null.
   std::exception_ptr find_refusal(const ops::Rows& rows) const;
   /// Learns it from the exchange where graphs took epochs before, once that has begun.

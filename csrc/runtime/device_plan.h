@@ -10,7 +10,7 @@
 
 namespace moe::runtime {
 
-/// What memory of an operation holds before kernels write it. They write all of it, unless they
+/// Contents of an operation's memory before kernels write it. They write all of it, unless they
 /// leave; a run of a graph that leaves tells nobody but by the plan's status, so that what else can
 /// be read is zero, or of a run whose result has as many rows.
 enum class Contents { kUnset, kCaptured };
@@ -33,7 +33,7 @@ struct DevicePlan : ops::PlanHeader {
                                               int64_t num_topk,
                                               Contents contents,
                                               int64_t num_rows = 0);
-  /// Of the memory of such a plan.
+  /// Bytes of the memory of such a plan.
   static int64_t memory_bytes(const DeviceEndpoint& endpoint,
                               layout::RowLayout layout,
                               int64_t num_tokens,
@@ -49,12 +49,12 @@ struct DevicePlan : ops::PlanHeader {
               int64_t num_topk);
 };
 
-/// What the dispatch of a handle was found to be where its caller got it nevertheless, "" for
+/// Fault of the dispatch of a handle that its caller got nevertheless, "" for
 /// nothing: such a plan has neither counts nor slots. By an operation, once it has heard the ones
 /// before.
 std::string find_failure(const ops::PlanHeader& plan);
 
-/// What a dispatch finds besides its plan, in device memory.
+/// Findings of a dispatch besides its plan, in device memory.
 struct DispatchTables {
   std::shared_ptr<std::byte> memory;
   kernels::Tables tables;  ///< all of them
@@ -65,7 +65,7 @@ struct DispatchTables {
                                  int32_t* counts,
                                  Contents contents,
                                  int64_t num_rows = 0);
-  /// Of the memory of such tables.
+  /// Bytes of the memory of such tables.
   static int64_t memory_bytes(const DeviceEndpoint& endpoint, const int32_t* counts) {
     return DispatchTables().lay(Carver(nullptr), endpoint, counts);
   }

@@ -31,25 +31,25 @@ class DispatchLaunches {
   /// Cached: rows go where @p plan says.
   void take_plan(const DevicePlan& plan);
 
-  /// Of the memory for counting so many choices.
+  /// Bytes of the memory for counting so many choices.
   static int64_t scratch_bytes(const DeviceEndpoint& endpoint,
                                int64_t num_tokens,
                                int64_t num_topk);
 
   /// The plan that kernels of an uncached dispatch fill. Its header is of the caller's making.
   const std::shared_ptr<DevicePlan>& made_plan() const { return made_plan_; }
-  /// Of its header, what no count decides: of a plan of fixed size whose counts the host does not
-  /// know.
+  /// Fills what no count decides in the header of a plan of fixed size whose counts the host does
+  /// not know.
   void foresee_plan();
   DispatchTables& tables() { return tables_; }
 
-  /// What the exchange is told, all but the offer and what belongs to the buffer.
+  /// Arguments of the exchange, all but the offer and what belongs to the buffer.
   kernels::ExchangeParams row() const;
   /// Launches what sends this rank's rows.
   void send_rows() const;
-  /// What DeviceEndpoint::launch_receive() is told, behind that.
+  /// Arguments of DeviceEndpoint::launch_receive(), behind that.
   kernels::ReceiveParams receive_params() const;
-  /// What is wrong with this dispatch for the memory between nodes, or "".
+  /// Text of what is wrong with this dispatch for the memory between nodes, or "".
   std::string find_shortage() const;
 
  private:
@@ -59,7 +59,7 @@ class DispatchLaunches {
   kernels::Choices shape_choices() const;
   kernels::Replicas replicas() const;
   kernels::DispatchParams kernel_params() const;
-  /// Of a result whose size no count decides.
+  /// Number of rows of a result whose size no count decides.
   int64_t num_fixed_rows() const;
   void allocate_plan();
   /// @param num_totals  Counts of a chunk.

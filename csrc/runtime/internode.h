@@ -28,7 +28,7 @@ struct InternodeKernels {
   decltype(&kernels::internode_combine_bytes) combine_bytes;
 };
 
-/// What a buffer whose ranks lie on several nodes needs besides a heap. Equal on every rank.
+/// Needs of a buffer whose ranks lie on several nodes, besides a heap. Equal on every rank.
 struct InternodeConfig {
   std::shared_ptr<SymmetricRegions> regions;  ///< null where kernels reach one node only
   InternodeKernels kernels{};
@@ -55,7 +55,7 @@ class Internode {
   const InternodeKernels& kernels() const { return kernels_; }
   bool node_reduction() const { return largest_.node_reduction; }
 
-  /// What is wrong with operations whose rows take @p needed_bytes of an area, or "".
+  /// Text of what is wrong with operations whose rows take @p needed_bytes of an area, or "".
   /// @param num_tokens, row_bytes  Of the operation, for the text.
   std::string find_shortage(int64_t needed_bytes, int64_t num_tokens, int64_t row_bytes) const;
 

@@ -15,7 +15,7 @@
 
 namespace moe::runtime {
 
-/// What all ranks say of an operation that was handed out before the host had heard it.
+/// Verdict of all ranks on an operation that was handed out before the host had heard it.
 ///
 /// Its kernels were launched, and move nothing where some rank found something wrong or rows
 /// disagree. The host hears so when somebody asks, or in the call behind which it has come; every
@@ -32,7 +32,7 @@ class LateVerdict final : public ops::CallerJoin {
   bool has_ended() const override { return is_judged_.load(std::memory_order_acquire); }
 
   uint64_t number() const { return number_; }
-  /// Of the operation, where no graphs were there; else 0.
+  /// Epoch of the operation, where no graphs were there; else 0.
   uint64_t first_epoch() const { return first_epoch_; }
 
   /// Until it is judged, by this thread, whose device is this one, or another.
@@ -40,7 +40,7 @@ class LateVerdict final : public ops::CallerJoin {
   void await_judged(const group::InterruptCheck& interrupt_check);
   /// What was found wrong where nobody has been told. Once it is judged.
   bool has_untold_error() const { return error_ != nullptr && !is_told_; }
-  /// Whether somebody has been told of the abort that it ended by.
+  /// Returns whether somebody has been told of the abort that it ended by.
   bool has_told_abort() const { return is_abort_ && is_told_; }
   bool is_abort() const { return is_abort_; }
   std::exception_ptr take_untold_error() { return is_told_.exchange(true) ? nullptr : error_; }
@@ -68,7 +68,7 @@ class LateVerdict final : public ops::CallerJoin {
   void judge(const group::InterruptCheck& interrupt_check);
   void finish(std::exception_ptr error, bool is_told);
   bool has_ticket() const;
-  /// Of the operation, as far as the host can know; 0 before it has begun behind graphs.
+  /// Epoch of the operation, as far as the host can know; 0 before it has begun behind graphs.
   uint64_t epoch() const;
 
   DeviceEndpoint& endpoint_;  ///< it has settled this before its end

@@ -21,9 +21,9 @@ class Mailbox {
   void reset() { header()->epoch = 0; }
 
   kernels::HostRead* header() const { return reinterpret_cast<kernels::HostRead*>(memory_.get()); }
-  /// Whether the exchange with @p ticket has copied its rows here.
+  /// Returns whether the exchange with @p ticket has copied its rows here.
   bool has_ticket(uint64_t ticket) const { return sync::load_acquire(header()->ticket) >= ticket; }
-  /// Of the exchange, 0 before it has begun.
+  /// Epoch of the exchange, 0 before it has begun.
   uint64_t epoch() const { return sync::load_relaxed(header()->epoch); }
   kernels::OperationStatus status() const {
     return static_cast<kernels::OperationStatus>(header()->status);

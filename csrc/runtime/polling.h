@@ -6,7 +6,7 @@
 
 namespace moe::runtime {
 
-/// What the host does between two looks at what a device does.
+/// Work of the host between two looks at a device.
 ///
 /// An operation whose peers have come is over in a few milliseconds. So long the host stays awake:
 /// a sleeper is woken 50 to 100 us after what it waits for, in which the device has nothing to do.

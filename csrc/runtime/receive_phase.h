@@ -22,7 +22,7 @@ class DeviceEndpoint;
 /// write to are kept until then. Thread-safe.
 class ReceivePhase : public ops::CallerJoin {
  public:
-  /// Of what has been captured: a plan's status says what came of it, and nobody waits.
+  /// Phase of a captured operation: a plan's status says what came of it, and nobody waits.
   static std::shared_ptr<ReceivePhase> captured(DeviceEndpoint& endpoint,
                                                 const kernels::ReceiveParams& params);
   /// @param left  The operation; peers write to what it has offered.
@@ -38,7 +38,7 @@ class ReceivePhase : public ops::CallerJoin {
   /// Nobody will join it any more.
   virtual void drop() noexcept {}
 
-  /// What the outcome has of @p phase.
+  /// End of @p phase, for the outcome.
   static std::shared_ptr<ops::CallerJoin> end_of(std::shared_ptr<ReceivePhase> phase);
 };
 

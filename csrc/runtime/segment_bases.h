@@ -11,7 +11,7 @@
 
 namespace moe::runtime {
 
-/// Where every rank's segments lie in the address space of this rank's kernels: a table in
+/// Addresses of every rank's segments for this rank's kernels: a table in
 /// page-locked memory that is filled as segments are announced. A kernel that is offered memory
 /// whose entry is still 0 waits for it. Entries of ranks of other nodes stay 0.
 class SegmentBases {

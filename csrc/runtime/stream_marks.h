@@ -30,12 +30,12 @@ class StreamMarks {
 
   /// Stands for what the streams hold now, and maybe for some of what follows.
   std::shared_ptr<Mark> mark();
-  /// Whether the work of @p mark has ended. Does not wait. While a stream is captured nothing can
-  /// be recorded in it, and what it held before cannot be told from what it was given since: marks
-  /// that nobody has asked about by then are not passed until the capture ends.
+  /// Returns whether the work of @p mark has ended. Does not wait. While a stream is captured
+  /// nothing can be recorded in it, and what it held before cannot be told from what it was given
+  /// since: marks that nobody has asked about by then are not passed until the capture ends.
   /// @throws what work in the streams ended by.
   bool has_passed(Mark& mark);
-  /// Whether no stream has work, as far as that can be told: not while one is captured.
+  /// Returns whether no stream has work, as far as that can be told: not while one is captured.
   /// @throws what work in the streams ended by.
   bool are_idle();
 

@@ -35,7 +35,7 @@ class VerdictRing {
   /// Waits for the first that has not been heard, and leaves it here.
   /// @return whether there was one.
   bool await_next(const group::InterruptCheck& interrupt_check) const;
-  /// Of what was taken out; see layout::Row.
+  /// Epoch up to which verdicts were taken out; see layout::Row.
   uint64_t heard_epoch() const;
 
   // Without waiting for anybody.
@@ -43,7 +43,7 @@ class VerdictRing {
   void hear() const;
   /// See LateVerdict::look(): of the operation that the others are behind.
   void look(int64_t now_ns) const;
-  /// Whether all have come.
+  /// Returns whether all have come.
   bool is_complete() const;
 
  private:

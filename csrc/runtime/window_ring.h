@@ -24,14 +24,14 @@ class WindowRing {
   /// @p window belonged to one operation, whose work is in the stream: others may take it, though
   /// it is still held to be set aside should the operation fail. Nothing for windows of elsewhere.
   static void end_use(Window& window);
-  /// Whether @p window is of such a ring.
+  /// Returns whether @p window is of such a ring.
   static bool owns(const Window& window);
-  /// What holds the memory of @p window to be set aside, and leaves it to others to take.
+  /// Holder of the memory of @p window, set aside for others to take.
   static std::shared_ptr<Window> memory_of(std::shared_ptr<Window> window);
 
-  /// Of each window; 0 where there is none.
+  /// Bytes of each window; 0 where there is none.
   uint64_t bytes() const;
-  /// Of the window that peers hear of last; nothing where there is none.
+  /// Offer of the window that peers hear of last; nothing where there is none.
   Offer last_offer() const;
   /// Keeps none any more.
   void clear() { slots_.clear(); }

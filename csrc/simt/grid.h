@@ -29,7 +29,7 @@ struct Kernel {
 /// @throws InvalidArgument  the shape is not one that a device takes.
 void check_shape(const Kernel& kernel);
 
-/// Where device::launch puts kernels: device::Launch::stream points to one.
+/// Queue that device::launch puts kernels into: device::Launch::stream points to one.
 ///
 /// A checker derives from it and calls launch_grid() for the first kernel of its stream, and for
 /// each further one when `at_end` of the one before is called.
@@ -45,7 +45,7 @@ constexpr int kMaxSharedBytes = 227 * 1024;  ///< of a block
 
 enum class WarpOperation : uint8_t { kNone, kSync, kShuffle, kBallot, kMatch };
 
-/// What lanes of a warp find out together. A lane leaves its value and waits; the last to come
+/// Meeting of the lanes of a warp. A lane leaves its value and waits; the last to come
 /// answers for all, so that nobody's answer changes before it was read.
 struct Warp {
   struct Value {

@@ -6,7 +6,7 @@
 
 namespace moe::simt {
 
-/// What joins nodes in the module _simt: symmetric memory that puts of this process reach.
+/// Network card of the module _simt: symmetric memory that puts of this process reach.
 ///
 /// A put is made by a fiber of its own at some later moment, in another order than puts were
 /// issued, its signal after its bytes. It has been made when the grids of its scheduler have ended.

@@ -195,7 +195,7 @@ T shuffle_xor(T value, int mask) {
   return shuffle(value, lane_idx() ^ mask);
 }
 
-/// Of the lane @p distance below; the lowest lanes keep their own value.
+/// Value of the lane @p distance below; the lowest lanes keep their own value.
 template <typename T>
 T shuffle_up(T value, int distance) {
   const int src_lane = lane_idx() - distance;

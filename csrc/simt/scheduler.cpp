@@ -21,7 +21,7 @@ namespace {
 
 constinit thread_local Scheduler* t_scheduler __attribute__((tls_model("initial-exec"))) = nullptr;
 
-/// What the C++ runtime keeps per OS thread: exceptions being handled, and the number that unwind.
+/// State of the C++ runtime per OS thread: exceptions being handled, and the number that unwind.
 /// The two members of abi::__cxa_eh_globals as the Itanium C++ ABI lays them out.
 struct ExceptionGlobals {
   void* caught = nullptr;
@@ -167,7 +167,7 @@ int Scheduler::take_ready() {
   return idx;
 }
 
-/// Who runs next; -1 when all have ended.
+/// Chooses the fiber to run next; -1 when all have ended.
 int Scheduler::choose() {
   while (num_live_ > 0) {
     try {

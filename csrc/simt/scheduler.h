@@ -15,21 +15,21 @@
 
 namespace moe::simt {
 
-/// What is wrong with an emulated program: a deadlock, a barrier that some threads never reach, a
+/// Fault of an emulated program: a deadlock, a barrier that some threads never reach, a
 /// lane that has returned while others wait for it.
 class EmulationError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// Who a fiber is, for reports. Fibers of one group that wait at the same point and have successive
-/// numbers are named as a range.
+/// Identity of a fiber, for reports. Fibers of one group that wait at the same point and have
+/// successive numbers are named as a range.
 struct FiberName {
   std::string group;   ///< "rank 1 DispatchParams block 0"
   int thread_idx = 0;  ///< in the group
 };
 
-/// Where a fiber waits; strings are literals.
+/// Point at which a fiber waits; strings are literals.
 struct WaitPoint {
   const char* what = "";
   int detail = -1;  ///< added to `what` where it is not negative
@@ -113,7 +113,7 @@ class Scheduler {
   FiberName name(int fiber) const;
   uint64_t num_switches() const { return num_switches_; }  ///< in all runs
 
-  /// What the fiber that runs has set (grids: its simt::Thread); null outside of fibers.
+  /// Value that the running fiber has set (grids: its simt::Thread); null outside of fibers.
   static void* current_local() { return detail::t_local; }
   void set_local(void* local_of_fiber);
 

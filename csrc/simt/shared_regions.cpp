@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kPageBytes = 4096;
 
-/// How a rank's file is found. The rest of the text is what is wrong; then there is none.
+/// Place of a rank's file. The rest of the text is what is wrong; then there is none.
 struct FilePlace {
   int64_t bytes = 0;
   int32_t process_id = 0;
@@ -49,7 +49,7 @@ std::shared_ptr<heap::Segment> map_file(int rank_idx, const FilePlace& place) {
   return heap::map_peer_segment(fd.get(), static_cast<uint64_t>(place.bytes));
 }
 
-/// What one rank has of a region: its own part, and everybody's as the card sees it.
+/// Region as one rank has it: its own part, and everybody's as the card sees it.
 struct Region {
   std::vector<std::shared_ptr<heap::Segment>> by_rank;
   std::byte* own = nullptr;

@@ -13,7 +13,7 @@
 
 namespace moe::simt {
 
-/// Who calls the operations on an emulated device, as far as streams go.
+/// Caller of operations on an emulated device, as far as streams go.
 enum class Caller {
   kHost,     ///< the host itself, as with the CPU backend: what returns has ended
   kStreams,  ///< streams that run beside the host, as with CUDA
@@ -60,7 +60,7 @@ class SimtDevice final : public runtime::Device {
     return std::make_shared<StreamBaton>();
   }
   std::shared_ptr<runtime::Stream> side_stream() override { return host_stream_; }
-  /// Of callers that are streams: the handle of a WorkerStream, which lives at least until the call
+  /// Handle of callers that are streams: of a WorkerStream, which lives at least until the call
   /// returns, or 0 for one of the device's own.
   /// @throws InvalidArgument  another stream; where the caller is the host, a handle other than 0.
   std::shared_ptr<runtime::Stream> caller_stream(uintptr_t handle) override;

@@ -33,13 +33,13 @@ struct Step {
   std::shared_ptr<StreamBaton> given;
 };
 
-/// How far a stream is. Shared with its events, which outlive it.
+/// Progress of a stream. Shared with its events, which outlive it.
 class Progress {
  public:
   /// The next piece of work. @return its number, from 1 on.
   uint64_t add(Work work);
   uint64_t num_added() const;
-  /// Whether the first @p number pieces have ended, well or not.
+  /// Returns whether the first @p number pieces have ended, well or not.
   bool has_ended(uint64_t number) const;
   /// The same. @throws what one of them threw; those behind it were not run.
   bool is_complete(uint64_t number) const;
@@ -82,9 +82,9 @@ class StreamOrder {
 
 /// A stream of the emulated device.
 ///
-/// What a kernel throws ends the work of its stream: whatever was put in behind it is not run,
-/// events recorded behind it throw the same from is_complete(), and so does every further launch,
-/// copy, fill and wait. record() never throws.
+/// Ends the work of a stream by what a kernel of it throws: whatever was put in behind it is not
+/// run, events recorded behind it throw the same from is_complete(), and so does every further
+/// launch, copy, fill and wait. record() never throws.
 class DeviceStream : public runtime::Stream,
                      public Stream,
                      public std::enable_shared_from_this<DeviceStream> {
@@ -198,7 +198,7 @@ class StreamEvent final : public runtime::Event {
   /// @throws what a kernel before it threw.
   /// @throws InvalidArgument  it was recorded into a graph.
   bool is_complete() const override;
-  /// Whether what was before it has ended, well or not. Of no event of a graph.
+  /// Returns whether what was before it has ended, well or not. Of no event of a graph.
   bool has_ended() const;
   /// Waits. @throws as is_complete().
   void await() const;
@@ -214,7 +214,7 @@ class StreamEvent final : public runtime::Event {
   std::map<const DeviceStream*, size_t> before_;
 };
 
-/// Which work gave it last.
+/// Baton that knows which work gave it last.
 class StreamBaton final : public runtime::Baton, public std::enable_shared_from_this<StreamBaton> {
  public:
   bool is_complete() const override;

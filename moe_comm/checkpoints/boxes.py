@@ -97,7 +97,7 @@ def boxes_of(layout: Layout, strides: Sequence[int], shape: Shape) -> list[HeldB
 
 
 def is_within(inner: Box, outer: Box) -> bool:
-    """Whether all of a box is in another."""
+    """Return whether all of a box is in another."""
     return all(a <= c and d <= b for (c, d), (a, b) in zip(inner, outer, strict=True))
 
 

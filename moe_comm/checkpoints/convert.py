@@ -83,7 +83,7 @@ class NewFormat:
         return _DTYPES.get(self.target)
 
     def quantizes(self, name: str, spec: TensorSpec) -> bool:
-        """Whether a tensor becomes FP8 with scale factors.
+        """Return whether a tensor becomes FP8 with scale factors.
 
         Raises:
             ValueError: It is to, and its sizes are none of the format; names it.

@@ -60,7 +60,7 @@ def file_name(number: int, num_files: int) -> str:
 
 
 def is_tensor_file(name: str) -> bool:
-    """Whether a file has tensors, or says where tensors are."""
+    """Return whether a file has tensors, or says where tensors are."""
     return name.endswith(".safetensors") or name in (INDEX, MANIFEST)
 
 
@@ -181,7 +181,7 @@ def _check_index(
 
 
 def _check_strays(folder: Path, files: Mapping[str, TensorFile]) -> None:
-    """Whether numbered files are all of one count, and all of them named."""
+    """Return whether numbered files are all of one count, and all of them named."""
     counts = {match[2]: name for name in files if (match := _NUMBERED.fullmatch(name))}
     if len(counts) > 1:
         first, second = sorted(counts.values())[:2]

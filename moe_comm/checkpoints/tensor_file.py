@@ -226,7 +226,7 @@ def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
 def _check_tiles(
     path: Path, tensors: Mapping[str, StoredTensor], data_start: int, num_bytes: int
 ) -> None:
-    """Whether tensors follow one another without a gap up to the end of the file."""
+    """Return whether tensors follow one another without a gap up to the end of the file."""
     stop, last = data_start, "the header"
     ordered: Sequence[tuple[str, StoredTensor]] = sorted(
         tensors.items(), key=lambda item: (item[1].start, item[1].stop)

@@ -61,7 +61,7 @@ class BackendName(str, enum.Enum):
 
 
 class RailName(str, enum.Enum):
-    """What joins nodes, on the command line."""
+    """Name of a connection between nodes, on the command line."""
 
     AUTO = "auto"
     GLOO = "gloo"
@@ -78,7 +78,7 @@ class ReplicaRuleName(str, enum.Enum):
 
 
 class RankMode(str, enum.Enum):
-    """What a rank is, on the command line."""
+    """Kind of a rank, on the command line."""
 
     PROCESSES = "processes"
     THREADS = "threads"

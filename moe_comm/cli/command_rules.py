@@ -1,4 +1,4 @@
-"""What every command keeps: errors in a sentence, examples, tables."""
+"""Rules that every command keeps: errors in a sentence, examples, tables."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FoldedTable:
         self._table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich calls to show it."""
+        """Show the table; rich calls this."""
         table = self._table
         least, most = [], []  # of each column: its longest word and its longest line
         for column in table.columns:

@@ -15,13 +15,13 @@ COMMANDS = {
     "checkpoint": "Look at checkpoints of safetensors files, check and convert them.",
     "trace": "Show which rank waited for which, per phase.",
 }
-"""What every command does, short enough for a line; in the order in which they are listed."""
+"""Purpose of every command, short enough for a line; in the order in which they are listed."""
 
 EXAMPLE = "moe-comm doctor"
 
 
 def help_text() -> str:
-    """What `moe-comm --help` prints."""
+    """Return the text that `moe-comm --help` prints."""
     width = max(len(name) for name in COMMANDS) + 2
     commands = "".join(f"  {name:{width}}{what}\n" for name, what in COMMANDS.items())
     return (

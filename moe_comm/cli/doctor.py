@@ -1,4 +1,4 @@
-"""What this machine has for the package, found by trying."""
+"""Findings about this machine: what it has for the package, found by trying."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _mpi() -> Finding:
 
 
 def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:
-    """Whether a module could be imported; it is not, some take seconds."""
+    """Return whether a module could be imported; it is not, some take seconds."""
     try:
         is_present = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # no parent package, or a module put in place by hand

@@ -1,4 +1,4 @@
-"""What `moe-comm doctor` finds about GPUs."""
+"""Findings of `moe-comm doctor` about GPUs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def quantization_of(
     is_column_major: bool,
     dtype: DtypeName,
 ) -> Quantization | None:
-    """What three options ask for, of rows of `dtype`; None for rows as they are.
+    """Return the quantization that three options ask for, of rows of `dtype`; None for rows as they are.
 
     Raises:
         ValueError: The format has no such scale factors, there are none to shape, or rows of this

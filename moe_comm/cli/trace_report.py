@@ -80,7 +80,7 @@ def _metadata(name: str, rank: int, buffer: int, arguments: dict[str, Any]) -> d
 
 
 def summarize_phases(records: Sequence[PhaseRecord]) -> list[PhaseSummary]:
-    """Who spent how long in which phase, and for whom it waited; longest total first.
+    """Summarize the time of each rank in each phase, and the ranks it waited for; longest total first.
 
     A wait counts under the phase it lies in, and is taken off that phase's own work.
     """

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class SharedExperts(Protocol):
-    """What Megatron's shared experts offer, so that they run while tokens travel."""
+    """Interface of Megatron's shared experts, by which they run while tokens travel."""
 
     def pre_forward_comm(self, hidden_states: torch.Tensor) -> None:
         """Take the tokens, in their original shape."""
@@ -40,7 +40,7 @@ class SharedExperts(Protocol):
         """Called behind `linear_fc2_forward`."""
 
     def get_output(self) -> torch.Tensor:
-        """What is added to the output of the experts."""
+        """Return the tensor that is added to the output of the experts."""
 
 
 class MegatronTokenDispatcher:
@@ -246,7 +246,7 @@ class MegatronTokenDispatcher:
         return manager.empty_rows(hidden, dtype), manager.empty_rows(hidden, dtype)
 
     def check_over_budget(self) -> torch.Tensor:
-        """Whether rows for this rank were dropped since `reset_over_budget`."""
+        """Return whether rows for this rank were dropped since `reset_over_budget`."""
         return self._comm_manager.over_budget
 
     def check_required_capacity(self) -> torch.Tensor:

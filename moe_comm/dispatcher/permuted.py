@@ -39,7 +39,7 @@ __all__ = [
 
 
 class PermutedHandle(NamedTuple):
-    """What combine and the backward need; opaque, but for its last element.
+    """State of a dispatch that combine and the backward need; opaque, but for its last element.
 
     Args:
         buffer: That moved the rows.
@@ -74,7 +74,7 @@ class PermutedHandle(NamedTuple):
 
 
 class PermutedRows(NamedTuple):
-    """What arrived; M rows.
+    """Rows that arrived, M of them.
 
     Args:
         hidden: `[M, hidden]`, local expert 0 first, rows of an expert in order of (source rank,
@@ -304,7 +304,7 @@ def check_no_transform() -> None:
 
 
 def _is_seen(routing_map: torch.Tensor, probs: torch.Tensor | None) -> bool:
-    """Whether the operators that list the choices of a map may be looked at."""
+    """Return whether the operators that list the choices of a map may be looked at."""
     return torch.compiler.is_compiling() or is_watched(routing_map, probs)
 
 
@@ -318,7 +318,7 @@ def _overflow_flag(is_set: bool) -> torch.Tensor:
 
 @functools.cache
 def _no_overflow() -> torch.Tensor:
-    """Of every dispatch without a budget, which drops nothing: a tensor costs as much as its checks."""
+    """Return the unset flag of all dispatches without a budget: a tensor costs as much as its checks."""
     return _overflow_flag(False)
 
 
@@ -327,7 +327,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
-    """As combine takes them."""
+    """Return rows in the form that combine takes."""
     as_dense("rows", rows)
     rows = _detached(rows)
     if isinstance(rows, QuantizedRows):

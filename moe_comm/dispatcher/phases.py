@@ -29,7 +29,7 @@ class PendingDispatch:
     inputs: tuple[object, ...]
 
     def wait(self) -> DispatchResult:
-        """What came; its data may be read."""
+        """Wait for the dispatch and return its result; its data may be read."""
         self.result.event.wait()
         return self.result
 

@@ -26,7 +26,7 @@ __all__ = ["DispatchedTokens", "TokenDispatcher"]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchedTokens:
-    """What one dispatch brought, and all that its combine needs: the dispatcher keeps nothing.
+    """Result of one dispatch, and all that its combine needs: the dispatcher keeps nothing.
 
     Args:
         tokens: `[M, hidden]`, grouped by local expert; rows of local expert e are

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class _Stage(enum.Enum):
-    """Where a micro-batch is; each call takes it one further."""
+    """Stage of a micro-batch; each call takes it one further."""
 
     INITIAL = "before dispatch_a"
     AFTER_DISPATCH_A = "between dispatch_a and dispatch_b"
@@ -62,7 +62,7 @@ class _Stage(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class _MicroBatch:
-    """What is known of one micro-batch between its calls."""
+    """State of one micro-batch between its calls."""
 
     stage: _Stage = _Stage.INITIAL
     is_low_latency: bool = False
@@ -81,7 +81,7 @@ class _MicroBatch:
 
 
 def _value_of(mode: object) -> str:
-    """Of SGLang's `DeepEPMode`; "" for what is none."""
+    """Return the value of SGLang's `DeepEPMode`; "" for anything else."""
     value = mode.value if isinstance(mode, enum.Enum) else ""
     return value if isinstance(value, str) else ""
 
@@ -432,7 +432,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
 
 
 def _most_tokens(given: int | None) -> int:
-    """Of a low-latency batch."""
+    """Return the most tokens of a rank in a low-latency batch."""
     if given is not None:
         return given
     try:

@@ -1,4 +1,4 @@
-"""How rows of a `SglangDispatcher` travel: what a caller, a quantization method or SGLang itself says."""
+"""Formats of the rows of a `SglangDispatcher`: set by a caller, a quantization method or SGLang itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DtypeChoice:
         self._of_mode: dict[str, Quantization | None] = {}
 
     def of_mode(self, *, is_low_latency: bool) -> Quantization | None:
-        """Of the next dispatch."""
+        """Return the quantization of the next dispatch."""
         return self._of_mode[_MODES[is_low_latency]]
 
     def update(self, quant_config: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def _quantization_of(name: str, dtype: Any) -> Quantization | None:
 
 
 def _ask_sglang(quant_config: dict[str, Any], runner_backend: Any, mode: str) -> Any:
-    """What SGLang's own dispatcher would send, None where SGLang cannot be imported."""
+    """Return the dtype that SGLang's own dispatcher would send, None where SGLang cannot be imported."""
     try:
         utils = importlib.import_module("sglang.srt.layers.moe.utils")
         deep_gemm = importlib.import_module("sglang.srt.layers.deep_gemm_wrapper")

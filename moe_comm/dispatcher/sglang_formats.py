@@ -1,4 +1,4 @@
-"""What SGLang's dispatchers hand to experts and take from them.
+"""Types that SGLang's dispatchers hand to experts and take from them.
 
 SGLang's own types where SGLang can be imported, types of the same names, fields and values elsewhere.
 """
@@ -24,26 +24,26 @@ __all__ = [
 
 
 class _Format(enum.Enum):
-    """Of a dispatch output or a combine input."""
+    """Format of a dispatch output or a combine input."""
 
     STANDARD = "standard"
     DEEPEP_NORMAL = "deepep_normal"
     DEEPEP_LL = "deepep_ll"
 
     def is_standard(self) -> bool:
-        """Whether rows lie as the router left them."""
+        """Return whether rows lie as the router left them."""
         return self is _Format.STANDARD
 
     def is_deepep_normal(self) -> bool:
-        """Whether rows lie in order of source rank."""
+        """Return whether rows lie in order of source rank."""
         return self is _Format.DEEPEP_NORMAL
 
     def is_deepep_ll(self) -> bool:
-        """Whether rows lie at fixed places of every expert."""
+        """Return whether rows lie at fixed places of every expert."""
         return self is _Format.DEEPEP_LL
 
     def is_deepep(self) -> bool:
-        """Whether a dispatcher moved the rows."""
+        """Return whether a dispatcher moved the rows."""
         return self is not _Format.STANDARD
 
 

@@ -32,7 +32,7 @@ class _Configurable:
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config:
-        """What every dispatcher of torchtitan is configured with."""
+        """Configuration that every dispatcher of torchtitan has."""
 
         num_experts: int
         top_k: int
@@ -64,7 +64,7 @@ _Base: Any = _Configurable if _dispatchers is None else _dispatchers.BaseEPToken
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchMetadata:
-    """What one dispatch leaves for its combine; torchtitan hands it through.
+    """State that one dispatch leaves for its combine; torchtitan hands it through.
 
     Args:
         handle: Of the dispatch.
@@ -292,7 +292,7 @@ if _dispatchers is not None:
 
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(_checkpointing.SelectiveAC.Config):  # type: ignore[misc, name-defined]
-            """As torchtitan's."""
+            """Configuration like torchtitan's."""
 
         def get_save_ops(self) -> set[Any]:
             """Operators whose outputs are not recomputed."""

@@ -1,4 +1,4 @@
-"""How models of Hugging Face transformers bring tokens to their experts, with this package.
+"""Implementation of expert parallelism for models of Hugging Face transformers, with this package.
 
 transformers keeps a registry of such ways; `register` adds one, and replaces nothing. What it adds is
 `TransformersExperts`, which itself needs no transformers.
@@ -58,7 +58,7 @@ def register(name: str = "moe_comm", *, quantization: Quantization | None = None
     expert_parallel = _expert_parallel()
 
     class MoeCommEP(expert_parallel.EPImplementation):  # type: ignore[misc, name-defined]
-        """What transformers makes one of for every module of experts."""
+        """Object that transformers makes for every module of experts."""
 
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)

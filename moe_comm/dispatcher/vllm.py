@@ -87,13 +87,13 @@ def weight_and_reduce(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Prepared:
-    """What a finalize needs of the prepare before it."""
+    """State of a prepare that the finalize after it needs."""
 
     pending: PendingDispatch
 
     @property
     def handle(self) -> DispatchHandle:
-        """Of the dispatch, which has ended by the time it is asked for."""
+        """Handle of the dispatch, which has ended by the time it is asked for."""
         return self.pending.result.handle
 
 
@@ -178,7 +178,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         return torch.int64
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Of the batched format; None otherwise, which takes any number."""
+        """Return the most tokens of a rank in the batched format; None otherwise, which takes any number."""
         return self.buffer.config.num_max_tokens_per_rank if self.is_batched else None
 
     def num_dispatchers(self) -> int:
@@ -468,7 +468,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
     def _resolve_quantization(
         self, quant_config: Any, defer_input_quant: bool
     ) -> tuple[Quantization | None, _Quantize | None]:
-        """How rows travel, and what quantizes them where they arrive; errors are those of every rank."""
+        """Return the quantization of rows, and a function for rows on arrival; errors are every rank's."""
         if self._quantization != "auto":
             return self._quantization, None
         dtype = getattr(quant_config, "quant_dtype", None)

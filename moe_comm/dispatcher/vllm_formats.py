@@ -25,7 +25,7 @@ __all__ = [
 
 
 class _ActivationFormat(enum.Enum):
-    """How dispatched rows lie: `[M, hidden]`, or `[num_local_experts, n, hidden]`."""
+    """Form of dispatched rows: `[M, hidden]`, or `[num_local_experts, n, hidden]`."""
 
     Standard = ("standard",)
     BatchedExperts = ("batched_experts",)

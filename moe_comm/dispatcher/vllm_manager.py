@@ -196,7 +196,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         is_sequence_parallel: bool = False,
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
-        """As `dispatch`, with router logits in place of weights and ids."""
+        """Dispatch like `dispatch`, with router logits in place of weights and ids."""
         return self._gather(hidden_states, [router_logits], is_sequence_parallel, extra_tensors)
 
     def combine(
@@ -221,7 +221,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         return self._gather_buffer().combine(hidden_states.contiguous(), handle)
 
     def set_num_sms(self, num_sms: int) -> None:
-        """Of GPU kernels; checked, without effect on the CPU."""
+        """Set the SMs of GPU kernels; checked, without effect on the CPU."""
         if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 0:
             raise ValueError(f"num_sms must be an int >= 0, got {num_sms!r}")
 

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, because this package names it under `vllm.general_plugins`.
+"""Function that vLLM calls in each of its processes: this package names it under `vllm.general_plugins`.
 
 Importing this imports nothing of vLLM: it happens whenever vLLM starts beside this package.
 """

@@ -226,14 +226,14 @@ def receive_window_bytes(
 
 
 def round_window_bytes(num_bytes: int) -> int:
-    """What a window of `num_bytes` occupies in the heap."""
+    """Return the bytes that a window of `num_bytes` occupies in the heap."""
     return _sizes().window_bytes(num_bytes)
 
 
 def rank_sums_bytes(
     num_tokens: int, num_topk: int, num_rows: int, row_bytes: int, number_bytes: int = 4
 ) -> int:
-    """What a rank offers in a combine with `rank_reduction` on GPUs: what it asks for, and sums for others.
+    """Return the bytes that a rank offers in a combine with `rank_reduction` on GPUs: a request, and sums.
 
     Args:
         num_tokens: T.
@@ -267,7 +267,7 @@ def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int:
 
 
 def count_row_bytes(num_ranks: int, num_experts: int, *, is_cached: bool = False) -> int:
-    """What a rank says to every other at the start of an operation, without its padding.
+    """Return the bytes that a rank sends every other at the start of an operation, without padding.
 
     Args:
         num_ranks: R.
@@ -513,7 +513,7 @@ def live_heap_bytes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a training step holds at its peak, on one rank.
+    """Memory that a training step holds at its peak, on one rank.
 
     Args:
         num_ranks: R.

@@ -132,7 +132,7 @@ class EpBuffer(Destroyable):
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether it has been destroyed, by itself or with its communicator."""
+        """Return whether it has been destroyed, by itself or with its communicator."""
         return self._is_destroyed
 
     @property
@@ -441,7 +441,7 @@ class EpBuffer(Destroyable):
         self._masked_ranks = tuple(masked)
 
     def wait_statistics(self, *, reset: bool = False) -> WaitStatistics:
-        """What this rank has waited for every rank on this buffer. Local, beside operations too.
+        """Return the time this rank has waited for every rank on this buffer. Local, beside operations too.
 
         Counts from when the buffer was made or the last reset, over operations of every kind.
         Backends that cannot tell ("collective", "deep_ep", "reference") have zeros.
@@ -792,7 +792,7 @@ class EpBuffer(Destroyable):
 
 
 def _is_in_graph(*tensors: object) -> bool:
-    """Whether autograd records what is done with any of them; asked before every eager call."""
+    """Return whether autograd records what is done with any of them; asked before every eager call."""
     for tensor in tensors:
         if tensor is not None and getattr(tensor, "requires_grad", False):
             return torch.is_grad_enabled()

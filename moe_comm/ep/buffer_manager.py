@@ -1,4 +1,4 @@
-"""Who owns which buffer: one per configuration of a communicator."""
+"""Owner of buffers: one per configuration of a communicator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a buffer is configured with: shapes, dtype and where every expert lives."""
+"""Configuration of a buffer: shapes, dtype and the rank of every expert."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 ROW_BYTES_MULTIPLE = 16
 NUM_MAX_EXPERTS = 1 << 16
-"""Of a buffer. Ranks compare placements and exchange a count for every expert in each dispatch."""
+"""Most experts of a buffer. Ranks compare placements and exchange a count per expert in each dispatch."""
 NUM_MAX_DECODED_TOKENS = 1024
-"""Of a rank, where a buffer has low-latency windows without being asked for them."""
+"""Most tokens of a rank for which a buffer has low-latency windows without being asked for them."""
 OnOverflow = Literal["grow", "drop", "raise"]
 ON_OVERFLOW: tuple[OnOverflow, ...] = ("grow", "drop", "raise")
-"""What a `Capacity` may do, in the order in which `layout::OnOverflow` of csrc/layout/row.h counts it."""
+"""Actions of a `Capacity`, in the order in which `layout::OnOverflow` of csrc/layout/row.h counts them."""
 
 
 class Layout(enum.IntEnum):
@@ -416,7 +416,7 @@ class EpConfig:
         )
 
     def rail_region_bytes(self, num_ranks: int, num_local_ranks: int) -> int:
-        """What a buffer of backend "nvshmem" (or "simt") takes on every rank beside the heap.
+        """Return the bytes that a buffer of "nvshmem" (or "simt") takes on every rank beside the heap.
 
         Args:
             num_ranks: Of the communicator.

@@ -1,4 +1,4 @@
-"""How many tokens chose every expert, from the counts that dispatches exchange anyway."""
+"""Numbers of tokens that chose every expert, from the counts that dispatches exchange anyway."""
 
 from __future__ import annotations
 

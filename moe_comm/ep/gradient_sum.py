@@ -104,7 +104,7 @@ class GradientSum(Destroyable):
         self._to_everybody = self._handle(len(ranks), num_ranks)
 
     def _handle(self, first_expert: int, num_experts: int) -> DispatchHandle:
-        """Of an exchange of this rank's slice with so many experts."""
+        """Return the handle of an exchange of this rank's slice with so many experts."""
         num_topk = self._buffer.config.num_topk
         assert num_topk is not None
         experts = torch.full((num_topk,), -1, dtype=torch.int64)
@@ -118,7 +118,7 @@ class GradientSum(Destroyable):
 
     @property
     def buffer(self) -> EpBuffer:
-        """What it adds over."""
+        """Buffer that the sum is added over."""
         return self._buffer
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank says of gradients in an operation: a word of bits that travels in its row.
+"""Word of a rank on gradients in an operation: bits that travel in its row.
 
 Ranks may say different things, and each finds the same in all their words: an operation is
 differentiated on every rank where any rank needs its gradient, and refused on every rank where some
@@ -66,7 +66,7 @@ def with_applied_weights(word: int, topk_weights: torch.Tensor | None) -> int:
 
 
 def unite(words: Sequence[int]) -> int:
-    """What all ranks say together: 0 where some rank runs no backward, and then none does."""
+    """Unite the words of all ranks: 0 where some rank runs no backward, and then none does."""
     united = 0
     for word in words:
         if not word & ENABLED:

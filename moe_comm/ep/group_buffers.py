@@ -70,13 +70,13 @@ class GroupBuffers:
         self.is_adopted = is_given
 
     def is_current(self) -> bool:
-        """Whether `group_buffers` would find it again: it is neither destroyed nor let go."""
+        """Return whether `group_buffers` would find it again: it is neither destroyed nor let go."""
         found = _held.get(self._key) or _living.get(self._key)
         return found is self and not self.communicator.is_destroyed
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors that its buffers move."""
+        """Device of the tensors that its buffers move."""
         return self.communicator.device
 
     def check_device(self, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class GroupBuffers:
             )
 
     def check_together(self, check: Callable[[], str]) -> None:
-        """As `Communicator.check_together`, for ranks that may not agree on the device either.
+        """Check like `Communicator.check_together`, for ranks that may not agree on the device either.
 
         All ranks meet through the communicator of the group that was made first.
         """
@@ -151,7 +151,7 @@ class GroupBuffers:
         num_local_experts: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> EpBuffer:
-        """As `get`, for what all ranks make; mistakes of one are raised on all. Always collective.
+        """Give a buffer like `get`, made by all ranks; mistakes of one are raised on all. Always collective.
 
         Args:
             name: What is made.
@@ -225,7 +225,7 @@ def _config(
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not been destroyed."""
+    """Return whether a process group has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):
@@ -234,7 +234,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def _device_for(group: Any) -> str:
-    """Where the tensors of a group are, as docs/gpu.md says it for callers."""
+    """Return the device of the tensors of a group, as docs/gpu.md says it for callers."""
     # A group that reaches GPUs by Gloo alone is one of CPU ranks on a machine with GPUs.
     is_of_gpus = (
         isinstance(group, dist.ProcessGroup)
@@ -332,7 +332,7 @@ def group_buffers(
 def _wanted_device(
     group: Any, given: Communicator | None, device: Device, known: dict[str, GroupBuffers]
 ) -> torch.device:
-    """Where the tensors are of a call of `group_buffers`."""
+    """Return the device of the tensors of a call of `group_buffers`."""
     if given is None:
         if device is None:
             over_given = (each.device for each in known.values() if each.is_given)

@@ -1,4 +1,4 @@
-"""What calls return: frozen handles, results and events."""
+"""Return values of calls: frozen handles, results and events."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class CommEvent:
         self._operation.wait()
 
     def is_complete(self) -> bool:
-        """Whether `wait()` would not block."""
+        """Return whether `wait()` would not block."""
         return self._operation.is_complete()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WaitStatistics:
-    """What one rank has waited for every rank on a buffer, over many operations.
+    """Time that one rank has waited for every rank on a buffer, over many operations.
 
     A rank that others wait for much, and that itself waits little, is the one that is slow.
 
@@ -61,12 +61,12 @@ class WaitStatistics:
 
 with torch.inference_mode(mode=False):
     NO_LINK = torch.empty(0, device="cpu")
-    """Of dispatches without a gradient; never written, and never an output of autograd."""
+    """Link of dispatches without a gradient; never written, and never an output of autograd."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DispatchHandle:
-    """What combine and cached dispatch need to know of a dispatch.
+    """Record of a dispatch that combine and cached dispatch need.
 
     Valid for any number of later operations of the same buffer, in any order, until the buffer is
     destroyed. Holds places relative to a window, never an address. Made by a dispatch, never changed.
@@ -121,11 +121,11 @@ class DispatchHandle:
 
 
 Maker: TypeAlias = tuple[int, int]
-"""Of a `DispatchHandle`, what its plan does not say: buffer_id and generation."""
+"""Fields of a `DispatchHandle` that its plan does not have: buffer_id and generation."""
 
 
 class DispatchResult:
-    """What a dispatch brought to this rank; M rows, K choices per token.
+    """Result of a dispatch on this rank; M rows, K choices per token.
 
     With `async_op=True` the first look at an attribute waits until its shape is known (LOW_LATENCY: x,
     x_sf and topk_weights are there at once), and `event` must be waited for before the data is read
@@ -163,7 +163,7 @@ class DispatchResult:
         self._topk_weights: torch.Tensor | None = None
 
     def arrived(self) -> DispatchOutput:
-        """What the backend has brought, when it is there."""
+        """Return the output that the backend has brought, when it is there."""
         if self._output is None:
             self._output = self._operation.wait()
         return self._output
@@ -253,7 +253,7 @@ class DispatchResult:
 
     @property
     def has_overflow(self) -> torch.Tensor:
-        """Whether rows for this rank were dropped, or its capacity had to grow.
+        """Return whether rows for this rank were dropped, or its capacity had to grow.
 
         A bool without dimensions, on the host.
         """
@@ -286,7 +286,7 @@ class DispatchResult:
 
     @property
     def gradients(self) -> int:
-        """What the ranks say of gradients, united; see `EpBuffer.dispatch`."""
+        """Words of the ranks on gradients, united; see `EpBuffer.dispatch`."""
         return self.arrived().gradients
 
     @property
@@ -312,7 +312,7 @@ class DispatchResult:
 
 
 class CombineResult:
-    """What a combine brought back; `event` must be waited for before `x` is read."""
+    """Result of a combine; `event` must be waited for before `x` is read."""
 
     __slots__ = ("_event", "_operation", "_output")
 
@@ -331,7 +331,7 @@ class CombineResult:
         return self._event
 
     def arrived(self) -> CombineOutput:
-        """What the backend has brought, when it is there."""
+        """Return the output that the backend has brought, when it is there."""
         return self._operation.wait() if self._output is None else self._output
 
     @property
@@ -358,5 +358,5 @@ class CombineResult:
 
     @property
     def gradients(self) -> int:
-        """What the ranks say of gradients, united; see `EpBuffer.combine`."""
+        """Words of the ranks on gradients, united; see `EpBuffer.combine`."""
         return self.arrived().gradients

@@ -148,7 +148,7 @@ class Option:
 
 
 class DispatchOptions(NamedTuple):
-    """How the rows of one dispatch go.
+    """Options of one dispatch: how its rows go.
 
     Args:
         layout: Order of received rows. Of a cached dispatch it is the plan's that holds, as are the
@@ -215,7 +215,7 @@ class DispatchOptions(NamedTuple):
 
 
 class CombineOptions(NamedTuple):
-    """How the sums of one combine come back.
+    """Options of one combine: how its sums come back.
 
     Args:
         copy_out: As in `DispatchOptions`, for the sums.

@@ -1,4 +1,4 @@
-"""Which logical expert lies in which slot of which rank, replicas included."""
+"""Placement of logical experts, replicas included, in the slots of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EMPTY_SLOT", "REPLICA_RULES", "Placement", "ReplicaRule"]
 
 ReplicaRule = Literal["balanced", "nearest", "hash", "given"]
 REPLICA_RULES: tuple[ReplicaRule, ...] = get_args(ReplicaRule)
-"""What says which replica of an expert takes a row; see `moe_comm.ep.replica_spec`."""
+"""Rules that say which replica of an expert takes a row; see `moe_comm.ep.replica_spec`."""
 
 EMPTY_SLOT = -1
 """Stands for the expert of a slot that has none."""
@@ -181,7 +181,7 @@ class Placement:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether any expert lies in more than one slot."""
+        """Return whether any expert lies in more than one slot."""
         return any(len(of_expert) > 1 for of_expert in self.slots_of_expert)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Where replicas of experts go: placements from the loads that were seen."""
+"""Planner of replicas of experts: placements from the loads that were seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica of an expert takes which row: the definition that every backend is held to.
+"""Rules for the replica of an expert that takes a row: the definition that every backend is held to.
 
 A rule turns the logical experts that all ranks chose into slots. From there on a dispatch is that of
 `moe_comm.ep.spec` with slots for experts. Like that module, it shares nothing with a backend.

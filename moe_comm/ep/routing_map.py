@@ -187,7 +187,7 @@ _BYTE = DLPACK_TYPES[torch.uint8]
 
 
 def _is_plain(ids: torch.Tensor, values: torch.Tensor | None = None) -> bool:
-    """Whether a native call may take the place of operators that nobody looks at."""
+    """Return whether a native call may take the place of operators that nobody looks at."""
     if torch.compiler.is_compiling() or not ids.is_cpu or is_watched(ids, values):
         return False
     return values is None or (

@@ -1,4 +1,4 @@
-"""What dispatch and combine are, row by row: the definition that every backend is held to.
+"""Definition of dispatch and combine, row by row, that every backend is held to.
 
 A `Dispatch` is made of what all ranks ask for. It lists which row of which rank comes from which token,
 and says what a rank receives and gets back. Rows are listed one at a time in Python and moved whole;
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a row lies: in the window of a rank."""
+    """Position of a row: in the window of a rank."""
 
     rank_idx: int
     row_idx: int
@@ -66,7 +66,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Received:
-    """What a rank gets from a dispatch; M rows, see `DispatchOutput` for every other tensor.
+    """Tensors that a rank gets from a dispatch; M rows, see `DispatchOutput` for every other tensor.
 
     Args:
         is_defined: LOW_LATENCY: bool `[M]`, rows that some token sent; the others are undefined. Else
@@ -111,7 +111,7 @@ class Dispatch:
 
     @property
     def is_cached(self) -> bool:
-        """Whether rows go to the places of an earlier dispatch."""
+        """Return whether rows go to the places of an earlier dispatch."""
         return self.counts_of_earlier is not None
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class Dispatch:
         return [idx for idx, owner in enumerate(self.expert_rank) if owner == rank_idx]
 
     def goes_to(self, token: Sequence[int], rank_idx: int) -> bool:
-        """Whether a token has a choice on a rank."""
+        """Return whether a token has a choice on a rank."""
         return any(expert >= 0 and self.expert_rank[expert] == rank_idx for expert in token)
 
     @functools.cached_property
@@ -175,7 +175,7 @@ class Dispatch:
         return kept
 
     def _kept_earlier(self, counts: list[list[int]]) -> list[list[Origin]]:
-        """Of every rank's choices of an expert, the first `counts[rank][expert]`."""
+        """Return the first `counts[rank][expert]` of every rank's choices of an expert."""
         kept: list[list[Origin]] = []
         for expert_idx, origins in enumerate(self.asked):
             left = [of_rank[expert_idx] for of_rank in counts]
@@ -239,11 +239,11 @@ class Dispatch:
 
     @functools.cached_property
     def windows(self) -> list[Window]:
-        """What lies in every row of every rank."""
+        """Contents of every row of every rank."""
         return [self.window(rank_idx) for rank_idx in range(self.num_ranks)]
 
     def window(self, rank_idx: int) -> Window:
-        """What lies in every row of a rank.
+        """Return the contents of every row of a rank.
 
         EXPERT_MAJOR: one row per kept choice, expert after expert, each begun at a multiple of the
         alignment. LOW_LATENCY: the same, each expert with all its places. RANK_MAJOR: one row per token
@@ -268,7 +268,7 @@ class Dispatch:
 
     @functools.cached_property
     def places(self) -> list[list[list[Place | None]]]:
-        """Where the row of every choice lies: `places[rank][token][k]`, None for none."""
+        """Position of the row of every choice: `places[rank][token][k]`, None for none."""
         places: list[list[list[Place | None]]] = [
             [[None] * len(token) for token in tokens] for tokens in self.choices
         ]
@@ -300,7 +300,7 @@ class Dispatch:
 
     @functools.cached_property
     def counts(self) -> torch.Tensor:
-        """As `PlanTensors.counts`."""
+        """Counts of every rank, see `PlanTensors.counts`."""
         matrix = []
         for source_idx, tokens in enumerate(self.choices):
             kept = [sum(each.source_idx == source_idx for each in origins) for origins in self.kept]
@@ -315,7 +315,7 @@ class Dispatch:
         return torch.tensor(matrix, dtype=torch.int32)
 
     def slots(self, rank_idx: int) -> torch.Tensor:
-        """As `PlanTensors.slots` of a rank."""
+        """Return the slots of a rank, see `PlanTensors.slots`."""
         num_slots = self.topk_idx[rank_idx].shape[1]
         if self.layout is Layout.RANK_MAJOR:
             num_slots = min(num_slots, self.num_ranks)
@@ -327,7 +327,7 @@ class Dispatch:
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, num_slots)
 
     def asked_rows(self, rank_idx: int) -> torch.Tensor:
-        """As `PlanTensors.asked` of a rank."""
+        """Return the rows that a rank's result would have, see `PlanTensors.asked`."""
         sizes = [len(self.asked[idx]) for idx in self.experts_of(rank_idx)]
         return torch.tensor([self._num_required_rows(rank_idx), *sizes], dtype=torch.int64)
 
@@ -345,7 +345,7 @@ class Dispatch:
         x_sf: Sequence[torch.Tensor] | None = None,
         is_column_major: bool = False,
     ) -> Received:
-        """What a rank receives. Rows, scale factors and weights are copied as bytes.
+        """Return the tensors that a rank receives. Rows, scale factors and weights are copied as bytes.
 
         Args:
             rank_idx: The receiver.
@@ -589,7 +589,7 @@ def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each begins when they are laid end to end, then the end."""
+    """Return the position at which each begins when they are laid end to end, then the end."""
     return [0, *itertools.accumulate(sizes)]
 
 

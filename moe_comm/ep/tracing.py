@@ -58,7 +58,7 @@ def trace_file_name(path: str | Path, rank_idx: int) -> Path:
 
 
 def check_trace_path(path: str | None, rank_idx: int) -> None:
-    """Whether the file of one rank can be written, before the operations that it is to record.
+    """Return whether the file of one rank can be written, before the operations that it is to record.
 
     Raises:
         ValueError: `MOE_COMM_TRACE` names a place where it cannot.

@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 def check_apart(name: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
-    """What a call writes to, called `name`, shares no bytes with what it reads, by name."""
+    """Check that `written`, called `name`, shares no bytes with the tensors in `read`, given by name."""
     for other, tensor in read.items():
         if tensor is not None and shares_bytes(written, tensor):
             raise ValueError(

@@ -129,7 +129,7 @@ def set_deepep_num_sms(num_sms: int) -> None:
 
 
 class FusedHandle(NamedTuple):
-    """What combine and the backward need of a `fused_dispatch`; opaque."""
+    """State of a `fused_dispatch` that combine and the backward need; opaque."""
 
     buffer: EpBuffer
     places: DispatchHandle
@@ -270,7 +270,7 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """What the function of the class returns; the node of a subclass that overrides `forward`."""
+        """Return the result of the class's function, or the node of a subclass that overrides `forward`."""
         function = cls.__dict__.get("function", super().apply)
         return function(*args, **kwargs)
 
@@ -297,7 +297,7 @@ class FusedDispatch(_Function):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> FusedDispatched:
-        """What `fused_dispatch` returns, without a graph; `ctx` keeps the handle for `backward`."""
+        """Return the result of `fused_dispatch`, without a graph; `ctx` keeps the handle for `backward`."""
         arrived = fused_dispatch(
             x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
         )
@@ -563,7 +563,7 @@ class HybridEPDispatch(_Function):
     @staticmethod
     @torch.no_grad()
     def forward(ctx: Any, *args: Any) -> HybridDispatched:
-        """What `hybrid_ep_dispatch` returns, without a graph; `ctx` keeps the handle for `backward`."""
+        """Return `hybrid_ep_dispatch`'s result, without a graph; `ctx` keeps the handle for `backward`."""
         arrived = hybrid_ep_dispatch(*args)
         ctx.handle = arrived[-1]
         return arrived

@@ -1,4 +1,4 @@
-"""What positional arguments mean in each release of Megatron, and checks of what only a GPU heeds."""
+"""Meaning of positional arguments in each release of Megatron, and checks of what only a GPU heeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron's module globals hold, one for every process group."""
+"""Contents of Megatron's module globals, one for every process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Group: TypeAlias = dist.ProcessGroup | Bootstrap | None
 
 
 class GroupBuffer:
-    """What Megatron's globals hold: one for every group, with the attributes that callers read.
+    """Contents of Megatron's globals: one for every group, with the attributes that callers read.
 
     Its buffers are on the device that the first call works on, on which all ranks agree. The memory
     behind it is sized by every call, whatever stands here.
@@ -51,11 +51,11 @@ class GroupBuffer:
         shared.is_adopted = True
 
     def is_of(self, shared: GroupBuffers) -> bool:
-        """Whether it stands on what the group shares now."""
+        """Return whether it stands on what the group shares now."""
         return self._first is shared and self._shared.is_current()
 
     def is_sure(self) -> bool:
-        """Whether it is what the group would find again, without asking what the group shares.
+        """Return whether it is what the group would find again, without asking what the group shares.
 
         On the CPU, that is; of a GPU the current device has a say.
         """
@@ -64,7 +64,7 @@ class GroupBuffer:
         return self._shared is self._first or self._shared.is_current()
 
     def see(self, shape: torch.Size, num_local_experts: int) -> None:
-        """What a HybridEP call brings: rows of such a shape, for so many experts a rank."""
+        """Note a HybridEP call, which brings rows of such a shape, for so many experts a rank."""
         num_tokens, hidden = shape[0], shape[-1]
         if hidden > self.hidden_dim:
             self.hidden_dim = hidden

@@ -15,7 +15,7 @@ _GROUPED_ROW_BYTES = 16
 
 
 def _problem_with_grouped_mm(dtype: torch.dtype, **sizes: int) -> str | None:
-    """What keeps `torch._grouped_mm` from taking matrices with rows of these sizes, or None."""
+    """Return the reason that `torch._grouped_mm` cannot take matrices with rows of these sizes, or None."""
     if not hasattr(torch, "_grouped_mm"):
         return f"torch {torch.__version__} has no _grouped_mm"
     if dtype is not torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""Router: the choice of the experts that a token goes to."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SentT = TypeVar("SentT")
 ReceivedT = TypeVar("ReceivedT")
 
 Problem = Exception | str | None
-"""What is wrong on one rank: an error, or the text of a ValueError; None for nothing."""
+"""Problem of one rank: an error, or the text of a ValueError; None for no problem."""
 
 # Ranks that a message lists.
 _MAX_RANKS = 8
@@ -104,7 +104,7 @@ class FirstError:
         return error
 
     def take_line(self) -> str | None:
-        """What the error says to other ranks, or None; it is not kept any more."""
+        """Return the line by which other ranks hear of the error, or None; it is not kept any more."""
         error = self.take()
         return None if error is None else first_line(error)
 
@@ -260,13 +260,13 @@ def encode_problem(problem: Problem) -> str:
 
 
 def decode_problem(said: str) -> Problem:
-    """What a rank said by `encode_problem`; errors of kinds that others need not know are ValueErrors."""
+    """Decode a rank's text from `encode_problem`; errors of kinds not in `_KINDS` become ValueErrors."""
     kind, _, text = said.partition("\n")
     return _KINDS.get(kind, ValueError)(text) if said else None
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says to other ranks; the name of its type says what its text does not."""
+    """Return the line by which other ranks hear of an error; its type's name says what its text does not."""
     text = str(error).split("\n", 1)[0]
     if isinstance(error, (TypeError, ValueError, PeerFailedError, PeerTimeoutError)):
         return text

@@ -23,7 +23,7 @@ RAILS = ("auto", "gloo", "mpi", "sockets")
 def problem_with_names(
     backend: str, rail: str, check_messages: bool, device: torch.device
 ) -> str | None:
-    """What is wrong with a backend and what it is told of nodes for tensors on `device`, or None."""
+    """Return the problem with a backend and its options for nodes, for tensors on `device`, or None."""
     if backend not in BACKENDS:
         return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
     if rail not in RAILS:

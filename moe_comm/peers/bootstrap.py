@@ -1,4 +1,4 @@
-"""How ranks find each other before they share memory: one all-gather of Python objects."""
+"""Bootstrap of ranks that do not share memory yet: one all-gather of Python objects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_process_of(group: dist.ProcessGroup | None, what: str) -> None:
 
 
 class Bootstrap(Protocol):
-    """What a communicator needs of the launcher of its ranks."""
+    """Interface that a communicator needs of the launcher of its ranks."""
 
     @property
     def rank_idx(self) -> int:

@@ -1,4 +1,4 @@
-"""Who the peers are: the ranks of one group, their heap and their health."""
+"""Communicator: the ranks of one group, their heap and their health."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ gathers = tells_peers(_reject_gather)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What the living agreed on.
+    """Agreement of the living ranks after a failure.
 
     Args:
         failed_ranks: Ranks that are dead or have left; they take part in nothing any more.
@@ -238,7 +238,7 @@ class Communicator(ElasticRanks, Destroyable):
     def _state(
         self, backend: str, num_local_ranks: int | None, options: CommunicatorOptions
     ) -> _Statement:
-        """What this rank tells its peers of itself. ValueError where its wishes are wrong."""
+        """Return this rank's statement of itself to its peers. Raise ValueError if its wishes are wrong."""
         if num_local_ranks is not None:
             num_local_ranks = as_int("num_local_ranks", num_local_ranks)
         problem = problem_with_names(
@@ -280,7 +280,7 @@ class Communicator(ElasticRanks, Destroyable):
         util.Finalize(self, _leave, (weakref.ref(self), self.native), exitpriority=100)
 
     def _place(self, num_local_ranks: int | None) -> node_layout.RankPlace:
-        """Where this rank is, for its peers."""
+        """Return the place of this rank, for its peers."""
         return node_layout.RankPlace(
             machine=node_layout.own_machine(),
             declared=num_local_ranks,
@@ -290,7 +290,7 @@ class Communicator(ElasticRanks, Destroyable):
         )
 
     def _problem_with_parent(self, backend: str, max_heap_bytes: int | None) -> str | None:
-        """What keeps this communicator from being a child of its parent, or None."""
+        """Return the reason that this communicator cannot be a child of its parent, or None."""
         if self.parent is None:
             return None
         if self.parent._destroyed:
@@ -305,7 +305,7 @@ class Communicator(ElasticRanks, Destroyable):
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether it has been destroyed, or closed by a `shrink` or `grow`."""
+        """Return whether it has been destroyed, or closed by a `shrink` or `grow`."""
         return self._destroyed
 
     @property
@@ -348,7 +348,7 @@ class Communicator(ElasticRanks, Destroyable):
         return self.native
 
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one that made the communicator."""
+        """Return whether this process was forked from the one that made the communicator."""
         return forks.generation != self._fork_generation
 
     def check_process(self, what: str) -> None:

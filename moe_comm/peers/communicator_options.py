@@ -1,4 +1,4 @@
-"""What a communicator is told beside its ranks; a communicator that replaces it is told the same."""
+"""Options of a communicator beside its ranks; a communicator that replaces it gets the same."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def take_device(rank_idx: int) -> None:
 
 
 def take_stream(rank_idx: int) -> None:
-    """As `take_device`, with a stream of its own on that GPU: for ranks that are threads.
+    """Take the device as `take_device` does, with its own stream on that GPU: for ranks that are threads.
 
     Threads share the default stream: what one rank puts there would wait for a kernel of another that
     waits for that rank.
@@ -107,7 +107,7 @@ def take_stream(rank_idx: int) -> None:
 
 
 def max_connections(own: DeviceIdentity, devices: Sequence[DeviceIdentity]) -> int:
-    """How many streams of its GPU a rank may use, 0 for any number.
+    """Return the number of streams of its GPU that a rank may use, 0 for any number.
 
     Streams beyond `CUDA_DEVICE_MAX_CONNECTIONS` wait for each other in the order of their launches. That
     is no harm to a rank, which launches in one order everywhere, unless another rank of its process,
@@ -126,7 +126,7 @@ def max_connections(own: DeviceIdentity, devices: Sequence[DeviceIdentity]) -> i
 def problem_with_devices(
     rank_idx: int, devices: Sequence[DeviceIdentity], local_ranks: Sequence[int]
 ) -> str | None:
-    """What keeps the GPU of `rank_idx` from reaching those of `local_ranks`, its node; or None.
+    """Return the reason that the GPU of `rank_idx` cannot reach those of `local_ranks`, its node; or None.
 
     Devices that this process does not see are not asked about: opening their memory tells.
     """
@@ -157,7 +157,7 @@ def default_num_sms(devices: Sequence[DeviceIdentity]) -> int:
 
 
 def problem_with_sms(devices: Sequence[DeviceIdentity], num_sms: int, num_claimed: int) -> str:
-    """What is wrong with `num_sms` more on every rank that has claimed `num_claimed`; "" if nothing.
+    """Return the problem of `num_sms` more on every rank that has claimed `num_claimed`; "" if there is none.
 
     Kernels of ranks that share a GPU wait for each other, so all of them must fit at once. Every
     rank comes to the same verdict.

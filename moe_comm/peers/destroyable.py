@@ -1,4 +1,4 @@
-"""What is released by `destroy()`, and by the end of a `with` block."""
+"""Base of objects that are released by `destroy()`, and by the end of a `with` block."""
 
 from __future__ import annotations
 

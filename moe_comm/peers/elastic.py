@@ -46,7 +46,7 @@ __all__ = ["ElasticRanks", "Grown", "Shrunk"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shrunk(Generic[CommunicatorT]):
-    """What the survivors go on with.
+    """Result of a shrink, with which the survivors go on.
 
     Args:
         communicator: Of the survivors, numbered in their old order.
@@ -65,7 +65,7 @@ class Shrunk(Generic[CommunicatorT]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grown(Generic[CommunicatorT]):
-    """What all ranks go on with, those that were there and those that joined.
+    """Result of a growth, with which all ranks go on, those that were there and those that joined.
 
     Args:
         communicator: Of all of them.
@@ -84,7 +84,7 @@ def _refuse_to_shrink(error: Exception, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class ElasticRanks:
-    """What a `Communicator` does when ranks are lost or come: the half of it that makes another one."""
+    """Half of a `Communicator` that makes another one when ranks are lost or come."""
 
     # Of the communicator.
     bootstrap: Bootstrap

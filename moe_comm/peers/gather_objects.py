@@ -55,7 +55,7 @@ def gather_objects(
 
 
 def decode_all(said: Sequence[bytes]) -> list[Any]:
-    """What the ranks said by `encode_plain`, in rank order; None of one that said nothing.
+    """Decode the data of the ranks from `encode_plain`, in rank order; None for a rank that sent nothing.
 
     Raises:
         CommunicationError: What came of a rank is damaged; it is named.

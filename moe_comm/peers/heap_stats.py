@@ -1,4 +1,4 @@
-"""What a rank's symmetric heap holds."""
+"""Contents of a rank's symmetric heap, in numbers."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def keep(operation: str, error: Exception) -> None:
 
 
 def take() -> tuple[MissedCall, ...]:
-    """What is to be told now; nothing is left."""
+    """Take the missed calls that are to be told now; none is left."""
     calls, kept.calls = kept.calls, ()
     return calls
 
@@ -157,7 +157,7 @@ def tells_peers(
 
 
 def _is_out_of_the_function(error: TypeError) -> bool:
-    """Whether an error has passed another frame than that of the call."""
+    """Return whether an error has passed another frame than that of the call."""
     trace = error.__traceback__
     return trace is None or trace.tb_next is not None
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node: declared, told by the launcher, or found from their machines.
+"""Ranks that share a node: declared, told by the launcher, or found from their machines.
 
 A node is a block of consecutive ranks that share memory; all nodes have equally many. Every rank
 gathers the same `RankPlace`s and comes to the same verdict alone.
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeLayout:
-    """Which ranks share a node: consecutive ones, equally many on every node.
+    """Division of ranks into nodes: consecutive ranks, equally many on every node.
 
     Args:
         num_ranks: Ranks.
@@ -70,7 +70,7 @@ class NodeLayout:
 @travels
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where a process runs.
+    """Machine that a process runs on.
 
     Args:
         boot: Equal for processes that run on the same cores.
@@ -85,7 +85,7 @@ class Machine:
 
 
 def own_machine() -> Machine:
-    """Of this process. Equal for processes that can pass each other file descriptors."""
+    """Return the machine of this process. Equal for processes that can pass each other file descriptors."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return Machine(f"boot {boot}", os.readlink("/proc/self/ns/net"))
@@ -96,7 +96,7 @@ def own_machine() -> Machine:
 @travels
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """What a rank says of where it runs.
+    """Statement of a rank about the place where it runs.
 
     Args:
         machine: Of its process.
@@ -127,7 +127,7 @@ def launched_num_local_ranks(rank_idx: int, num_ranks: int) -> int | None:
 
 
 def problem_with_declared(num_local_ranks: int | None, num_ranks: int) -> str | None:
-    """What is wrong with the number itself, or None; where ranks lie is `agree_on_nodes`' matter."""
+    """Return the problem with the number itself, or None; where ranks lie is `agree_on_nodes`' matter."""
     if num_local_ranks is None:
         return None
     if (

@@ -1,4 +1,4 @@
-"""Where processes that come to a living communicator meet it: a torch.distributed store.
+"""Rendezvous of a living communicator with processes that come to it: a torch.distributed store.
 
 Only the lowest living rank and those that come touch the store; the living speak over their own
 sockets. What is in the store is plain data (`plain_data`), which is parsed and checked.
@@ -56,7 +56,7 @@ _OPTIONS = frozenset(
 @travels
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Invitation:
-    """What a process that comes is told.
+    """Invitation to a process that comes.
 
     Args:
         prefix: Of the keys of this growth.
@@ -181,7 +181,7 @@ def _set(store: Store, key: str, value: Any) -> None:
 
 
 def _get(store: Store, key: str, *kinds: type) -> Any:
-    """What is at a key.
+    """Return the decoded value of a key.
 
     Raises:
         ValueError: It is no plain data, or of none of these types, where some are given.
@@ -289,7 +289,7 @@ class JoiningRank:
 
 
 class InvitingRank:
-    """What the lowest living rank does at the store."""
+    """Actions of the lowest living rank at the store."""
 
     def __init__(self, store: Store, num_new_ranks: int) -> None:
         self._store = store
@@ -298,7 +298,7 @@ class InvitingRank:
         self._prefix = secrets.token_hex(16)
 
     def wishes(self) -> list[int | None] | None:
-        """What those that came ask for; None before all have come."""
+        """Return the wishes of those that came; None before all have come."""
         self._first = self._store.add("taken", 0)
         if self._store.add("tickets", 0) - self._first < self._num_new_ranks:
             return None
@@ -310,13 +310,13 @@ class InvitingRank:
 
     @property
     def missing_text(self) -> str:
-        """How many have come, and how many should."""
+        """Text of how many processes have come, and how many should."""
         num_come = self._store.add("tickets", 0) - self._first
         return f"processes to join: {num_come} of {self._num_new_ranks} came"
 
     @property
     def prefix(self) -> str:
-        """Of the keys of this growth."""
+        """Prefix of the keys of this growth."""
         return self._prefix
 
     def call(self, position: int, invitation: Invitation | str) -> None:
@@ -324,7 +324,7 @@ class InvitingRank:
         _set(self._store, f"call/{self._first + position}", invitation)
 
     def collect(self, gather_idx: int) -> list[Any] | None:
-        """What those that come said in one exchange; None before all have."""
+        """Return the objects that those that come sent in one exchange; None before all have."""
         keys = [f"{self._prefix}/up/{gather_idx}/{j}" for j in range(self._num_new_ranks)]
         if not self._store.check(keys):
             return None
@@ -348,7 +348,7 @@ class InvitingRank:
 
 
 class _JoinerFailed(Exception):  # noqa: N818 - told to all, and raised as what it is then
-    """What a process that joins has met."""
+    """Failure of a process that joins."""
 
 
 class JoiningRanks:
@@ -458,7 +458,7 @@ class JoiningRanks:
     def _in_step(
         self, poll: Callable[[InvitingRank], ResultT | None], what: Callable[[InvitingRank], str]
     ) -> ResultT:
-        """What the lowest rank finds at the store, on every living rank; all hear of a death meanwhile.
+        """Return the lowest rank's find at the store, on every living rank; all hear of a death meanwhile.
 
         Args:
             poll: What it finds, None for nothing yet.

@@ -73,7 +73,7 @@ class _SignedStore:
         self.store.set(name, self._code(name, data) + data)  # type: ignore[arg-type]
 
     def get(self, name: str, kind: type) -> Any:
-        """What is there.
+        """Return the value at `name`.
 
         Raises:
             ValueError: It was written with another key, is no plain data, or of another type.
@@ -124,7 +124,7 @@ class _Refusal:
     heard: set[Place]
 
     def takes(self, place: Place, now: float) -> bool:
-        """Whether a process that comes is of that attempt: the first of its place, and in time."""
+        """Return whether a process that comes is of that attempt: the first of its place, and in time."""
         if now > self.until or place in self.heard:
             return False
         self.heard.add(place)
@@ -427,7 +427,7 @@ class RoleRank:
 
     @property
     def store(self) -> Store:
-        """Of torch.distributed, for a process group of this generation's ranks."""
+        """Store of torch.distributed, for a process group of this generation's ranks."""
         import torch.distributed as dist
 
         prefixed: Store = dist.PrefixStore(self._prefix, self._signed.store)  # type: ignore[attr-defined]

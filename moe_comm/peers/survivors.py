@@ -1,4 +1,4 @@
-"""How ranks that go on make a new communicator over the sockets of the one they leave."""
+"""Construction of a new communicator by the ranks that go on, over the sockets of the one they leave."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CommunicatorT = TypeVar("CommunicatorT", bound=_Destroyable)
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What the survivors agreed on, in old numbers."""
+    """Decision of the survivors, in old numbers."""
 
     failed_ranks: tuple[int, ...]
     survivors: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which layers get another placement, from the loads of all: what ranks decide alone and alike."""
+"""Plan of the layers that get another placement, from the loads of all: ranks make it alone and alike."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def plan_moves(
     price_per_byte: float = 0.0,
     scatter: float = 0.3,
 ) -> list[LayerMove]:
-    """What to change, those layers first whose fullest rank loses most rows, then those of low number.
+    """Plan the changes, those layers first whose fullest rank loses most rows, then those of low number.
 
     Layers of equal shape are planned in one call. A layer without loads stays as it is.
 

@@ -32,7 +32,7 @@ _DIFFERENT_STEPS = "ranks are in different steps"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BalanceReport:
-    """What a step of an `ExpertBalancer` did.
+    """Report of a step of an `ExpertBalancer`.
 
     Args:
         step: Number of the step, from 1.
@@ -51,7 +51,7 @@ class BalanceReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What was added."""
+    """Layer that was added."""
 
     buffer: EpBuffer
     weights: Weights
@@ -136,7 +136,7 @@ class ExpertBalancer(Destroyable):
         self._layers: list[_Layer] = []
         self._waiting: list[LayerMove] = []
         self._moving: Prefetch | None = None
-        """Of the first layer that waits, or committed of the one before."""
+        """Prefetch of the first layer that waits, or committed of the one before."""
         self._moving_from: Placement | None = None
         self._has_stale_replicas = False
         self._digested: list[Placement] = []
@@ -154,7 +154,7 @@ class ExpertBalancer(Destroyable):
 
     @property
     def last_report(self) -> BalanceReport | None:
-        """Of the latest step that planned or moved; None before."""
+        """Report of the latest step that planned or moved; None before."""
         return self._report
 
     @gathers
@@ -289,7 +289,7 @@ class ExpertBalancer(Destroyable):
         )
 
     def _check_layers(self) -> None:
-        """Whether layers are as they were left."""
+        """Return whether layers are as they were left."""
         for layer_idx, layer in enumerate(self._layers):
             if layer.buffer.is_destroyed:
                 raise ValueError(f"the buffer of layer {layer_idx} has been destroyed")
@@ -325,7 +325,7 @@ class ExpertBalancer(Destroyable):
         )
 
     def _move_layers(self) -> list[LayerMove]:
-        """As many as a step may move; those that have been switched."""
+        """Move as many layers as a step may, and return those that have been switched."""
         moved: list[LayerMove] = []
         while self._waiting and len(moved) < self._layers_per_step:
             move = self._waiting[0]
@@ -441,7 +441,7 @@ class ExpertBalancer(Destroyable):
         self.destroy()
 
     def _digest(self) -> str:
-        """What lies where, in few characters; worked out anew where a placement is another object."""
+        """Return a short digest of all placements; worked out anew where a placement is another object."""
         placements = [layer.placement for layer in self._layers]
         known = self._digested
         if len(known) != len(placements) or any(map(operator.is_not, known, placements)):

@@ -17,7 +17,7 @@ Slots = Sequence[tuple[int, int]]
 
 
 class _Sum:
-    """What is added on this rank.
+    """Sum that is added on this rank.
 
     Args:
         owner: A piece of the owner's slot.
@@ -37,7 +37,7 @@ class _Sum:
         self.parts = [memory.view(begin, self.owner) for _, begin, _ in self.arrivals]
 
     def items(self) -> list[CopyItem]:
-        """What is received."""
+        """Return the copies that are received."""
         return [
             (task_id, part, rank_idx)
             for part, (task_id, _, rank_idx) in zip(self.parts, self.arrivals, strict=True)

@@ -138,7 +138,7 @@ def replicated(placement: Placement) -> list[list[tuple[int, int]]]:
 
 
 def _holders(placement: Placement) -> list[dict[int, int]]:
-    """Of every expert the ranks that have it, and its local slot there."""
+    """Return for every expert the ranks that have it, and its local slot there."""
     found: list[dict[int, int]] = [{} for _ in range(placement.num_experts)]
     for rank_idx, held in enumerate(placement.slots):
         for slot_idx, expert_idx in enumerate(held):

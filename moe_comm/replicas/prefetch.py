@@ -123,7 +123,7 @@ class Prefetch:
         ]
 
     def _places(self, moves: list[ReplicaMove]) -> dict[int, list[torch.Tensor]]:
-        """Of every slot that changes, a tensor of each of the list, in which its bytes arrive."""
+        """Return for every slot that changes a tensor of each of the list, in which its bytes arrive."""
         area = StagingArea()
         views = self._slots.views
         begins = {
@@ -149,7 +149,7 @@ class Prefetch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are there, as then on every rank; `commit` is next."""
+        """Return whether all bytes are there, as then on every rank; `commit` is next."""
         return self.num_steps_done == self.num_steps and not self._ending
 
     def step(self) -> bool:

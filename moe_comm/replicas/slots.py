@@ -90,7 +90,7 @@ class SlotTensors:
             )
 
     def stated(self, name: str) -> dict[str, str]:
-        """What has to be equal on all ranks, by its name in errors."""
+        """Return the facts that must be equal on all ranks, by their names in errors."""
         return {f"number of {name}": str(len(self.shapes))} | {
             f"a slot of {name}[{tensor_idx}]": f"{dtype} {list(shape)}"
             for tensor_idx, (dtype, shape) in enumerate(self.shapes)
@@ -150,7 +150,7 @@ def pieces_of(slots: SlotTensors, most_bytes: int | None) -> Iterator[Piece]:
 
 
 def batches_of(loads: Iterable[Iterable[tuple[object, int]]], most_bytes: int | None) -> list[int]:
-    """Of every unit the batch that it belongs to, so that no place takes too much in one batch.
+    """Return the batch that every unit belongs to, so that no place takes too much in one batch.
 
     Args:
         loads: Of every unit what it puts on which place: `(place, bytes)`.
@@ -184,7 +184,7 @@ def check_step_bytes(step_bytes: int | None) -> int | None:
 
 
 def placement_stated(name: str, placement: Placement) -> dict[str, str]:
-    """What has to be equal on all ranks of a placement."""
+    """Return the facts of a placement that must be equal on all ranks."""
     return {
         f"{name} slots of rank {rank_idx}": str(list(held))
         for rank_idx, held in enumerate(placement.slots)

@@ -36,7 +36,7 @@ _SIGN_OF_FLOAT16 = 0x8000
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What rows of `dtype` are added in."""
+    """Return the dtype that rows of `dtype` are added in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -129,7 +129,7 @@ def sum_rows_by_node(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `sum_rows`, but rows of a node are added among themselves first.
+    """Add rows like `sum_rows`, but those of a node among themselves first.
 
     A node's rows are added in order of k from +0.0; the sums of nodes are added in ascending
     `node_idx` from +0.0. Those of other nodes than `own_node` are rounded to the dtype of `rows`

@@ -31,7 +31,7 @@ def as_resolved(tensor: TensorT) -> TensorT:
 
 
 def problem_with_memory(tensor: torch.Tensor) -> str | None:
-    """What keeps native code from the elements of a tensor, to follow its name; None where nothing does.
+    """Return the reason, to follow a tensor's name, that native code cannot reach its elements, or None.
 
     A storage may be freed or cut under tensors that go on to exist (`untyped_storage().resize_(0)`, as
     whoever offloads weights does), and fake, sparse and wrapped tensors have no address.

@@ -31,7 +31,7 @@ class Overlap(NamedTuple):
 
 
 def shares_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an element of one tensor has a byte in common with an element of the other.
+    """Return whether an element of one tensor has a byte in common with an element of the other.
 
     Exact for any strides: columns of one matrix that interleave do not share bytes. Addresses are
     compared, so a place that is mapped twice counts as two.
@@ -42,7 +42,7 @@ def shares_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same elements in the same order."""
+    """Return whether two tensors are the same elements in the same order."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.dtype is other.dtype
@@ -53,7 +53,7 @@ def is_same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def has_element_twice(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor share memory."""
+    """Return whether two elements of a tensor share memory."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return False
     dims = sorted(
@@ -116,7 +116,7 @@ def first_overlap(
 
 
 class _Place:
-    """Where the elements of a tensor lie: nowhere where it has none, or is of the meta device."""
+    """Position of the elements of a tensor: nowhere where it has none, or is of the meta device."""
 
     __slots__ = ("begin", "device", "dims", "end", "run_bytes")
 
@@ -169,7 +169,7 @@ class _Addresses:
 
 
 def _overlap(one: _Place, other: _Place) -> bool:
-    """Whether two places of one device have a byte in common."""
+    """Return whether two places of one device have a byte in common."""
     if one.begin >= other.end or other.begin >= one.end:
         return False
     if not one.dims and not other.dims:

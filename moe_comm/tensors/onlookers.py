@@ -26,7 +26,7 @@ _saved_tensors_hooks: Callable[[bool], object] = getattr(
 
 
 def has_onlookers() -> bool:
-    """Whether anything that this thread has turned on may look at operators: see `is_watched`."""
+    """Return whether anything that this thread has turned on may look at operators: see `is_watched`."""
     return (
         _num_dispatch_modes() > 0
         or _has_transforms()
@@ -37,12 +37,12 @@ def has_onlookers() -> bool:
 
 
 def are_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether all are ordinary tensors, which look at no operator: see `is_watched`."""
+    """Return whether all are ordinary tensors, which look at no operator: see `is_watched`."""
     return _PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 def is_watched(*tensors: torch.Tensor | None) -> bool:
-    """Whether anything may look at operators, which then have to be called as such.
+    """Return whether anything may look at operators, which then have to be called as such.
 
     They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
     profilers, and for hooks on what autograd saves, which a handle that is no tensor would go

@@ -1,4 +1,4 @@
-"""How dispatched rows may be quantized: formats, the form of their scale factors, shapes.
+"""Quantizations of dispatched rows: formats, the form of their scale factors, shapes.
 
 Formats and scale factors are those of the table in `csrc/layout/wire_format.cpp`.
 """
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 QUANTIZABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of rows that a dispatch can quantize."""
+"""Dtypes of rows that a dispatch can quantize."""
 
 _SCALE_COLUMN_BYTES = 16
 
@@ -67,7 +67,7 @@ _SCALE_RECORDS = _read_table("SCALE_FORMATS")
 
 @_named_by(_SCALE_RECORDS, first=0)
 class ScaleFormat(enum.IntEnum):
-    """What a scale factor is.
+    """Form of a scale factor.
 
     `FLOAT32`: amax / 448. `FLOAT32_POWER_OF_2`: the least power of two that is not smaller, as
     float32. `UE8M0`: the exponent byte of that power of two.
@@ -126,7 +126,7 @@ for _format in QuantizationFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How rows are quantized while they are dispatched.
+    """Quantization of rows while they are dispatched.
 
     Args:
         format: Element type and block.
@@ -161,22 +161,22 @@ class Quantization:
 
     @property
     def data_dtype(self) -> torch.dtype:
-        """Of the quantized elements."""
+        """Dtype of the quantized elements."""
         return self.format.dtype
 
     @property
     def is_packed(self) -> bool:
-        """Whether four scale factors share an int32, block 0 in the lowest byte."""
+        """Return whether four scale factors share an int32, block 0 in the lowest byte."""
         return self.format.has_packs and self.scale_format is ScaleFormat.UE8M0
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether the arithmetic is that of `docs/quantization.md`, which plain torch has."""
+        """Return whether the arithmetic is that of `docs/quantization.md`, which plain torch has."""
         return self.scale_format in self.format.e4m3_scales
 
     @property
     def sf_dtype(self) -> torch.dtype:
-        """Of `x_sf`: float32, int32 (packed) or float8_e8m0fnu (MXFP8)."""
+        """Dtype of `x_sf`: float32, int32 (packed) or float8_e8m0fnu (MXFP8)."""
         if self.is_packed:
             return torch.int32
         assert self.scale_format is not None
@@ -186,7 +186,7 @@ class Quantization:
     # As `layout::WireFormat` has it; here too because `hidden` is symbolic while a graph is traced.
 
     def row_bytes(self, hidden: int) -> int:
-        """Of the data of a row, the columns that it has: a byte may hold several elements."""
+        """Return the bytes of the data of a row, its number of columns: a byte may hold several elements."""
         return -(-hidden * self.format.element_bits // 8)
 
     def num_blocks(self, hidden: int) -> int:

@@ -118,7 +118,7 @@ def dequantize(
 
 
 def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize`, of valid input, with scale factors row-major."""
+    """Quantize valid rows like `quantize`, with scale factors row-major."""
     num_rows, hidden = x.shape
     block = quantization.format.block
     num_blocks = quantization.num_blocks(hidden)

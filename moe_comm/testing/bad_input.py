@@ -89,7 +89,7 @@ class _Caller:
         return calls.combine(self.backend, rows, plan, None, row_weights).wait()
 
     def reject(self, error: Exception) -> None:
-        """What `EpBuffer` does with input that it finds wrong."""
+        """Reject input as `EpBuffer` does when it finds it wrong."""
         self.backend.reject("dispatch", error)
 
 

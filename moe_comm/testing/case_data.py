@@ -1,4 +1,4 @@
-"""What a case puts into its calls, made alike on every rank, and the definition applied to it."""
+"""Inputs of a case's calls, made alike on every rank, and the definition applied to them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CaseData:
         quantization: Quantization | None = None,
         is_cached: bool = False,
     ) -> Received:
-        """What a rank receives when every rank r sends `rows[r]` and `topk_weights[r]`.
+        """Return the tensors that a rank receives when every rank r sends `rows[r]` and `topk_weights[r]`.
 
         Args:
             rank_idx: Of the receiver.
@@ -85,7 +85,7 @@ class CaseData:
         expert_out: Sequence[torch.Tensor],
         topk_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What a rank gets back from the expert outputs of every rank."""
+        """Return the sums that a rank gets back from the expert outputs of every rank."""
         num_local_ranks = self.case.num_local_ranks if self.case.node_reduction else None
         return self.dispatch.sums(
             rank_idx,

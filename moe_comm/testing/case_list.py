@@ -128,7 +128,7 @@ def _quantized_cases() -> Iterator[Case]:
 
 
 def _capacity_cases() -> Iterator[Case]:
-    """Of EXPERT_MAJOR."""
+    """Yield cases of EXPERT_MAJOR."""
 
     def drop(*rows: int | None, per_expert: int | None = None) -> tuple[Capacity, ...]:
         return tuple(
@@ -320,7 +320,7 @@ def _rank_reduction_cases() -> Iterator[Case]:
 
 
 NODE_REDUCTION_CASES: tuple[Case, ...] = tuple(_node_reduction_cases())
-"""What a backend must get right that has `EpConfig.node_reduction`; every case says its nodes."""
+"""Cases that a backend with `EpConfig.node_reduction` must get right; every case says its nodes."""
 
 RANK_REDUCTION_CASES: tuple[Case, ...] = tuple(_rank_reduction_cases())
-"""What a backend must get right that has `EpConfig.rank_reduction`."""
+"""Cases that a backend with `EpConfig.rank_reduction` must get right."""

@@ -116,33 +116,33 @@ class Case:
         return max(self.num_topk_per_rank or (self.num_topk,))
 
     def capacity_of(self, rank_idx: int) -> Capacity | None:
-        """What a rank passes as its capacity."""
+        """Return the capacity that a rank passes."""
         return None if self.capacities is None else self.capacities[rank_idx]
 
     def masked_by(self, rank_idx: int) -> tuple[int, ...]:
-        """Which ranks a rank masks."""
+        """Return the ranks that a rank masks."""
         return () if self.masked_ranks is None else self.masked_ranks[rank_idx]
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Of `topk_weights`."""
+        """Dtype of `topk_weights`."""
         return accumulator_dtype(self.dtype)
 
     @property
     def combine_dtype(self) -> torch.dtype:
-        """Of expert outputs: rows that only move as bytes come back as float32."""
+        """Dtype of expert outputs: rows that only move as bytes come back as float32."""
         return self.dtype if self.dtype in ADDABLE_DTYPES else torch.float32
 
     @property
     def combine_hidden(self) -> int:
-        """Of expert outputs: `hidden`, or the next that makes whole units of 16 bytes."""
+        """Hidden size of expert outputs: `hidden`, or the next that makes whole units of 16 bytes."""
         per_unit = 16 // self.combine_dtype.itemsize
         return self.hidden + -self.hidden % per_unit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankInput:
-    """What one rank dispatches.
+    """Tensors that one rank dispatches.
 
     Args:
         x: `[T, hidden]`.

@@ -10,7 +10,7 @@ __all__ = ["Expectations", "difference", "flat_copy"]
 
 
 def difference(got: object, want: torch.Tensor | None) -> str | None:
-    """How `got` differs from `want` in type, shape or any bit, or None.
+    """Describe how `got` differs from `want` in type, shape or any bit, or return None.
 
     NaNs are compared with their payload and zeros with their sign.
     """
@@ -48,7 +48,7 @@ def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """As uint8, elements end to end; the same memory where it lies like that, which is quicker."""
+    """View a tensor as uint8, elements end to end: the same memory if it lies like that, which is quicker."""
     there = tensor.detach().cpu().resolve_conj().resolve_neg()
     flat = there.reshape(-1) if there.is_contiguous() else flat_copy(there)
     if flat.stride(0) != 1:  # of one element

@@ -42,7 +42,7 @@ def check_case(target: Target, case: Case, *, mode: str = "processes") -> None:
 
 
 def check_asynchronous(target: Target, *, mode: str = "processes") -> None:
-    """As many operations in flight on one buffer as its configuration allows."""
+    """Check as many operations in flight on one buffer as its configuration allows."""
     for layout, quantization in itertools.product(Layout, (None, MXFP8)):
         case = dataclasses.replace(_ragged(3, layout), quantization=quantization)
         _run(target, in_flight.run_asynchronous, 3, case, mode=mode)
@@ -66,13 +66,13 @@ def check_bad_input(target: Target, *, mode: str = "processes") -> None:
 
 
 def check_limits(target: Target, *, mode: str = "processes") -> None:
-    """What is beyond a limit that raises is raised on every rank, and the buffer works afterwards."""
+    """Check that what is beyond a raising limit is raised on every rank, and the buffer works afterwards."""
     for num_ranks in (1, 3):
         _run(target, limits.run_limits, num_ranks, mode=mode)
 
 
 def check_gradients(target: Target, *, mode: str = "processes") -> None:
-    """What ranks say of gradients is heard by all, or refused by all."""
+    """Check that a rank's word on gradients is heard by all, or refused by all."""
     _run(target, gradients.run_gradients, 3, mode=mode)
 
 

@@ -1,4 +1,4 @@
-"""What ranks say of gradients: every rank hears all of it, or raises what it finds wrong with it."""
+"""Words of ranks on gradients: every rank hears all of them, or raises what it finds wrong with them."""
 
 from __future__ import annotations
 

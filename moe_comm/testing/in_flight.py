@@ -1,4 +1,4 @@
-"""What every rank does in the checks of asynchrony, reuse of memory and equal bits."""
+"""Scripts that every rank runs in the checks of asynchrony, reuse of memory and equal bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["run_asynchronous", "run_in_flight", "run_overwrite", "run_same_bits"
 
 
 def run_asynchronous(context: RankContext, target: Target, case: Case) -> list[str]:
-    """As many operations in flight on one buffer as its configuration allows, waited for backwards."""
+    """Run as many operations in flight on one buffer as its configuration allows, waited for backwards."""
     expected = Expectations()
     with target.communicator(context) as communicator:
         backend = target.backend(communicator, case.config)
@@ -127,7 +127,7 @@ def run_overwrite(context: RankContext, target: Target, num_rounds: int = 3) -> 
 
 
 def run_same_bits(context: RankContext, target: Target, case: Case) -> dict[str, bytes]:
-    """What this rank gets, as bytes, to be laid end to end and compared between rank counts."""
+    """Return this rank's results as bytes, to be laid end to end and compared between rank counts."""
     data = CaseData(case, case_inputs(case))
     rank_idx = context.rank_idx
     mine = data.inputs[rank_idx]

@@ -33,7 +33,7 @@ class RankTimeoutError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RankContext:
-    """What a rank is told.
+    """Context that a rank is given.
 
     Args:
         rank_idx: This rank.
@@ -147,7 +147,7 @@ def _run_threads(
 
 
 def _results(outcomes: Sequence[Outcome], timeout_s: float) -> list[Any]:
-    """What every rank returned, or the first error that is not the echo of another."""
+    """Return the result of every rank, or raise the first error that is not the echo of another."""
     raised = [
         (isinstance(outcome.error, threading.BrokenBarrierError), rank_idx)
         for rank_idx, outcome in enumerate(outcomes)

@@ -27,7 +27,7 @@ from typing import Any
 __all__ = ["GRACE_S", "Outcome", "WorkerPool"]
 
 GRACE_S = 10.0
-"""How long other ranks may go on after one has raised."""
+"""Seconds that other ranks may go on after one has raised."""
 
 _STACKS_WAIT_S = 10.0
 _PRELOADED = ["torch", "torch.distributed", "moe_comm.ep.backends.reference"]
@@ -35,7 +35,7 @@ _PRELOADED = ["torch", "torch.distributed", "moe_comm.ep.backends.reference"]
 
 @dataclasses.dataclass
 class Outcome:
-    """How a rank ended.
+    """Outcome of a rank.
 
     Args:
         result: What it returned.
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a worker is told.
+    """Job that a worker is given.
 
     Args:
         import_path: `sys.path` of the caller, so that functions are found by name.

@@ -1,4 +1,4 @@
-"""What every rank does in a case of the conformance suite; returns what went wrong on its rank."""
+"""Script that every rank runs in a case of the conformance suite; returns what went wrong on its rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rows go when one rank groups them by expert; plain torch, on any device."""
+"""Order of rows that one rank groups by expert; plain torch, on any device."""
 
 from __future__ import annotations
 

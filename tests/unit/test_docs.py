@@ -198,6 +198,22 @@ def test_pictures_exist_in_both_versions(document: str) -> None:
     assert len(shown) % 2 == 0, "a picture has a light and a dark version"
 
 
+@pytest.mark.parametrize(("folder", "opening"), [("moe_comm", '"""'), ("csrc", "/// ")])
+def test_comments_begin_with_a_verb_or_a_noun(folder: str, opening: str) -> None:
+    """But for few: one begins with a conjunction or a pronoun where no noun is at hand."""
+    begun = re.compile(
+        rf"{re.escape(opening)}(?=[A-Z])(What|Of|Who|Where|As|Which|How|Whose|Whether)?\b"
+    )
+    words = [
+        found[1]
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}
+        for found in begun.finditer(path.read_text())
+    ]
+    assert len(words) > 1000
+    assert len([word for word in words if word]) < 0.04 * len(words)
+
+
 @pytest.mark.parametrize("name", moe_comm.__all__)
 def test_public_names_have_docstrings(name: str) -> None:
     value = getattr(moe_comm, name)

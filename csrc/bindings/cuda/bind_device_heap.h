@@ -28,7 +28,7 @@ std::shared_ptr<DeviceHeap> create_device_heap(const NativeGroup& native,
                                                uint64_t limit_bytes,
                                                bool poison);
 
-/// What every module for GPUs says of itself and of devices.
+/// Binds what every module for GPUs says of itself and of devices.
 void bind_devices(py::module_& module);
 
 /// Adds Heap to @p module, known to no other; how one is created is the module's own matter.

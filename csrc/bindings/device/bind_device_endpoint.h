@@ -14,7 +14,7 @@ using DeviceEndpointClass =
 /// module's own matter.
 DeviceEndpointClass bind_device_endpoint(py::module_& module);
 
-/// What @p settings (see endpoint_config_of()) say of an endpoint whose kernels reach one node.
+/// Configuration in @p settings (see endpoint_config_of()) of an endpoint that reaches one node.
 runtime::DeviceEndpointConfig device_config_of(py::handle settings, runtime::LaunchShape shape);
 
 /// Collective; see DeviceEndpoint::create(). Called with the GIL.

@@ -20,7 +20,7 @@ inline runtime::InternodeKernels internode_kernels() {
           &kernels::internode_combine_bytes};
 }
 
-/// What @p settings (see endpoint_config_of()) say of an endpoint that reaches other nodes through
+/// Configuration in @p settings (see endpoint_config_of()) of one that reaches other nodes through
 /// @p regions.
 inline runtime::InternodeConfig internode_config_of(
     py::handle settings, std::shared_ptr<runtime::SymmetricRegions> regions) {

@@ -6,7 +6,7 @@ namespace moe::bindings {
 
 namespace {
 
-/// Of arguments that have passed every rule.
+/// Views tensors of arguments that have passed every rule.
 CombineTensors view_combine(const CombineArguments& arguments) {
   CombineTensors tensors;
   tensors.dtype = static_cast<DType>(*arguments.dtype);

@@ -56,7 +56,7 @@ TensorTypes describe_scales(const ops::EndpointBase& endpoint,
   return scales.types;
 }
 
-/// Of arguments that have passed every rule.
+/// Views tensors of arguments that have passed every rule.
 DispatchTensors view_dispatch(const DispatchArguments& arguments) {
   DispatchTensors tensors;
   tensors.row_type = *arguments.row_type;

@@ -44,7 +44,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
     num_window_rows_ = ops::num_low_latency_rows(*this->endpoint());
   }
 
-  /// Of the endpoint's own kind.
+  /// Plan of the endpoint's own kind.
   std::shared_ptr<const ops::PlanHeader> plan() { return wait().plan; }
 
   /// `[M, hidden]`, or bytes `[M, row_bytes]`.
@@ -137,7 +137,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
     return counted_plan().asked.num_rows;
   }
 
-  /// What the ranks say of gradients, united; see layout::GradientWord.
+  /// Words of the ranks on gradients, united; see layout::GradientWord.
   int32_t gradients() { return wait().gradients; }
 
   py::object wait_ns() {
@@ -191,7 +191,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
     return {{num_rows, num_scales_}, types_.scales};
   }
 
-  /// Of a part of the low-latency window.
+  /// Tensor over a part of the low-latency window.
   py::object window_tensor(int64_t offset, const TensorForm& form) const {
     return make_tensor(window_, window_->data() + offset, form, device());
   }

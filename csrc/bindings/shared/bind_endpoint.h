@@ -16,7 +16,7 @@ namespace moe::bindings {
 /// moe_comm/ep/backends/native_endpoint.py, names.
 std::shared_ptr<NativeGroup> native_group_of(py::handle settings);
 
-/// What @p settings say of an endpoint, whatever runs its operations.
+/// Configuration of an endpoint in @p settings, whatever runs its operations.
 ops::EndpointConfig endpoint_config_of(py::handle settings);
 
 /// @throws InvalidArgument  they do not fit each other.

@@ -34,7 +34,7 @@ std::optional<TensorView> view_matrix(const ops::EndpointBase& endpoint,
   return view;
 }
 
-/// Of one type, one row for each token.
+/// Views a tensor of one type with one row for each token.
 std::optional<TensorView> view_per_token(const ops::EndpointBase& endpoint,
                                          py::handle tensor,
                                          int32_t type,

@@ -50,7 +50,7 @@ struct ExchangeApi {
   void (*export_managed)();
   /// Takes over the managed tensor.
   int (*make)(DlpackManagedTensor* managed, void** object);
-  /// What @p out points to lives as long as the object, whose metadata must not change meanwhile.
+  /// Describes an object; @p out points to memory of the object, which must not change meanwhile.
   int (*describe)(void* object, DlpackTensor* out);
   void (*current_work_stream)();
 };
@@ -58,8 +58,8 @@ struct ExchangeApi {
 /// Null where the torch of this process has none of this version.
 const ExchangeApi* exchange_api();
 
-/// Whether @p object is a torch.Tensor or a Parameter and of no other subclass, which may be
-/// something else than memory.
+/// Returns whether @p object is a torch.Tensor or a Parameter and of no other subclass, which may
+/// be something else than memory.
 bool is_plain_tensor(pybind11::handle object);
 
 /// Describes a tensor. @return false where @p object is no plain tensor and where DLPack cannot

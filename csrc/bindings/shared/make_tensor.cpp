@@ -20,7 +20,7 @@ struct UnversionedTensor {
 
 constexpr const char* kCapsuleName = "dltensor";
 
-/// What torch holds of a tensor that was made here.
+/// Part of a tensor made here that torch holds.
 template <typename Managed>
 struct Holder {
   Managed managed{};

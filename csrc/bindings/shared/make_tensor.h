@@ -37,7 +37,7 @@ struct TensorForm {
 
 /// A torch tensor over memory that @p owner keeps alive, without a copy.
 ///
-/// What torch calls at its end only drops @p owner: it needs no GIL and may run on any thread.
+/// Makes a tensor whose end only drops @p owner, which needs no GIL and may be on any thread.
 pybind11::object make_tensor(std::shared_ptr<void> owner,
                              void* data,
                              const TensorForm& form,

@@ -12,8 +12,8 @@ namespace py = pybind11;
 
 namespace {
 
-/// What a handler of a signal raised. Peers are told its kind and message; where in this process's
-/// sources it was raised, which pybind11 adds to both, is of no use to them.
+/// Error that a handler of a signal raised. Peers are told its kind and message; where in this
+/// process's sources it was raised, which pybind11 adds to both, is of no use to them.
 class RaisedBySignal : public py::error_already_set {
  public:
   RaisedBySignal() : text_(py::str(type().attr("__name__"))) {

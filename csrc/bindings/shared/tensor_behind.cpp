@@ -67,7 +67,7 @@ struct KnownTensor {
   }
 };
 
-/// How far from the addresses of both the words @p a and @p b lie.
+/// Distance from the addresses of both at which the words @p a and @p b lie.
 std::optional<size_t> find_words(const char* first, uintptr_t a, const char* second, uintptr_t b) {
   constexpr size_t kMostBytes = 192;
   for (size_t at = 0; at < kMostBytes; at += sizeof(uintptr_t))

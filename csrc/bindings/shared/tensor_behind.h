@@ -22,7 +22,7 @@ inline const char* word_at(const void* place) {
 /// first word behind the header.
 const char* tensor_behind(PyObject* object);
 
-/// What a tensor looks at.
+/// Memory that a tensor looks at.
 struct StorageView {
   int64_t storage_bytes;
   int64_t offset;  ///< of the first element, in elements
@@ -32,10 +32,10 @@ struct StorageView {
 /// @return nothing where torch must be asked in Python.
 std::optional<StorageView> storage_behind(pybind11::handle tensor);
 
-/// Whether torch only remembers that the numbers of a tensor are to be negated, likewise.
+/// Returns whether torch only remembers that the numbers of a tensor are to be negated, likewise.
 std::optional<bool> is_negated_behind(pybind11::handle tensor);
 
-/// Where torch's tensor, and the storage that it looks at, keep what they are: distances from their
+/// Places of the state of torch's tensor and of its storage: distances from their
 /// addresses. A tensor whose bytes are the same there has the storage, the offset, the shape, the
 /// strides, the dtype, the device and the lazy signs that it had.
 struct TensorFields {

@@ -61,7 +61,8 @@ struct Attributes {
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
 
-  /// What torch's C functions cannot describe: a subclass, a dtype that DLPack has no name for.
+  /// Attributes of tensors that torch's C functions cannot describe: subclasses, dtypes without a
+  /// name in DLPack.
   explicit Attributes(py::handle object) {
     const ViewNames& names = view_names();
     tensor.data = reinterpret_cast<void*>(int64_of(ask(object, names.data_ptr)));

@@ -25,7 +25,7 @@ struct TensorView {
   int64_t bytes() const { return num_rows * row_bytes(); }
 };
 
-/// What a description says, of memory that lies in it in order.
+/// View of described memory that lies in order.
 TensorView view_of(const DlpackTensor& tensor);
 
 /// @param tensor  A tensor, or None for an empty view.
@@ -33,8 +33,8 @@ TensorView view_of(const DlpackTensor& tensor);
 /// @throws InvalidArgument  its elements do not lie in its storage.
 TensorView view_tensor(pybind11::handle tensor, const char* name = "the tensor");
 
-/// What keeps the elements of a tensor from lying in its storage, or nothing: a storage may be
-/// freed or cut under tensors that go on to exist, and the memory of some tensors is nowhere.
+/// Text of what keeps the elements of a tensor from lying in its storage, or nothing: a storage may
+/// be freed or cut under tensors that go on to exist, and the memory of some tensors is nowhere.
 /// @param data         Where the first element would be
 /// @param reach_bytes  From there to behind the last; 0 where there are none
 std::optional<std::string> problem_with_memory(pybind11::handle tensor,
@@ -55,7 +55,7 @@ inline void check_memory(pybind11::handle tensor,
     throw InvalidArgument(concat(name, " ", *problem));
 }
 
-/// Whether torch only remembers that the numbers of a tensor are to be negated.
+/// Returns whether torch only remembers that the numbers of a tensor are to be negated.
 bool is_negated(pybind11::handle tensor);
 
 }  // namespace moe::bindings

@@ -9,13 +9,13 @@ namespace {
 
 using runtime::DeviceEndpoint;
 
-/// Where graphs begin and run: the stream of the buffer stands in for a caller that has none.
+/// Stream in which graphs begin and run: that of the buffer for a caller that has none.
 simt::DeviceStream& stream_of(DeviceEndpoint& endpoint) {
   return dynamic_cast<simt::DeviceStream&>(endpoint.is_host_caller() ? endpoint.stream()
                                                                      : endpoint.caller_stream());
 }
 
-/// How often the host called its device so far, for tests of what operations cost it.
+/// Numbers of calls of the host to its device so far, for tests of what operations cost it.
 py::dict device_calls(const DeviceEndpoint& endpoint) {
   const auto& device = dynamic_cast<const simt::SimtDevice&>(endpoint.device());
   const auto& stream = dynamic_cast<const simt::DeviceStream&>(endpoint.stream());

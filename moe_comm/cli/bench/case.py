@@ -1,4 +1,4 @@
-"""What is measured: shapes, routing and data that every process can make again from a seed."""
+"""Case of a measurement: shapes, routing and data that every process can make again from a seed."""
 
 from __future__ import annotations
 
@@ -162,12 +162,12 @@ class BenchCase:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether combine adds rows where they lie first."""
+        """Return whether combine adds rows where they lie first."""
         return self.rank_reduction or self.reduced_local_ranks is not None
 
     @property
     def sends_weights(self) -> bool:
-        """Whether weights travel with the rows."""
+        """Return whether weights travel with the rows."""
         return self.with_weights or self.api == "hybrid_ep"
 
     @property
@@ -271,7 +271,7 @@ def make_topk_idx(case: BenchCase, rank_idx: int) -> torch.Tensor:
 
 
 def make_places(case: BenchCase, rank_idx: int) -> torch.Tensor:
-    """Where the choices of one rank go, as the definition says: slots; without a placement, experts.
+    """Return the slots that the choices of one rank go to, by the definition; experts without a placement.
 
     Returns:
         int64 `[num_tokens, num_topk]`.

@@ -28,7 +28,7 @@ FAST_ROOF_GBS = 40.0
 
 
 def collect_environment() -> dict[str, Any]:
-    """What the numbers of this run depend on, apart from the case."""
+    """Collect everything that the numbers of this run depend on, apart from the case."""
     return {
         "version": __version__,
         "commit": _commit(),
@@ -73,7 +73,7 @@ def last_level_cache_bytes() -> int:
 
 
 def instruction_set() -> str | None:
-    """What the native module would use here, None without one."""
+    """Return the instruction set that the native module would use here, None without one."""
     try:
         from moe_comm import _host
     except ImportError:
@@ -96,7 +96,7 @@ def transparent_huge_pages() -> dict[str, str]:
 
 
 def roof_state(roof_gbs: float) -> str:
-    """Which of the two states the machine was in, judged by its roof."""
+    """Return the state of the machine, one of two, judged by its roof."""
     return "fast" if roof_gbs >= FAST_ROOF_GBS else "slow"
 
 

@@ -22,7 +22,7 @@ __all__ = ["Exchange", "HybridEpExchange", "NativeExchange", "Received"]
 
 
 class Received(Protocol):
-    """What a dispatch brought."""
+    """Tensors that a dispatch brought."""
 
     @property
     def x(self) -> torch.Tensor:

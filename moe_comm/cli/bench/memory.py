@@ -28,7 +28,7 @@ class WindowMemory:
 
 
 def parse_smaps(text: str, inode: int | None = None) -> WindowMemory:
-    """What `/proc/<pid>/smaps` says about anonymous shared segments (memfd).
+    """Parse the anonymous shared segments (memfd) in `/proc/<pid>/smaps`.
 
     Args:
         text: The file.
@@ -55,7 +55,7 @@ def parse_smaps(text: str, inode: int | None = None) -> WindowMemory:
 
 
 def window_memory() -> WindowMemory:
-    """Of this process."""
+    """Return the memory of this process's windows."""
     return parse_smaps(Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace"))
 
 

@@ -1,4 +1,4 @@
-"""What dispatch and combine gave against the definition (`moe_comm.ep.spec`), compared whole.
+"""Comparison of dispatch and combine with the definition (`moe_comm.ep.spec`), of whole results.
 
 Each rank knows from the seed what all ranks put in, so nothing is gathered: peers' rows are drawn again,
 one source rank at a time. Quantized rows are compared with those of `moe_comm.tensors.quantized`, which unit
@@ -26,7 +26,7 @@ NUM_SCALES = 61
 
 
 def expert_scale(case: BenchCase, label_idx: torch.Tensor) -> torch.Tensor:
-    """What an expert multiplies its rows by: another number for neighboring experts.
+    """Return the number that an expert multiplies its rows by: another one for neighboring experts.
 
     Args:
         case: The case.
@@ -40,7 +40,7 @@ def expert_scale(case: BenchCase, label_idx: torch.Tensor) -> torch.Tensor:
 
 
 class _Rows(NamedTuple):
-    """What the definition says of one rank; labels are expert ids (RANK_MAJOR: rank indices).
+    """Rows of one rank by the definition; labels are expert ids (RANK_MAJOR: rank indices).
 
     Args:
         source: int64 `[M, 3]`, of every received row the source rank, token and choice, else -1.
@@ -98,7 +98,7 @@ def _int64(values: object, shape: tuple[int, ...]) -> torch.Tensor:
 def source_rows(
     case: BenchCase, rank_idx: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Where the rows of every source rank lie on one receiver.
+    """Find the rows of every source rank on one receiver.
 
     Returns:
         For every source rank: row in the receiver's window, token on the source, and label (expert id,
@@ -157,7 +157,7 @@ def _problem_with_tensors(
     x_sf: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
 ) -> str | None:
-    """Which tensors came, their shapes, dtypes and strides."""
+    """Return a problem of presence, shape, dtype or strides of the tensors that came, or None."""
     num_rows = num_window_rows(case, rank_idx)
     quantization = case.quantization
     dtype = case.torch_dtype if quantization is None else quantization.data_dtype
@@ -317,7 +317,7 @@ def _blocks(num_rows: int) -> list[slice]:
 
 
 def _sums(case: BenchCase, rank_idx: int, x: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """What experts make of rows `[n, hidden]` of some tokens, added."""
+    """Return the sums of what experts make of the rows `[n, hidden]` of some tokens."""
     rows = _rows_of(case, rank_idx)
     num_node_ranks = 1 if case.rank_reduction else case.reduced_local_ranks or case.num_ranks
     own_node = None if case.rank_reduction else rank_idx // num_node_ranks

@@ -1,4 +1,4 @@
-"""What a call spends its time on: taken apart with the phases that the host backend records."""
+"""Parts of the time of a call: taken apart with the phases that the host backend records."""
 
 from __future__ import annotations
 

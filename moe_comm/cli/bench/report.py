@@ -117,7 +117,7 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
 
 
 def _loads_by_name(row: BenchRow) -> dict[str, dict[str, Any]]:
-    """What a row of op "rows" says of its baseline, if it has one, and of its case."""
+    """Return the loads in a row of op "rows": those of its baseline, if it has one, and of its case."""
     before = row.extra.get("baseline")
     name = "rows" if row.case.placement is None else row.case.replica_rule
     return ({} if before is None else {before["name"]: before}) | {name: row.extra}
@@ -144,7 +144,7 @@ def _rows_table(row: BenchRow) -> Table:
 
 
 def sweep_tables(rows: Sequence[BenchRow]) -> Group:
-    """Of a sweep: every size with what its time is made of, and the fixed cost."""
+    """Build the tables of a sweep: every size with the parts of its time, and the fixed cost."""
     sizes = [row for row in rows if row.op == "sweep"]
     table = Table(title=case_title(sizes[0].case, is_sweep=True), title_justify="left")
     for name in ("tokens", "p50 us", "p95 us", "MB", "GB/s", "roof GB/s", "of roof"):

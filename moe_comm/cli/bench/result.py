@@ -1,4 +1,4 @@
-"""What the benchmark found, in the form it is written to JSON."""
+"""Results of the benchmark, in the form in which they are written to JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine can do with the bytes of an operation at this moment."""
+"""Speed that the machine can reach with the bytes of an operation at this moment."""
 
 from __future__ import annotations
 
@@ -116,15 +116,15 @@ class DeviceRoof:
         self.copy_in_bytes = _even(copy_in_bytes(traffic))
 
     def dispatch(self) -> None:
-        """As many bytes as a dispatch."""
+        """Copy as many bytes as a dispatch."""
         self._copy(self.dispatch_bytes)
 
     def combine(self) -> None:
-        """As many bytes as a combine in place."""
+        """Copy as many bytes as a combine in place."""
         self._copy(self.combine_bytes)
 
     def copy_in(self) -> None:
-        """As many bytes as copying the rows into the window."""
+        """Copy as many bytes as copying the rows into the window."""
         self._copy(self.copy_in_bytes)
 
     def _copy(self, num_bytes: int) -> None:

@@ -54,7 +54,7 @@ NUM_PEER_ITERATIONS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """How to measure.
+    """Options of a measurement.
 
     Args:
         backend: Of the communicator.
@@ -137,7 +137,7 @@ def _problem_with_experts(case: BenchCase) -> str | None:
 
 
 def check_options(case: BenchCase, options: BenchOptions) -> None:
-    """What the case and the options say together.
+    """Check the case and the options together.
 
     Raises:
         ValueError: An option has no meaning for the case.
@@ -474,7 +474,7 @@ class CaseRun:
         )
 
     def _count_internode_bytes(self, operation: str) -> dict[str, Any]:
-        """What one more call sends between nodes, counted and by formula; nothing with one node."""
+        """Count the bytes that one more call sends between nodes, also by formula; none with one node."""
         num_local_ranks = self.options.num_local_ranks
         if num_local_ranks is None or num_local_ranks == self.case.num_ranks:
             return {}

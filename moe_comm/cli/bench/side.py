@@ -1,4 +1,4 @@
-"""What is measured, or what it is compared with, on one rank: a case, its calls and their data."""
+"""Side of a comparison, measured or compared with, on one rank: a case, its calls and their data."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Side:
         barrier.wait()
 
     def call(self, operation: str) -> Callable[[], None]:
-        """What is timed as `operation`."""
+        """Return the function that is timed as `operation`."""
 
         def dispatch() -> None:
             self.result = self.exchange.dispatch()

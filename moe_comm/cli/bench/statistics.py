@@ -62,7 +62,7 @@ class Pair:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the machine held still: the two roofs agree within `ROOF_DISAGREEMENT`."""
+        """Return whether the machine held still: the two roofs agree within `ROOF_DISAGREEMENT`."""
         low, high = sorted((self.roof_before_us, self.roof_after_us))
         return high <= low * (1.0 + ROOF_DISAGREEMENT)
 

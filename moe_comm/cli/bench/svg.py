@@ -113,7 +113,7 @@ def foot_height(notes: Sequence[str]) -> int:
 
 
 def axis_label(x: float, bottom: float, text: str, palette: Palette) -> str:
-    """What stands beneath a tick of an axis that ends at `bottom`."""
+    """Draw the text beneath a tick of an axis that ends at `bottom`."""
     return text_at(x, bottom + TICK + 14, text, palette.muted, size=12, anchor="middle")
 
 

@@ -22,7 +22,7 @@ __all__ = ["SWEEP_TOKENS", "check_sweep", "run_sweep"]
 SWEEP_TOKENS = tuple(2**i for i in range(13))
 
 FIXED_ROW_BYTES = 16
-"""Of the token whose bytes cost nothing: the smallest row there is."""
+"""Bytes of the row of the token whose bytes cost nothing: the smallest row there is."""
 
 DIFFERENTIABLE_TOKENS = 8
 
@@ -33,7 +33,7 @@ ROOF_BYTES_PER_US = 10_000.0  # what a slow machine moves, for the number of pas
 
 
 def check_sweep(case: BenchCase, options: BenchOptions) -> None:
-    """What a sweep can be asked for.
+    """Check that a sweep can be made of a case with these options.
 
     Raises:
         ValueError: An option has no meaning for it.
@@ -196,7 +196,7 @@ def _measure_fixed_cost(
     options: BenchOptions,
     on_progress: Callable[[str], None],
 ) -> list[BenchRow]:
-    """Of one token whose bytes cost nothing: on these ranks, on one, and against an operator's call."""
+    """Measure one token whose bytes cost nothing: on these ranks, on one, and against an operator's call."""
     tiny = dataclasses.replace(
         case, num_tokens=1, hidden=FIXED_ROW_BYTES // case.torch_dtype.itemsize
     )
@@ -240,7 +240,7 @@ def _measure_fixed_cost(
 
 
 def _ratios_of_sizes(sizes: Sequence[BenchRow]) -> list[BenchRow]:
-    """What the sizes say of the fixed cost: of a gradient, and of threads where that is worst."""
+    """Return the fixed costs that sizes give: of a gradient, and of threads where that is worst."""
     rows = []
     for row in sizes:
         if row.case.num_tokens != DIFFERENTIABLE_TOKENS:
@@ -306,7 +306,7 @@ def _in_turns(
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of two blocks, the median over rounds."""
+    """Return the median over rounds of the ratios of two blocks."""
     return percentile([a / b for a, b in zip(ours, theirs, strict=True)], 0.5)
 
 

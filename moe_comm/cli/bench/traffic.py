@@ -85,7 +85,7 @@ def copy_in_bytes(traffic: RankTraffic) -> int:
 
 
 def rank_traffic(case: BenchCase, rank_idx: int) -> RankTraffic:
-    """What the case makes one rank move."""
+    """Count the rows and bytes that the case makes one rank move."""
     own = make_topk_idx(case, rank_idx)
     num_recv_rows = 0
     for src_rank_idx in range(case.num_ranks):

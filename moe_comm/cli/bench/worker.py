@@ -32,7 +32,7 @@ __all__ = ["Launch", "Sample", "Worker"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the ranks of one run share.
+    """Arguments that the ranks of one run share.
 
     Args:
         case: The case.
@@ -297,7 +297,7 @@ class Worker:
         return backend.take_trace()
 
     def describe(self) -> dict[str, Any]:
-        """What this rank runs on, for the header."""
+        """Describe the backend and device that this rank runs on, for the header."""
         stats = self.communicator.heap_stats() if self.communicator.native is not None else None
         return {
             "backend": self.communicator.backend,

@@ -1,1 +1,1 @@
-"""What a cluster could do, on paper: byte formulas, a simulation of the exchange, published figures."""
+"""Model of a cluster on paper: byte formulas, a simulation of the exchange, published figures."""

@@ -1,4 +1,4 @@
-"""What `moe-comm model` answers."""
+"""Answer of `moe-comm model`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ BYTES_PER_US = 1e3  # of a link of 1 GB/s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedOperation:
-    """What came out.
+    """Result of a simulation.
 
     Args:
         time_us: Until the last rank has all its rows, the exchange of count rows included.
@@ -146,7 +146,7 @@ class _Simulation:
         self.num_events = 0
 
     def _reversed_to_node(self, traffic: Traffic) -> Floats:
-        """What the rank of equal local index on each node brings back: as much as it had fanned out."""
+        """Return the traffic back from the rank of equal local index on each node: what it had fanned out."""
         local = self.cluster.num_local_ranks
         nodes = self.cluster.num_nodes
         back = np.zeros_like(traffic.to_node)

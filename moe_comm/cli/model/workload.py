@@ -1,4 +1,4 @@
-"""What one rank moves in one dispatch and one combine: formulas over sizes, no routing drawn.
+"""Bytes that one rank moves in one dispatch and one combine: formulas over sizes, no routing drawn.
 
 R ranks on N nodes, T tokens a rank, K choices a token, E experts, H elements a row, b bytes an
 element on the wire.
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Movement:
-    """How one operation moves rows.
+    """Movement of rows by one operation.
 
     Args:
         element_bytes: Of an element on the wire, scale factors included.
@@ -129,7 +129,7 @@ def expected_distinct_limited(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """What one rank moves on average, one way, under uniform routing.
+    """Bytes that one rank moves on average, one way, under uniform routing.
 
     Args:
         memory: Through its device memory: what it reads and what is written for it.

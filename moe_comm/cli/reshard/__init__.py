@@ -1,1 +1,1 @@
-"""What `moe-comm reshard` computes and prints."""
+"""Computations and output of `moe-comm reshard`."""

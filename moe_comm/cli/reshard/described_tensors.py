@@ -1,4 +1,4 @@
-"""What the ranks of a described model hold: names, shapes and how they are sharded."""
+"""Tensors that the ranks of a described model hold: names, shapes and shards."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class MoEShape:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some layer has no experts."""
+        """Return whether some layer has no experts."""
         return self.num_dense_layers > 0 or self.num_experts == 0
 
     @property
@@ -146,7 +146,7 @@ class MoEShape:
         )
 
     def check(self, parallelism: Parallelism) -> None:
-        """Whether the model can be cut like this.
+        """Return whether the model can be cut like this.
 
         Raises:
             ValueError: A size is no multiple of what it is divided by.
@@ -174,7 +174,7 @@ class MoEShape:
             )
 
     def tensors(self, parallelism: Parallelism, rank: int) -> Iterator[DescribedTensor]:
-        """What a rank holds, in the order of its modules; buffers last, as refit lists them."""
+        """Yield the tensors of a rank, in the order of its modules; buffers last, as refit lists them."""
         stage = stage_of(parallelism, rank)
         vocab = (self.vocab // parallelism.tp, self.hidden)
         layers = stage_layers(self.num_layers, parallelism.pp, stage)
@@ -372,7 +372,7 @@ class TensorList:
         return self.num_tensors * self.size * dtype.itemsize
 
     def check(self, parallelism: Parallelism) -> None:
-        """Whether the tensors can be divided like this.
+        """Return whether the tensors can be divided like this.
 
         Raises:
             ValueError: They do not divide by ep, or something else is divided.
@@ -385,7 +385,7 @@ class TensorList:
             raise ValueError(f"a list of tensors is divided by ep alone, got {parallelism}")
 
     def tensors(self, parallelism: Parallelism, rank: int) -> Iterator[DescribedTensor]:
-        """What a rank holds."""
+        """Yield the tensors of a rank."""
         num_local = self.num_tensors // parallelism.ep
         first = ep_idx(parallelism, rank) * num_local
         for local_idx in range(num_local):

@@ -41,7 +41,7 @@ class TensorKind:
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
+        """Return the kind as JSON writes it."""
         sides = zip(("source", "destination"), self.places, strict=True)
         return {
             "name": self.name,
@@ -61,7 +61,7 @@ def _pattern(name: str) -> str:
 def kinds_of(
     sources: Sequence[RankPart], destinations: Sequence[RankPart], destination_offset: int
 ) -> list[TensorKind]:
-    """What lies where on both sides, in the order in which ranks name it."""
+    """Return the kinds of tensors on both sides with their places, in the order in which ranks name them."""
     shapes: dict[str, Shape] = {}
     held: list[
         tuple[str, int, int, str]
@@ -111,7 +111,7 @@ def _ranges(ranks: Iterable[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What would move between two models, and what would not.
+    """Tensors that would move between two models, and tensors that would not.
 
     Args:
         source: As the command line names it.
@@ -136,7 +136,7 @@ class Explanation:
     are_pairs_verified: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
+        """Return the explanation as JSON writes it."""
         traffic = self.traffic
         return {
             **{

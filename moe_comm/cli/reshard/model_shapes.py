@@ -48,7 +48,7 @@ def roster(
     rank_offset: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[ParameterMetadata]:
-    """What one rank would tell the others about its parameters and buffers; no tensor is made.
+    """Build one rank's metadata of its parameters and buffers, as it would tell others; no tensor is made.
 
     Args:
         shape: The model.
@@ -96,7 +96,7 @@ def roster(
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What refit reads of a model's `config`."""
+    """Part of a model's `config` that refit reads."""
 
     num_moe_experts: int | None
 
@@ -191,7 +191,7 @@ def fill(module: ShapedModel, seed: int) -> None:
 
 
 def find_differences(module: ShapedModel, seed: int) -> list[str]:
-    """What is not bit for bit as `fill` makes it: one line per parameter, with the first element."""
+    """Find the tensors that differ in a bit from `fill`: one line per parameter, with the first element."""
     differences: dict[str, str] = {}
     for name, data, rows, values in _blocks(module, seed):
         found = data[rows]
@@ -237,7 +237,7 @@ def _blocks(
 def _places(
     module: ShapedModel, tensor: DescribedTensor, name_hash: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in the table each row begins, and the column numbers, both of the whole model."""
+    """Return the position of each row in the table, and the column numbers, both of the whole model."""
     sizes, dims = held_dims(tensor, module.parallelism, module.rank)
     indices = [
         torch.cat([torch.arange(start, start + length) for start, _, length in held])

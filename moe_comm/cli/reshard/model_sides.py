@@ -37,7 +37,7 @@ _LAYOUT = re.compile(r"(tp|fsdp|ep)([1-9][0-9]*)")
 
 
 class RankPart(NamedTuple):
-    """What one rank holds of a side.
+    """Part of a side that one rank holds.
 
     Args:
         metadata: As ranks tell each other.
@@ -75,13 +75,13 @@ class ModelSide:
 
     @property
     def is_factory(self) -> bool:
-        """Whether a function or class of the caller's makes a rank's part."""
+        """Return whether a function or class of the caller's makes a rank's part."""
         return ":" in self.text and not os.path.isdir(self.text)
 
     def parts(
         self, rank_offset: int, checkpoint: Mapping[str, TensorSpec] | None, *, is_written: bool
     ) -> list[RankPart]:
-        """What every rank holds.
+        """Return the part of every rank.
 
         Args:
             rank_offset: The first rank of this side among all.
@@ -280,7 +280,7 @@ def _checkpoint_of(text: str, parts: Sequence[RankPart]) -> dict[str, TensorSpec
 def describe_both(
     source: ModelSide, destination: ModelSide, destination_offset: int
 ) -> tuple[list[RankPart], list[RankPart]]:
-    """What the ranks of both sides hold. A side that is a loader gets what the other one has.
+    """Return the parts of both sides' ranks. A side that is a loader gets what the other one has.
 
     Args:
         source: The one side.

@@ -29,7 +29,7 @@ def shape_title(case: PlanningCase) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldReport:
-    """What was planned.
+    """Report of a planned reshard.
 
     Args:
         case: Model and layouts.
@@ -51,11 +51,11 @@ class WorldReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every destination rank was planned, so that sums of senders are whole too."""
+        """Return whether every destination rank was planned, so that sums of senders are whole too."""
         return len(self.planned_ranks) == self.case.destination.num_ranks
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
+        """Return the report as JSON writes it."""
         case, traffic = self.case, self.traffic
         return {
             "shape": dataclasses.asdict(case.shape),

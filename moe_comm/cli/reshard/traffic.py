@@ -1,4 +1,4 @@
-"""What a reshard moves, and how long that must take: formulas, from plans alone."""
+"""Bytes that a reshard moves, and the time that this must take: formulas, from plans alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def local_bytes(self) -> int:
-        """Of those, copied within a rank."""
+        """Bytes of those that are copied within a rank."""
         return sum(num_bytes for (src, dst), num_bytes in self.bytes_per_pair.items() if src == dst)
 
     def sent_per_rank(self) -> dict[int, int]:
@@ -66,7 +66,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
-    """What ranks are connected by; the defaults are an H100's.
+    """Links between ranks; the defaults are an H100's.
 
     Args:
         ranks_per_node: Ranks r and s share a node where r // ranks_per_node == s // ranks_per_node.
@@ -112,12 +112,12 @@ class Prediction:
     half_duplex_ms: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
+        """Return the prediction as JSON writes it."""
         return dataclasses.asdict(self)
 
 
 def predict(traffic: Traffic, links: Links) -> Prediction:
-    """How long a reshard must take if links and memories are the only limit.
+    """Predict the time of a reshard if links and memories are the only limit.
 
     Example:
         One rank that receives 50 GB from another node over a link of 50 GB/s needs 1000 ms.

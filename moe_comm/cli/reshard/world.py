@@ -61,7 +61,7 @@ class PlanningCase:
         return range(self.destination_offset, self.destination_offset + self.destination.num_ranks)
 
     def gathered(self) -> Iterator[tuple[list[ParameterMetadata], list[ParameterMetadata]]]:
-        """What every rank says about its part of the source and of the destination, in rank order."""
+        """Yield every rank's metadata of its part of the source and of the destination, in rank order."""
         for rank in range(self.num_ranks):
             source: list[ParameterMetadata] = []
             destination: list[ParameterMetadata] = []

@@ -1,4 +1,4 @@
-"""What `import deep_ep` gives after `moe_comm.compat.install("deep_ep")`.
+"""Module that `import deep_ep` gives after `moe_comm.compat.install("deep_ep")`.
 
 DeepEP's interfaces: `Buffer`, `HybridEPBuffer`, the dispatch and combine of `ElasticBuffer` and
 `EPBuffer`, and the collectives of `BucketBuffer`.

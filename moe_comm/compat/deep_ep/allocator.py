@@ -64,7 +64,7 @@ class BufferAllocator:
         return tensor
 
     def check(self) -> str:
-        """What is planned, for peers, who are to plan the same.
+        """Return the plan as text, for peers, who are to plan the same.
 
         Raises:
             ValueError: It cannot be made: the storage is there already, nothing is planned, or a tensor has

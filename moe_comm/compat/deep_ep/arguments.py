@@ -97,7 +97,7 @@ def in_order_of_lineage(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def _fits(names: tuple[str, ...], given: tuple[Any, ...]) -> bool:
-    """Whether every value may be meant for the name at its place."""
+    """Return whether every value may be meant for the name at its place."""
 
     def may_be(name: str, value: Any) -> bool:
         if name in (*_FP8_SWITCHES, "use_nvfp4", "use_ue8m0_for_sf", *_ENDS):

@@ -60,13 +60,13 @@ class BufferBase:
         return EventHandle()
 
     def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
-        """As in `Buffer`."""
+        """Return the communication stream, see `Buffer`."""
         return self._owner.current_comm_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """As `GroupOwner.get_physical_domain_size`."""
+        """Return the ranks between machines and within one, see `GroupOwner.get_physical_domain_size`."""
         return self._owner.get_physical_domain_size()
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """As `GroupOwner.get_logical_domain_size`."""
+        """Return the ranks of scale-out and of scale-up, see `GroupOwner.get_logical_domain_size`."""
         return self._owner.get_logical_domain_size()

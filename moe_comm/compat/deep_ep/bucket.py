@@ -41,7 +41,7 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class _Places(NamedTuple):
-    """What a collective reads, where it writes, and what its wait returns."""
+    """Tensors that a collective reads, that it writes, and that its wait returns."""
 
     srcs: list[torch.Tensor]
     outs: list[torch.Tensor]
@@ -381,7 +381,7 @@ class BucketBuffer(BufferBase):
             latest.current_stream_wait()
 
     def _agreed(self, op: str, idx: int, place: Callable[[], _Places], **stated: object) -> _Places:
-        """What `place` gives; where it raises on some rank, or sizes differ, all raise. Collective."""
+        """Return the places from `place`; all raise where it raises on one, or sizes differ. Collective."""
         communicator = self._owners[idx].shared().communicator
         session = self._session
         places = _Places([], [], [])
@@ -441,7 +441,7 @@ class BucketBuffer(BufferBase):
         return tensors
 
     def _summed(self, srcs: Given, scale: Any, num_sms: Any) -> list[torch.Tensor]:
-        """What a reduction adds."""
+        """Check the arguments of a reduction, and return the tensors that it adds."""
         if num_sms is not None:
             check_ints(0, num_sms=num_sms)
         if not isinstance(scale, float | int) or isinstance(scale, bool):

@@ -1,4 +1,4 @@
-"""What the collectives of a `BucketBuffer` move, for one of its groups."""
+"""Exchanges of the collectives of a `BucketBuffer`, for one of its groups."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class BucketCalls:
     def _sums(
         buffer: EpBuffer, rows: torch.Tensor, handle: DispatchHandle
     ) -> tuple[CommEvent, Sums]:
-        """Of every rank's part, added on the way."""
+        """Start the sums of every rank's part, added on the way."""
         combined = buffer.combine(rows, handle, async_op=True)
         assert isinstance(combined, CombineResult)
         return combined.event, lambda: combined.x
@@ -150,7 +150,7 @@ class BucketCalls:
     def _sums_of_parts(
         self, buffer: EpBuffer, rows: torch.Tensor, handle: DispatchHandle
     ) -> tuple[CommEvent, Sums]:
-        """As `_sums`, float32 whatever the dtype of the rows, added where they arrive."""
+        """Start sums like `_sums`, float32 whatever the dtype of the rows, added where they arrive."""
         arrived = buffer.dispatch(rows, None, handle=handle, async_op=True)
 
         def added() -> torch.Tensor:
@@ -170,7 +170,7 @@ class BucketCalls:
         return buffer.empty_expert_output(handle, hidden=hidden, dtype=torch.float32)
 
     def _handle(self, buffer: EpBuffer, num_rows: int, *, to_all: bool) -> DispatchHandle:
-        """Of so many rows of every rank to all, or of so many for each rank. Collective where it is new."""
+        """Return the handle of so many rows from every rank to all, or to each. Collective if it is new."""
         if (num_rows, to_all) not in self._handles:
             ranks = torch.arange(self._owner.num_ranks)
             topk_idx = (

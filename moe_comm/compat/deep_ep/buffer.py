@@ -218,7 +218,7 @@ class Buffer(MaskedRanks):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Where the tokens of this rank go. Local.
+        """Return the layout of a dispatch: the ranks and experts that tokens of this rank go to. Local.
 
         Args:
             topk_idx: int64 `[N, K]`, contiguous; -1 marks an unused choice.
@@ -589,7 +589,7 @@ class Buffer(MaskedRanks):
         return self._owner.low_latency_buffer_for((num_experts, num_max_tokens))
 
     def _known_handle(self, handle: Any, buffer: EpBuffer) -> RankMajorHandle:
-        """What a handle is, where it was taken apart what its parts say."""
+        """Return the handle, or the one that its parts give where it was taken apart."""
         if are_parts(handle):
             return from_parts(handle, buffer, self.rank)
         return require_rank_major(handle)

@@ -135,7 +135,7 @@ def recommended_dispatch_config(num_sms: int, num_ranks: int) -> Config:
 
 
 def recommended_combine_config(num_sms: int, num_ranks: int) -> Config:
-    """As `recommended_dispatch_config`, for combine."""
+    """Return the recommended configuration for combine, see `recommended_dispatch_config`."""
     return _recommended(_COMBINE, num_sms, num_ranks)
 
 

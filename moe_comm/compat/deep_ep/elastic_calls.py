@@ -1,4 +1,4 @@
-"""What `ElasticBuffer` and `EPBuffer` do, below their signatures."""
+"""Calls of `ElasticBuffer` and `EPBuffer`, below their signatures."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ElasticCalls:
         self._is_watching = is_watching
 
     def dispatch(self, x: Rows, given: Dispatching, run: Running) -> Any:
-        """What `ElasticBuffer.dispatch` returns; deferred, an event. Collective."""
+        """Run `ElasticBuffer.dispatch` and return its result; deferred, an event. Collective."""
         handle, stats = given.handle, given.stats
         known = handle.buffer if isinstance(handle, EPHandle) else None
         buffer = self._buffer_for(given.num_experts) if known is None else known
@@ -193,7 +193,7 @@ class ElasticCalls:
         bias: Bias,
         run: Running,
     ) -> Any:
-        """What `ElasticBuffer.combine` returns; deferred, an event. Collective."""
+        """Run `ElasticBuffer.combine` and return its result; deferred, an event. Collective."""
         is_known = isinstance(handle, EPHandle)
         buffer = handle.buffer if is_known else self._buffer_for(None)
         with Telling(buffer.reject, "combine"):
@@ -244,7 +244,7 @@ class ElasticCalls:
         return sums, pulled, EventOverlap(event, (x,)) if run.is_async else EventOverlap()
 
     def _reduces_before(self, handle: EPHandle) -> bool:
-        """Whether a combine adds rows of one token before they travel; equal on all ranks."""
+        """Return whether a combine adds rows of one token before they travel; equal on all ranks."""
         num_topk = handle.topk_idx.shape[1]
         is_alone = handle.num_experts <= self._owner.num_ranks or num_topk == 1
         return handle.do_expand and self._allow_multiple_reduction and not is_alone

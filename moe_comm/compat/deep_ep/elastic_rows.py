@@ -1,4 +1,4 @@
-"""What travels for `ElasticBuffer`, and the handle with everything its callers read."""
+"""Rows that travel for `ElasticBuffer`, and the handle with everything its callers read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["EPHandle", "Received", "Sending", "Started", "start", "version_of"]
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class EPHandle:
-    """What a dispatch leaves for combine and cached dispatch.
+    """State that a dispatch leaves for combine and cached dispatch.
 
     Args:
         do_expand: Rows are one per token and local expert.
@@ -89,7 +89,7 @@ class EPHandle:
 
 
 def version_of(topk_idx: object) -> int | None:
-    """How often a tensor was written; None for one of inference mode, which does not count."""
+    """Return how often a tensor was written; None for one of inference mode, which does not count."""
     if not isinstance(topk_idx, torch.Tensor) or topk_idx.is_inference():
         return None
     return topk_idx._version
@@ -106,7 +106,7 @@ def _unchanged(topk_idx: torch.Tensor, version: int | None) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """What a rank gives to a dispatch; see `ElasticBuffer.dispatch`."""
+    """Arguments of a rank to a dispatch; see `ElasticBuffer.dispatch`."""
 
     x: Rows
     topk_idx: torch.Tensor | None
@@ -174,7 +174,7 @@ class Sending:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What `ElasticBuffer.dispatch` hands out, without the event."""
+    """Tensors that `ElasticBuffer.dispatch` hands out, without the event."""
 
     x: Rows
     topk_idx: torch.Tensor | None

@@ -258,7 +258,7 @@ class EPBuffer(BufferBase):
         use_tma_aligned_col_major_sf: bool = False,
         defer_epilogue: bool = False,
     ) -> Dispatched | EventOverlap:
-        """As `ElasticBuffer.dispatch`, but for what is said of an argument here. Collective.
+        """Dispatch like `ElasticBuffer.dispatch`, but for what is said of an argument here. Collective.
 
         Args:
             x: See there.
@@ -362,7 +362,7 @@ class EPBuffer(BufferBase):
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
     ) -> Combined | EventOverlap:
-        """As `ElasticBuffer.combine`, but for what is said of an argument here. Collective.
+        """Combine like `ElasticBuffer.combine`, but for what is said of an argument here. Collective.
 
         Args:
             x: See there.
@@ -507,7 +507,7 @@ class EPBuffer(BufferBase):
         )
 
     def _load_balancing(self) -> LoadBalancing:
-        """What copies replicas, made by the first call. Collective then."""
+        """Return the object that copies replicas, made by the first call. Collective then."""
         if self._replicas is None:
             shared = self._owner.shared()
             shared.check_together(lambda: _on_cpu(shared.device))
@@ -515,7 +515,7 @@ class EPBuffer(BufferBase):
         return self._replicas
 
     def destroy(self) -> None:
-        """As `BufferBase.destroy`."""
+        """Destroy the buffer, see `BufferBase.destroy`."""
         super().destroy()
         if self._replicas is not None:
             self._replicas.destroy()

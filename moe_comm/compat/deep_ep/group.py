@@ -1,4 +1,4 @@
-"""What all buffers of this module share: the `EpBuffer`s of a group, on the device of the first tensors."""
+"""Base of all buffers of this module: the `EpBuffer`s of a group, on the device of the first tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GroupOwner:
         return 1, self.num_ranks
 
     def device_of(self, given: tuple[Any, ...]) -> torch.device:
-        """Where a call works: on the device of the first call, which is that of its first tensor."""
+        """Return the device that a call works on: that of the first call, taken from its first tensor."""
         if self._is_on_device:
             return self.shared().device
         first = next(tensors_in(given), None)
@@ -81,7 +81,7 @@ class GroupOwner:
             self.shared().communicator.use_on(stream)
 
     def current_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
-        """What `get_comm_stream` of DeepEP gives; the stream of the CPU orders nothing."""
+        """Return the stream that `get_comm_stream` of DeepEP gives; the stream of the CPU orders nothing."""
         device = self.shared().device
         if device.type == "cpu":
             return torch.cpu.current_stream()
@@ -104,7 +104,7 @@ class GroupOwner:
         return self._latest.get("normal") or self.buffer_for(self.num_ranks)
 
     def low_latency_buffer_for(self, shape: tuple[int, int] | None, problem: str = "") -> EpBuffer:
-        """As `buffer_for`, for low-latency calls: this module masks ranks on these buffers.
+        """Return a buffer like `buffer_for`, for low-latency calls: this module masks ranks on these buffers.
 
         Args:
             shape: Experts over all ranks and most tokens of a rank, or None.
@@ -158,7 +158,7 @@ class GroupOwner:
         buffer.reject(operation, error)
 
     def shared(self) -> GroupBuffers:
-        """What this group shares.
+        """Return the buffers that this group shares.
 
         Raises:
             ValueError: The buffer has been destroyed.

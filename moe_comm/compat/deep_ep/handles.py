@@ -35,7 +35,7 @@ _SLOT_RANK_SHIFT = 48  # of `PlanTensors.slots`
 
 
 class RankMajorHandle(tuple[torch.Tensor, ...]):
-    """Of `Buffer.dispatch`.
+    """Handle of `Buffer.dispatch`.
 
     Places: rank_prefix_matrix int32 `[R, R]`, channel_prefix_matrix int32 `[R, C]`,
     recv_channel_prefix_matrix int32 `[R, C]`, recv_src_idx int32 `[M]`, is_token_in_rank bool
@@ -79,7 +79,7 @@ class RankMajorHandle(tuple[torch.Tensor, ...]):
 
 
 class LowLatencyHandle(tuple[Any, ...]):
-    """Of `Buffer.low_latency_dispatch`.
+    """Handle of `Buffer.low_latency_dispatch`.
 
     Places: src_info int32 `[El, n]`, layout_range int64 `[El, R]`, num_max_dispatch_tokens_per_rank,
     hidden, num_experts.
@@ -100,7 +100,7 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     @property
     def native(self) -> DispatchHandle:
-        """What combine needs; waits for the end of the dispatch."""
+        """Handle that combine needs; waits for the end of the dispatch."""
         if self._native is None:
             assert self.pending is not None
             self._native = self.pending.handle
@@ -127,7 +127,7 @@ class LowLatencyHandle(tuple[Any, ...]):
 
 
 class HybridHandle(tuple[Any, ...]):
-    """Of `HybridEPBuffer.dispatch` (7 places) and `dispatch_with_permute` (11 places).
+    """Handle of `HybridEPBuffer.dispatch` (7 places) and `dispatch_with_permute` (11 places).
 
     Attributes:
         buffer: That made the dispatch.
@@ -165,7 +165,7 @@ class HybridHandle(tuple[Any, ...]):
 
 
 def are_parts(handle: object) -> bool:
-    """Whether this has the form of a handle of `Buffer.dispatch` that was taken apart."""
+    """Return whether this has the form of a handle of `Buffer.dispatch` that was taken apart."""
     return (
         isinstance(handle, tuple | list)
         and not hasattr(handle, "native")

@@ -16,7 +16,7 @@ _CHUNK = 64
 
 
 def rounded_max_tokens(max_num_of_tokens_per_rank: int) -> int:
-    """What HybridEP makes of a maximum: at least 512, whole chunks of 64."""
+    """Round a maximum as HybridEP does: at least 512, whole chunks of 64."""
     return -(-max(max_num_of_tokens_per_rank, _LEAST_MAX_TOKENS) // _CHUNK) * _CHUNK
 
 

@@ -1,4 +1,4 @@
-"""What travels for `HybridEPBuffer`, and the places of its handles."""
+"""Rows that travel for `HybridEPBuffer`, and the places of its handles."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def indices_to_map(
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where tokens go, from whichever form was passed.
+    """Routing of tokens, from whichever form was passed.
 
     Args:
         topk_idx: int64 `[N, K]`.

@@ -28,7 +28,7 @@ Sharing = tuple[int, int, int, int]
 
 
 class LoadBalancing:
-    """What `EPBuffer.lb_*` do. Collective, all of it.
+    """Implementation of `EPBuffer.lb_*`. Collective, all of it.
 
     Args:
         communicator: The ranks; its backend must be "host".

@@ -28,7 +28,7 @@ _LARGEST_EXACT_INDEX = 1 << 24  # token indices travel as float32
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """How a call is to end.
+    """Form in which a call is to end.
 
     Args:
         async_finish: Return before the end, with an event.
@@ -46,7 +46,7 @@ class Completion:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the call returns before the end."""
+        """Return whether the call returns before the end."""
         return self.async_finish or self.return_recv_hook
 
     def finish(self, handle: EventHandle) -> tuple[EventOverlap, Callable[[], None] | None]:
@@ -61,7 +61,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Where a dispatch adds what it saw.
+    """Tensors to which a dispatch adds what it saw.
 
     Args:
         expert_counts: int32 `[El]`, tokens of every local expert, or None.

@@ -1,4 +1,4 @@
-"""Which ranks a `Buffer` leaves out in its low-latency mode."""
+"""Mask of the ranks that a `Buffer` leaves out in its low-latency mode."""
 
 from __future__ import annotations
 

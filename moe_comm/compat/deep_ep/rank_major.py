@@ -45,7 +45,7 @@ _NUM_SOURCE_COLUMNS = 2  # token index and number of tokens, sent along with eve
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """What a rank gives to a dispatch, as it was passed.
+    """Arguments of a rank to a dispatch, as they were passed.
 
     Args:
         x: `[N, H]` of any dtype whose rows are a multiple of 16 bytes, or a pair or triple as `check_rows`
@@ -73,7 +73,7 @@ class Sending:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What a dispatch brought, as `Buffer.dispatch` hands it out, without the event."""
+    """Result of a dispatch, as `Buffer.dispatch` hands it out, without the event."""
 
     x: Rows
     topk_idx: torch.Tensor | None

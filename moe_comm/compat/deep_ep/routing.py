@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the tokens of one rank go.
+    """Destinations of the tokens of one rank.
 
     Args:
         num_tokens_per_rank: int32 `[num_ranks]`; a token counts once per rank.
@@ -69,7 +69,7 @@ def dispatch_layout(topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks
 def tokens_in_ranks(
     topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which ranks every token goes to.
+    """Find the ranks that every token goes to.
 
     Args:
         topk_idx: int64 `[num_tokens, num_topk]`, -1 marks an unused choice.
@@ -91,7 +91,7 @@ def tokens_in_ranks(
 def last_choices(
     topk_idx: torch.Tensor, expert_rank: torch.Tensor, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rank a token goes to by which choice: the last of those that lead there stands for all.
+    """Find the choice by which a token goes to each of its ranks: the last of those that lead there.
 
     Args:
         topk_idx: int64 `[num_tokens, num_topk]`, -1 marks an unused choice.

@@ -50,7 +50,7 @@ def packed(x: Rows, *columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def unpacked(x: Rows, data: torch.Tensor, scale_bits: torch.Tensor) -> Rows:
-    """What arrived, in the form of what was sent; scales contiguous."""
+    """Return arrived rows in the form of those that were sent; scales contiguous."""
     if not isinstance(x, tuple):
         return data.view(x.dtype)
     widths = [each.shape[1] for each in x[1:]]

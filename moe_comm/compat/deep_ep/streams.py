@@ -1,4 +1,4 @@
-"""Where and when the calls of this module work: on the device of their tensors, on GPUs in a stream of their own.
+"""Device and stream of this module's calls: the device of their tensors, and on GPUs a stream of their own.
 
 As in DeepEP, a call begins behind the caller's current stream or behind `previous_event`, and what the
 caller puts into its stream afterwards comes behind the call, or behind the wait for its event.
@@ -42,7 +42,7 @@ _EARLY_ENDS = ("async_finish", "async_with_compute_stream", "return_recv_hook")
 
 
 class Place(NamedTuple):
-    """Where a call works.
+    """Device and stream that a call works on.
 
     Args:
         device: Of its tensors.
@@ -64,7 +64,7 @@ _running = _Running()
 
 
 def running() -> Place:
-    """Where the call works that this thread is in; the CPU outside of calls."""
+    """Return the place of the call that this thread is in; the CPU outside of calls."""
     return _running.place or _ON_CPU
 
 
@@ -74,7 +74,7 @@ def on_call_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plan_on_call_device(plan: Plan) -> PlanTensors:
-    """As `on_call_device`, of what a plan holds."""
+    """Return the tensors of a plan, moved like `on_call_device`."""
     tensors = plan.to_tensors()
     if tensors.counts.device == running().device:
         return tensors
@@ -113,13 +113,13 @@ def resumed(place: Place) -> Iterator[None]:
 
 
 def follow(mark: cuda.Event, place: Place) -> None:
-    """What the caller's stream gets from now on comes behind `mark`, which was made at `place`."""
+    """Put later work of the caller's stream behind `mark`, which was made at `place`."""
     device = None if place.stream is None else place.device  # None: the current one
     cuda.current_stream(device).wait_event(mark)
 
 
 def in_callers_stream(place: Place, work: Callable[[], ResultT]) -> ResultT:
-    """What `work` returns, which finishes a call of `place` in the stream that is current now."""
+    """Return the result of `work`, which finishes a call of `place` in the stream that is current now."""
     if place.stream is None:
         with resumed(place):
             return work()
@@ -160,7 +160,7 @@ class CommStream:
         is_after_event: bool,
         ends_early: bool,
     ) -> ResultT:
-        """What `call` returns, whose work is put into this stream.
+        """Return the result of `call`, whose work is put into this stream.
 
         Args:
             call: Waits for its `previous_event` itself.

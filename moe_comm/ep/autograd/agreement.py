@@ -1,4 +1,4 @@
-"""What this rank says of gradients in a call, and how its backward comes to be on every rank.
+"""Agreement of ranks on gradients: the word of a rank in a call, and the backward that follows on every rank.
 
 What an operation's backward does for others follows from what any rank differentiates, so a call says
 what this rank needs, its ranks agree in the rows that they exchange anyway, and where any of them needs
@@ -26,7 +26,7 @@ __all__ = ["combine_word", "dispatch_word"]
 
 
 def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> int:
-    """What this rank says in a dispatch.
+    """Return the word on gradients that this rank sends in a dispatch.
 
     Args:
         rows: x, or the data of a pair. Rows of a dtype that combine does not add have no gradient.
@@ -55,7 +55,7 @@ def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> 
 def combine_word(
     rows: object, weights: object, link: torch.Tensor, *, is_traced: bool = False
 ) -> int:
-    """What this rank says in a combine.
+    """Return the word on gradients that this rank sends in a combine.
 
     Args:
         rows: Of the combine.

@@ -1,4 +1,4 @@
-"""What dynamo takes into its graph whole, and what it does not look at.
+"""Functions that dynamo takes into its graph whole, and functions that it does not look at.
 
 torch marks functions by `torch.compiler.allow_in_graph` and `torch.compiler.disable`, which import
 dynamo: a second that importing the package must not cost. So they are marked when a fake runs, which
@@ -50,7 +50,7 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_loaded() -> bool:
-    """Whether anything of this process may be compiled: torch does not load dynamo by itself."""
+    """Return whether anything of this process may be compiled: torch does not load dynamo by itself."""
     return "torch._dynamo" in sys.modules
 
 

@@ -115,7 +115,7 @@ def dispatch_backward(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    """Of x and of topk_weights."""
+    """Return empty gradients of x and of topk_weights."""
     weights = (
         slots.new_empty(0, dtype=torch.float32)
         if weights_dtype is None
@@ -152,7 +152,7 @@ def combine_backward(
     hidden: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Of expert_out and of topk_weights."""
+    """Return empty gradients of expert_out and of topk_weights."""
     weights = (
         slots.new_empty(0, dtype=torch.float32)
         if topk_weights is None

@@ -194,7 +194,7 @@ def dispatch(keyset: DispatchKeySet | None, *args: Any) -> list[torch.Tensor]:
 def _source_of(
     x: torch.Tensor, topk_weights: torch.Tensor | None, anchor: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """What makes a dispatch a part of the graph, besides its weights: x, or the anchor of its buffer.
+    """Return the tensor that, besides weights, makes a dispatch part of the graph: x, or the buffer's anchor.
 
     The anchor where neither needs a gradient on this rank. Autograd looks at each argument of a node.
     """
@@ -285,7 +285,7 @@ def combine_in_graph(
 
 
 def tie_of(word: int, link: torch.Tensor, buffer: EpBuffer) -> torch.Tensor:
-    """What the backward of a combine goes on to: that of its dispatch, or the end of the graph.
+    """Return the tensor that a combine's backward goes on to: its dispatch's link, or the end of the graph.
 
     Args:
         word: What the ranks of the combine say of gradients.

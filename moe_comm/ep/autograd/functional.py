@@ -152,7 +152,7 @@ def _by_operator(
 
 
 def _for_graphs(result: DispatchResult) -> DispatchResult:
-    """As it may go into a compiled graph, which takes it as tensors and cannot make them."""
+    """Return a result in the form for a compiled graph, which takes it as tensors and cannot make them."""
     result.hand_out(result.x, result.topk_weights, _export(result.handle))
     return result
 

@@ -59,63 +59,63 @@ class TensorHandle(DispatchHandle):
 
     @property
     def buffer_id(self) -> int:
-        """As in `DispatchHandle`."""
+        """Id of the buffer that made it, see `DispatchHandle`."""
         return int(self.meta[operators.META_BUFFER_ID])
 
     @property
     def generation(self) -> int:
-        """As in `DispatchHandle`."""
+        """Generation of that buffer when it made it, see `DispatchHandle`."""
         return int(self.meta[operators.META_GENERATION])
 
     @property
     def layout(self) -> Layout:
-        """As in `DispatchHandle`."""
+        """Order of received rows, see `DispatchHandle`."""
         return Layout(int(self.meta[operators.META_LAYOUT]))
 
     @property
     def expert_alignment(self) -> int:
-        """As in `DispatchHandle`."""
+        """Alignment of the rows of an expert, see `DispatchHandle`."""
         return int(self.meta[operators.META_ALIGNMENT])
 
     @property
     def num_tokens(self) -> int:
-        """As in `DispatchHandle`."""
+        """Number of tokens of this rank, see `DispatchHandle`."""
         return self.topk_idx.shape[0]
 
     @property
     def num_topk(self) -> int:
-        """As in `DispatchHandle`."""
+        """Number of choices per token of this rank, see `DispatchHandle`."""
         return self.topk_idx.shape[1]
 
     @property
     def num_recv_tokens(self) -> int:
-        """As in `DispatchHandle`."""
+        """Number of rows of this rank's result, see `DispatchHandle`."""
         return int(self.meta[operators.META_NUM_RECV_TOKENS])
 
     @property
     def num_recv_topk(self) -> int:
-        """As in `DispatchHandle`."""
+        """Largest number of choices per token of all ranks, see `DispatchHandle`."""
         return most_topk(self.counts)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """As in `DispatchHandle`."""
+        """Plan of the dispatch, see `DispatchHandle`."""
         return self.of_buffer(resolve_buffer(self.buffer_id)).plan
 
     def of_buffer(self, buffer: EpBuffer) -> DispatchHandle:
-        """As `buffer` takes it; see `operators.local_handle`."""
+        """Return the handle that `buffer` takes; see `operators.local_handle`."""
         if self.local is not None:
             return self.local
         return operators.local_handle(buffer, *self.tensors())
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As operators take it."""
+        """Return the tensors that operators take for a handle."""
         return self.counts, self.slots, self.topk_idx, self.meta
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OperatorOutput(Ended):
-    """What the operator returns, as a `DispatchOutput`."""
+    """Output of the operator, as a `DispatchOutput`."""
 
     rows: torch.Tensor  # x, or where it was quantized here: what its gradient flows to
     data: torch.Tensor | None
@@ -148,29 +148,29 @@ class OperatorOutput(Ended):
 
     @property
     def num_dropped_per_expert(self) -> torch.Tensor:
-        """As in `DispatchOutput`."""
+        """Number of choices of every local expert that were dropped, see `DispatchOutput`."""
         if self.limited is None:
             return torch.zeros_like(self.num_tokens_per_expert)
         return self.limited[0]
 
     @property
     def num_required_rows(self) -> torch.Tensor:
-        """As in `DispatchOutput`."""
+        """Number of rows if nothing were dropped, see `DispatchOutput`."""
         if self.limited is None:
             return self.handle.meta[operators.META_NUM_RECV_TOKENS]
         return self.limited[1]
 
     @property
     def wait_ns(self) -> torch.Tensor:
-        """As in `DispatchOutput`."""
+        """Nanoseconds that this rank waited for each rank, see `DispatchOutput`."""
         return torch.zeros(self.handle.counts.shape[0], dtype=torch.int64, device="cpu")
 
     @property
     def gradients(self) -> int:
-        """As in `DispatchOutput`."""
+        """Words of all ranks on gradients, united; see `DispatchOutput`."""
         return int(self.handle.meta[operators.META_GRADIENTS])
 
     @property
     def plan(self) -> Plan:
-        """As in `DispatchOutput`."""
+        """Plan of the dispatch, see `DispatchOutput`."""
         return self.handle.plan

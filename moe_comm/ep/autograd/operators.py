@@ -249,7 +249,7 @@ def dispatch_backward(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    """What `moe_comm::dispatch_backward` returns."""
+    """Return the gradients of x and of topk_weights, for `moe_comm::dispatch_backward`."""
     device = buffer.communicator.device
     row_weights = None
     if weights_dtype is not None:
@@ -341,7 +341,7 @@ def combine_backward(
     hidden: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """What `moe_comm::combine_backward` returns."""
+    """Return the gradients of expert_out and of topk_weights, for `moe_comm::combine_backward`."""
     device = buffer.communicator.device
     if grad_y is None:
         grad_y = torch.zeros((handle.num_tokens, hidden), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What ranks agree on when a buffer is made, whatever its backend."""
+"""Agreement of the ranks when a buffer is made, whatever its backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config"]
 
 
 class Peers(Protocol):
-    """What the plain backends need of a communicator."""
+    """Interface that the plain backends need of a communicator."""
 
     @property
     def rank_idx(self) -> int:
@@ -41,7 +41,7 @@ class Peers(Protocol):
 
 
 class Communicators(Protocol):
-    """What choosing a backend needs of a communicator."""
+    """Interface that choosing a backend needs of a communicator."""
 
     @property
     def backend(self) -> str:

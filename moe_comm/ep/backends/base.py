@@ -1,4 +1,4 @@
-"""What a backend does for an `EpBuffer`: the seam under which host, collective and reference live.
+"""Interface between an `EpBuffer` and a backend: the seam under which host, collective and reference live.
 
 `EpBuffer` has validated every tensor before it calls a backend (dtype, device, shape, contiguity,
 handle), so a backend checks only what needs the peers: expert ids, agreement between ranks, room.
@@ -55,7 +55,7 @@ class Operation(Protocol[OutputT_co]):
         ...
 
     def is_complete(self) -> bool:
-        """Whether `wait()` would return or raise at once."""
+        """Return whether `wait()` would return or raise at once."""
         ...
 
 
@@ -77,7 +77,7 @@ class Ended:
 
 
 class Plan(Protocol):
-    """Where rows went, kept by a handle; valid for any number of later epochs of its buffer.
+    """Places that rows went to, kept by a handle; valid for any number of later epochs of its buffer.
 
     What a plan consists of is `PlanTensors`. Backends keep it as it suits them: as that, with what
     follows from it, or in native memory.
@@ -186,7 +186,7 @@ class PlanTensors:
         return self.counts[:, -len(self.counts) - 2 : -2]
 
     def total_choices(self, waits: bool) -> torch.Tensor:
-        """As `Plan.total_choices`; known from the beginning."""
+        """Return the choices of every slot, see `Plan.total_choices`; known from the beginning."""
         return self.sent_choices.sum(0, dtype=torch.int64)
 
     def is_kept(self) -> torch.Tensor:
@@ -216,7 +216,7 @@ def most_topk(counts: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DispatchOutput(Ended):
-    """What arrived. M rows; see `DispatchResult` for the meaning of each tensor.
+    """Tensors that a dispatch brought. M rows; see `DispatchResult` for the meaning of each tensor.
 
     An `Operation` itself, one that has ended.
 
@@ -256,7 +256,7 @@ class DispatchOutput(Ended):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CombineOutput(Ended):
-    """What came back. An `Operation` itself, one that has ended.
+    """Tensors that a combine brought back. An `Operation` itself, one that has ended.
 
     Args:
         x: `[num_tokens, hidden]` sums, or None when only weights were pulled.
@@ -312,7 +312,7 @@ class Backend(abc.ABC):
         self.config = config
 
     def can_quantize(self, quantization: Quantization) -> bool:
-        """Whether rows can be quantized so in a dispatch; quantized rows travel in any format."""
+        """Return whether rows can be quantized so in a dispatch; quantized rows travel in any format."""
         return quantization.is_e4m3
 
     @abc.abstractmethod

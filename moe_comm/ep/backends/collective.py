@@ -253,7 +253,7 @@ class CollectiveBackend(Backend):
         options: DispatchOptions,
         replicas: _host.layout.Replicas | None,
     ) -> tuple[torch.Tensor, int]:
-        """What every rank asks for, and says of gradients; or the error that every rank raises."""
+        """Return the requests and gradient words of every rank, or raise the error that every rank raises."""
         mine, problem = None, None
         try:
             mine = collective_capacity.ask(

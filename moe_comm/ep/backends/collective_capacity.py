@@ -1,4 +1,4 @@
-"""Which rows of a dispatch are kept: from what every rank asks for, its limits and its masks.
+"""Rows that a dispatch keeps: from the requests of every rank, its limits and its masks.
 
 Computed by csrc/layout, equal on every rank. All tensors are on the CPU. R ranks, E experts.
 """
@@ -19,7 +19,7 @@ __all__ = ["CapacityDecision", "ask", "decide"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacityDecision:
-    """What is kept of what the ranks of a dispatch ask for.
+    """Rows that are kept of those that the ranks of a dispatch ask for.
 
     Args:
         counts: int32 `[R, E + R + 2]`, see `PlanTensors`.
@@ -37,7 +37,7 @@ def ask(
     masked_ranks: Sequence[int] = (),
     replicas: _host.layout.Replicas | None = None,
 ) -> torch.Tensor:
-    """What a rank asks for: its row of a count matrix, int32 `[E + R + 2]`.
+    """Count the rows that a rank asks for: its row of a count matrix, int32 `[E + R + 2]`.
 
     As in `PlanTensors.counts`, of what is asked for rather than kept; -1 for tokens bound for a rank
     that it masks; the last but one has the rows that its capacity allows, else -1.

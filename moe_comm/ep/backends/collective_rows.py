@@ -1,4 +1,4 @@
-"""How the `collective` backend carries rows, weights and ids to the experts and home again."""
+"""Rows, weights and ids of the `collective` backend, on their way to the experts and home again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["NodeReduction", "ReceivedRows", "RowMover"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReceivedRows:
-    """What a dispatch moved to this rank, in the slots of its window.
+    """Rows that a dispatch moved to this rank, in the slots of its window.
 
     Args:
         x: `[M, hidden]`.
@@ -53,7 +53,7 @@ class NodeReduction:
 
     @classmethod
     def of(cls, peers: Peers, config: EpConfig) -> NodeReduction | None:
-        """How this rank's sums are added, None for row by row."""
+        """Return the way in which this rank's sums are added, None for row by row."""
         if config.rank_reduction:
             return cls(1, None)
         if not config.node_reduction or peers.num_local_ranks == peers.num_ranks:

@@ -186,7 +186,7 @@ class ProgressThread:
         self._latest: Pending[Any] | None = None
 
     def is_idle(self) -> bool:
-        """Whether everything submitted has ended."""
+        """Return whether everything submitted has ended."""
         return self._latest is None or self._latest.is_complete()
 
     def submit(self, work: Callable[[], OutputT]) -> Pending[OutputT]:

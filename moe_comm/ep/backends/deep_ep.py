@@ -77,7 +77,7 @@ class DeepEpBackend(CollectiveBackend):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Route:
-    """How the rows of a plan travel, known once they did.
+    """Route of the rows of a plan, known once they have travelled.
 
     Args:
         generation: Of the transport that `handle` belongs to.

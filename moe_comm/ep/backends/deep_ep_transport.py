@@ -43,7 +43,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrival:
-    """What a multicast brought, in order of (source rank, token).
+    """Rows that a multicast brought, in order of (source rank, token).
 
     Args:
         rows: m of them.
@@ -76,7 +76,7 @@ def _load() -> types.ModuleType:
 
 
 def _is_stand_in(module: types.ModuleType) -> bool:
-    """Whether `deep_ep` is this package's own module of that name."""
+    """Return whether `deep_ep` is this package's own module of that name."""
     return str(module.Buffer.__module__).partition(".")[0] == _PACKAGE
 
 
@@ -123,7 +123,7 @@ class DeepEpTransport:
 
     @property
     def adds_in_rank_order(self) -> bool:
-        """Whether `reduce` adds all ranks' rows in rank order with one rounding at the end.
+        """Return whether `reduce` adds all ranks' rows in rank order with one rounding at the end.
 
         Between nodes DeepEP rounds once a node.
         """
@@ -226,7 +226,7 @@ class DeepEpTransport:
             self._reserve(row_bytes)
 
     def check_num_rows(self, num_rows: int, num_expected: int, operation: str) -> None:
-        """What DeepEP delivered is what the ranks agreed on.
+        """Check that DeepEP delivered the number of rows that the ranks agreed on.
 
         Raises:
             CommunicationError: It is not.
@@ -245,7 +245,7 @@ class DeepEpTransport:
             buffer.destroy()
 
     def _encode(self, rows: Rows) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What DeepEP moves: a pair that it knows, or bytes that look like bfloat16."""
+        """Return the tensors that DeepEP moves: a pair that it knows, or bytes that look like bfloat16."""
         x, sf = rows.x, rows.sf
         row_bytes = x.shape[1] * x.element_size()
         if sf is not None and _is_pair(rows):
@@ -323,7 +323,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_pair(rows: Rows) -> bool:
-    """Whether DeepEP takes data and scale factors as they are."""
+    """Return whether DeepEP takes data and scale factors as they are."""
     assert rows.sf is not None
     return (
         rows.x.dtype is torch.float8_e4m3fn

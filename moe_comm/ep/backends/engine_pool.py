@@ -96,6 +96,6 @@ def make_group(
 
 
 def _name_number() -> int:
-    """What torch tells groups of the same ranks apart by: groups that it has named, once those it is in."""
+    """Return the count in torch's names of groups: of all it has named, before 2.14 of those it is in."""
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     return _world.group_count if version >= (2, 14) else len(_world.pg_names)

@@ -14,7 +14,7 @@ __all__ = ["HostBackend"]
 
 
 class _NodeOwner(NativeGroupOwner, RailOwner, Protocol):
-    """What this backend needs of a communicator."""
+    """Interface that this backend needs of a communicator."""
 
     check_messages: bool
 
@@ -44,7 +44,7 @@ class HostBackend(NativeBackend):
 
     @property
     def instruction_set(self) -> str:
-        """Of the row kernels in use: "portable", "avx2" or "avx512"."""
+        """Instruction set of the row kernels in use: "portable", "avx2" or "avx512"."""
         return self._endpoint.isa
 
     def internode_bytes(self) -> tuple[int, int]:

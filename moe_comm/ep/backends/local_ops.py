@@ -20,7 +20,7 @@ __all__ = ["gather_rows", "has_triton", "place_rows", "quantize_rows", "sum_rows
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether rows on `device` are worked on by Triton."""
+    """Return whether rows on `device` are worked on by Triton."""
     return device.type == "cuda" and _is_triton_installed()
 
 
@@ -53,7 +53,7 @@ def sum_rows(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `arithmetic.sum_rows`; `positions` may be on any device."""
+    """Add rows like `arithmetic.sum_rows`; `positions` may be on any device."""
     positions = positions.to(rows.device)
     if not has_triton(rows.device):
         return arithmetic.sum_rows(rows, positions, weights, out=out)
@@ -62,7 +62,7 @@ def sum_rows(
 
 
 def quantize_rows(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantized.quantize_rows`: scale factors row-major, whatever `quantization` says."""
+    """Quantize rows like `quantized.quantize_rows`: scale factors row-major, whatever `quantization` says."""
     if not has_triton(x.device):
         return quantized.quantize_rows(x, quantization)
     row_major = dataclasses.replace(quantization, is_column_major=False)

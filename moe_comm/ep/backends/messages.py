@@ -1,4 +1,4 @@
-"""What ranks must agree on in a buffer and in a call, in words.
+"""Texts of everything that ranks must agree on in a buffer and in a call.
 
 A call is described by one line of text that has everything ranks must agree on; backends compare that
 line, or its hash, and print it when it differs. csrc/ops/agreement.cpp has the same words.
@@ -35,7 +35,7 @@ def describe_dispatch(
     topk_weights: torch.Tensor | None,
     options: DispatchOptions,
 ) -> str:
-    """What ranks must agree on in a dispatch. How many rows a capacity allows is each rank's own.
+    """Describe what ranks must agree on in a dispatch. The rows that a capacity allows are each rank's own.
 
     Example:
         `dispatch(EXPERT_MAJOR, expert_alignment=8, bfloat16 rows of 4096 bytes, float32 weights)`
@@ -54,7 +54,7 @@ def describe_dispatch_cached(
     plan: PlanTensors,
     quantization: Quantization | None,
 ) -> str:
-    """What ranks must agree on in a cached dispatch."""
+    """Describe what ranks must agree on in a cached dispatch."""
     rows = _rows(x) + _scales(x_sf, quantization)
     return _call("cached dispatch", *_places(plan), rows, _weights(topk_weights), _handle(plan))
 
@@ -62,12 +62,12 @@ def describe_dispatch_cached(
 def describe_combine(
     x: torch.Tensor | None, row_weights: torch.Tensor | None, plan: PlanTensors
 ) -> str:
-    """What ranks must agree on in a combine. Weights applied while adding are each rank's own."""
+    """Describe what ranks must agree on in a combine. Weights applied while adding are each rank's own."""
     return _call("combine", *_places(plan), _rows(x), _weights(row_weights), _handle(plan))
 
 
 def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -> dict[str, str]:
-    """What ranks must agree on in a buffer, as text: the backend and every field.
+    """Describe what ranks must agree on in a buffer: the backend and every field, as text.
 
     Args:
         config: Of the buffer.

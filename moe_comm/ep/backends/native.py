@@ -1,4 +1,4 @@
-"""What backends share whose operations run in an extension module of this package."""
+"""Code shared by backends whose operations run in an extension module of this package."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class NativeBackend(Backend):
         return NativeDispatchOutput(native, self._endpoint, dtype, scales, is_early, brought)  # type: ignore[return-value]
 
     def _scales_at_a_glance(self, x: object, quantization: object) -> Scales | None:
-        """What quantizing x makes; None where a glance does not show that it can be quantized."""
+        """Return the scales of a quantized x; None where a glance does not show that x can be quantized."""
         if type(x) is not torch.Tensor or type(quantization) is not Quantization:
             return None
         if x.dtype not in QUANTIZABLE_DTYPES or x.dim() != 2:

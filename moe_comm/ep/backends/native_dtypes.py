@@ -66,5 +66,5 @@ def tensor_type(dtype: torch.dtype) -> int:
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a native operation handed out, which is of integers where DLPack cannot name `dtype`."""
+    """View the output of a native operation as `dtype`: it is of integers where DLPack cannot name that."""
     return tensor if tensor.dtype is dtype else tensor.view(dtype)

@@ -1,4 +1,4 @@
-"""What the extension modules of this package give backends: endpoints and their operations."""
+"""Interface of this package's extension modules to backends: endpoints and their operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EndpointPlan(Protocol):
         ...
 
     def total_choices(self, waits: bool) -> torch.Tensor | None:
-        """As `Plan.total_choices`; without elements, of a captured dispatch, which the host does not count."""
+        """Return `Plan.total_choices`; empty for a captured dispatch, which the host does not count."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class PendingNative(Protocol):
     """An operation that may still be in flight."""
 
     def is_complete(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         ...
 
     def judge(self) -> None:
@@ -107,14 +107,14 @@ class SubmittedDispatch(PendingNative, Protocol):
         ...
 
     def gradients(self) -> int:
-        """What all ranks say of gradients."""
+        """Return the words of all ranks on gradients, united."""
         ...
 
 
 Brought: TypeAlias = tuple[
     EndpointPlan, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int
 ]
-"""Of a dispatch: plan, x, topk_weights, num_tokens_per_expert (of a map, else None), gradients."""
+"""Results of a dispatch: plan, x, topk_weights, num_tokens_per_expert (of a map, else None), gradients."""
 
 
 class SubmittedCombine(PendingNative, Protocol):
@@ -175,7 +175,7 @@ class NativeEndpoint(Protocol):
         ...
 
     def can_quantize(self, code: int) -> bool:
-        """Whether rows can be quantized as `native_scales.quantization_code` says."""
+        """Return whether rows can be quantized as `native_scales.quantization_code` says."""
         ...
 
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:
@@ -248,7 +248,7 @@ class NativeEndpoint(Protocol):
 
 
 class NativeGroupOwner(Protocol):
-    """What these backends need of a communicator."""
+    """Interface that these backends need of a communicator."""
 
     rank_idx: int
     num_ranks: int
@@ -262,7 +262,7 @@ class NativeGroupOwner(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What an endpoint is made from.
+    """Arguments that an endpoint is made from.
 
     Args:
         group: The communicator's native part.

@@ -1,4 +1,4 @@
-"""What operations of an extension module leave behind, as tensors that are made when looked at."""
+"""Results of an extension module's operations, as tensors that are made when looked at."""
 
 from __future__ import annotations
 

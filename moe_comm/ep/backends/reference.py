@@ -52,7 +52,7 @@ class ReferencePlan(PlanTensors):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Contribution:
-    """What a rank tells every rank in one operation.
+    """Message of a rank to every rank in one operation.
 
     Dispatched rows and scale factors travel as bytes: not every dtype can be pickled.
     """
@@ -230,7 +230,7 @@ class ReferenceBackend(Backend):
     def _with_slots(
         self, gathered: Sequence[_Contribution], placement: Placement
     ) -> list[_Contribution]:
-        """What ranks contribute, with slots for the logical experts that they chose."""
+        """Return the contributions of the ranks, with slots for the logical experts that they chose."""
         slots = choose_slots(
             [_present(rank.topk_idx) for rank in gathered],
             placement,
@@ -281,7 +281,7 @@ class ReferenceBackend(Backend):
         dispatch: spec.Dispatch,
         plan: ReferencePlan,
     ) -> Operation[DispatchOutput]:
-        """What this rank gets from a dispatch."""
+        """Return the output of a dispatch on this rank."""
         received = dispatch.received(
             self._peers.rank_idx,
             [_present(rank.x).view(rows.x.dtype) for rank in gathered],
@@ -356,7 +356,7 @@ def _private(contribution: _Contribution) -> _Contribution:
 
 
 def _bad_expert_id(topk_idx: torch.Tensor, num_experts: int) -> ValueError | None:
-    """What is wrong with the first entry outside `[-1, num_experts)`, if there is one."""
+    """Return the error for the first entry outside `[-1, num_experts)`, or None if there is none."""
     for token_idx, token in enumerate(topk_idx.tolist()):
         for topk_pos, expert_idx in enumerate(token):
             if not -1 <= expert_idx < num_experts:
@@ -368,7 +368,7 @@ def _bad_expert_id(topk_idx: torch.Tensor, num_experts: int) -> ValueError | Non
 
 
 def _beyond_limits(dispatch: spec.Dispatch, row_bytes: int) -> Exception:
-    """What every rank raises where a dispatch asks for more rows than there is room for."""
+    """Return the error that every rank raises where a dispatch asks for more rows than there is room for."""
     first = dispatch.overflows[0]
     text = "; ".join(
         ("" if each.expert_idx is None else f"expert {each.expert_idx} on ")

@@ -1,4 +1,4 @@
-"""Which rank has which expert, for backends that move rows in Python; csrc/layout computes the rest.
+"""Ranks of the experts, for backends that move rows in Python; csrc/layout computes the rest.
 
 All tensors are on the CPU. E experts, K choices a token.
 """
@@ -18,7 +18,7 @@ __all__ = ["Placement", "arrangement_of", "local_topk_idx", "replicas_of"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank has which expert, and as which of its own.
+    """Rank of every expert, and its position among the experts of that rank.
 
     Args:
         native: As csrc/layout has it.
@@ -58,7 +58,7 @@ class Placement:
 def arrangement_of(
     layout: Layout, expert_alignment: int, config: EpConfig, num_ranks: int
 ) -> _host.layout.Arrangement:
-    """What decides where a window's rows lie, besides counts, in a call on a buffer of `config`."""
+    """Return the arrangement: all that, besides counts, decides where rows lie in windows of `config`."""
     return _host.layout.Arrangement(
         int(layout), expert_alignment, num_places_per_expert(config, layout, num_ranks)
     )
@@ -67,7 +67,7 @@ def arrangement_of(
 def replicas_of(
     placement: placements.Placement | None, num_local_ranks: int
 ) -> _host.layout.Replicas | None:
-    """What csrc/layout gives rows to replicas by, of nodes of consecutive ranks."""
+    """Return the replicas among which csrc/layout spreads rows, for nodes of consecutive ranks."""
     if placement is None:
         return None
     slots = torch.tensor(placement.slot_rank, dtype=torch.int32)

@@ -20,7 +20,7 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def arrange_scales(
     scales: torch.Tensor, by_expert: tuple[int, int] | None, *, is_column_major: bool
 ) -> torch.Tensor:
-    """What `x_sf` is, from arrived row-major `[M, num_scales]`.
+    """Arrange arrived scale factors, row-major `[M, num_scales]`, as `x_sf` has them.
 
     Args:
         scales: As they arrived.

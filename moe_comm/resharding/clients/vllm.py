@@ -38,12 +38,12 @@ register_weight_transfer()
 _GRACE_S = 10.0
 """So long a call of the client and the part of this rank in the world wait for each other's error."""
 _MOST_STARTS = 3
-"""Of an update: one may be open, and vLLM may say of the next start what came of a call before."""
+"""Most starts of an update: one may be open, and vLLM may say of the next what came of a call before."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class MoeCommInitInfo(class_of(_base, "WeightTransferInitInfo")):  # type: ignore[misc]
-    """What a worker is given: `RefitHost.info`, and what the trainers' init info says besides.
+    """Init info of a worker: `RefitHost.info`, and what the trainers' init info says besides.
 
     Args:
         address: Of the host of the world.
@@ -82,7 +82,7 @@ class MoeCommInitInfo(class_of(_base, "WeightTransferInitInfo")):  # type: ignor
 
 @dataclasses.dataclass(kw_only=True)
 class MoeCommUpdateInfo(class_of(_base, "WeightTransferUpdateInfo")):  # type: ignore[misc]
-    """What a worker is given for every update.
+    """Update info of a worker, given for every update.
 
     Args:
         version: That the trainers send; None to take theirs.
@@ -95,7 +95,7 @@ class MoeCommUpdateInfo(class_of(_base, "WeightTransferUpdateInfo")):  # type: i
 
 @dataclasses.dataclass
 class MoeCommTrainerInitInfo(class_of(_base, "TrainerInitInfo")):  # type: ignore[misc]
-    """What every trainer rank is given, with `rank`, its own among the trainers.
+    """Init info of every trainer rank, with `rank`, its own among the trainers.
 
     Args:
         world: `RefitHost.info`.
@@ -124,7 +124,7 @@ class MoeCommTrainerInitInfo(class_of(_base, "TrainerInitInfo")):  # type: ignor
 
 
 class _Served:
-    """What a worker does around a refit: versions come whole, or the one before stays."""
+    """Target of a worker's refits: versions come whole, or the one before stays."""
 
     def __init__(self, model: VllmCpuModel, checkpoint: dict[str, TensorSpec]) -> None:
         self._model, self._checkpoint = model, checkpoint

@@ -21,7 +21,7 @@ class TrainerWeights(Protocol):
     """Part of a checkpoint that a trainer rank holds."""
 
     side: CheckpointViews
-    """Where it is, as of the last `tensors`."""
+    """Views of the memory that holds the part, as of the last `tensors`."""
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Return name, whole shape and dtype of every tensor of which this rank may hold a part. Local."""

@@ -91,7 +91,7 @@ def _digest(transfers: Sequence[Transfer]) -> int:
 
 
 def _differences(src: int, dst: int, sent: list[Transfer], received: list[Transfer]) -> list[str]:
-    """What the two ends of a pair do not agree on, one line each."""
+    """Return the differences between the two ends of a pair, one line each."""
     if any(task_id is None for task_id, *_ in (*sent, *received)):
         return _differences_in_order(src, dst, sent, received)
     sent_by_id = {task_id: rest for task_id, *rest in sent}

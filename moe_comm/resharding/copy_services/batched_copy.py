@@ -38,7 +38,7 @@ CopyItem = tuple[int, torch.Tensor, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyStats:
-    """What one run moved on this rank, and how long it took.
+    """Bytes that one run moved on this rank, and the time it took.
 
     Args:
         direct_bytes: Sent in place into tensors in peers' heaps.
@@ -83,11 +83,11 @@ class PreparedCopies:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with this rank's items, which every rank's run will raise; None if nothing."""
+        """Problem of this rank's items, which every rank's run will raise; None if there is none."""
         return self._problem
 
     def _check_places(self) -> str | None:
-        """What is wrong with where the tensors lie by now, or None."""
+        """Return the problem with the memory that the tensors lie in by now, or None."""
         if self._table.matches(self._tensors, has_dtensors=False):
             return None
         for task_id, tensor, _ in self._items:
@@ -101,7 +101,7 @@ def problem_with_overlaps(
     recvs: Sequence[tuple[int | None, torch.Tensor, int]],
     rank_idx: int,
 ) -> str | None:
-    """What is wrong with where this rank's sources and destinations lie, or None.
+    """Return the problem with the positions of this rank's sources and destinations in memory, or None.
 
     Peers write destinations while sources are still read, in no order that a rank could know.
     """
@@ -131,7 +131,7 @@ def problem_with_overlaps(
 
 
 def _problem_with_items(sends: object, recvs: object, error: Exception) -> str:
-    """What is wrong with items that could not even be looked at."""
+    """Return the problem of items that could not even be looked at."""
     for name, items in (("sends", sends), ("recvs", recvs)):
         if not isinstance(items, list):
             return f"{name} must be items (task_id, tensor, peer_rank), got {shown(items)}"
@@ -220,7 +220,7 @@ class BatchedCopy(Destroyable):
     def prepare(
         self, sends: Iterable[CopyItem], recvs: Iterable[CopyItem], *, are_apart: bool = False
     ) -> PreparedCopies:
-        """What this rank takes part in, worked out once for any number of runs. Local.
+        """Prepare the copies that this rank takes part in, once for any number of runs. Local.
 
         What is wrong with an item (a rank outside the communicator, a task id twice for one peer, a
         tensor outside CPU memory, a destination that shares bytes with itself or with another, more

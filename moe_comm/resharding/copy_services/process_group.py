@@ -1,4 +1,4 @@
-"""What is asked of a process group itself: bytes of its ranks, its timeout, and whom its errors concern."""
+"""Queries of a process group itself: bytes of its ranks, its timeout, and the ranks of its errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def reduce_in_place(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> 
 
 
 def timeout_of(group: dist.ProcessGroup) -> dt.timedelta:
-    """How long an operation of a group may take, as its backend has it now."""
+    """Return the time that an operation of a group may take, as its backend has it now."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""What is submitted to a copy service, checked and put in order."""
+"""Queue of what is submitted to a copy service, checked and put in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Batch", "QueuedCopyService", "check_either", "copy_pair"]
 
 @dataclasses.dataclass
 class Batch:
-    """What one rank submitted for one `run()`.
+    """Batch of what one rank submitted for one `run()`.
 
     Args:
         sends: By destination rank, in task id order; in the order of submission where ids are None.
@@ -59,7 +59,7 @@ class QueuedCopyService(CopyService):
     """
 
     device_types: tuple[str, ...] = ("cpu", "cuda")
-    """Where tensors may lie."""
+    """Types of devices on which tensors may lie."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class QueuedCopyService(CopyService):
         ranks: Communicator | Bootstrap | None = None,
     ) -> None:
         self.ranks = ranks
-        """Who the ranks are where `group` does not say it."""
+        """Ranks of the service where `group` does not say them."""
         if ranks is None:
             super().__init__(group)
         else:
@@ -166,7 +166,7 @@ class QueuedCopyService(CopyService):
         raise error
 
     def _take(self) -> Batch:
-        """What was submitted, as one batch; the next submission begins another."""
+        """Take everything that was submitted, as one batch; the next submission begins another."""
         sends: list[list[SendOp]] = [[] for _ in range(self.world_size)]
         recvs: list[list[RecvOp]] = [[] for _ in range(self.world_size)]
         for send in self._sends:
@@ -249,12 +249,12 @@ def check_either(group: object, communicator: object) -> None:
 
 
 def _transfers_of(by_peer: Sequence[Sequence[SendOp | RecvOp]]) -> list[list[Transfer]]:
-    """What the two ends of every transfer compare."""
+    """Return the facts of every transfer that its two ends compare."""
     return [[(op.task_id, *_bytes_and_dtype(op.tensor)) for op in ops] for ops in by_peer]
 
 
 def _bytes_and_dtype(tensor: torch.Tensor) -> tuple[int, str]:
-    """What both ends of a transfer must have alike."""
+    """Return the two facts that both ends of a transfer must have alike."""
     return tensor.numel() * tensor.element_size(), str(tensor.dtype)
 
 

@@ -29,7 +29,7 @@ __all__ = ["PreparedBatch", "SymmetricCopyService"]
 
 @dataclasses.dataclass(frozen=True)
 class PreparedBatch:
-    """What `SymmetricCopyService.prepare` returns: one batch, to be run any number of times.
+    """Result of `SymmetricCopyService.prepare`: one batch, to be run any number of times.
 
     Args:
         copies: What moves; None if it did not come so far.

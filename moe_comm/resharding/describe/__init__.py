@@ -1,4 +1,4 @@
-"""What there is before anything is planned: the tensors of a module, and where each lies in the whole.
+"""Description before anything is planned: the tensors of a module, and the place of each in the whole.
 
 `module_tensors` and `tensor_table` say which tensors a module holds and whether they still are where they
 were; `metadata`, `metadata_extraction` and `parallelism` what a rank says about them; `intervals`,

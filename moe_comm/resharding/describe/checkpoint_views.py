@@ -58,7 +58,7 @@ class CheckpointView:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, as the checkpoint has it."""
+        """Shape of the whole tensor, as the checkpoint has it."""
         return self.disk_shape or self.shape
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class CheckpointViews(TensorSide):
         self._state = ModuleState(weakref.ref(tensors), tensors, cuts)
 
     def state(self) -> ModuleState:
-        """What is held: the same object until a tensor is replaced, moved, reshaped or cut anew.
+        """Return the state: the same object until a tensor is replaced, moved, reshaped or cut anew.
 
         Raises:
             ValueError: The owner has changed, and nothing describes the views again; or its experts lie elsewhere,
@@ -218,7 +218,7 @@ class CheckpointViews(TensorSide):
         return self._state
 
     def metadata(self, owner_rank: int, *, is_written: bool) -> list[ParameterMetadata]:
-        """What ranks tell each other of the views. For a caller that has just asked for the state.
+        """Return the metadata of the views that ranks exchange. For a caller that has just got the state.
 
         Args:
             owner_rank: This rank in the plan's group.
@@ -248,7 +248,7 @@ class CheckpointViews(TensorSide):
 
 
 def _storages_of(state: ModuleState) -> set[int]:
-    """What tells the storages of a module's tensors from all others that are alive."""
+    """Return ids that tell the storages of a module's tensors from all others that are alive."""
     storages = set()
     for tensor in state.tensors.values():
         # Other kinds of tensors need not have a storage of their own.

@@ -1,4 +1,4 @@
-"""Which values become values of another dtype by themselves, and which can be reduced."""
+"""Values that become values of another dtype by themselves, and values that can be reduced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 def _is_scaled(dtype: torch.dtype) -> bool:
-    """Whether values mean something only together with scale factors, or are such factors."""
+    """Return whether values mean something only together with scale factors, or are such factors."""
     return dtype.is_floating_point and dtype not in NUMBERS
 
 

@@ -21,7 +21,7 @@ class PlanError(ValueError, RuntimeError):
 
 
 class Part(NamedTuple):
-    """What one rank holds of a parameter, and what follows from it.
+    """Part of a parameter that one rank holds, and what follows from it.
 
     Args:
         side: "source" or "target".

@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor a rank holds: intervals along each dimension, and boxes of them."""
+"""Elements of a whole tensor that a rank holds: intervals along each dimension, and boxes of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 
 class Defect(NamedTuple):
-    """What is wrong with boxes that should cover a tensor exactly once."""
+    """Defect of boxes that should cover a tensor exactly once."""
 
     kind: str
     box: Box
@@ -104,7 +104,7 @@ def _joined(parts: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def component_intervals(sizes: Sequence[Sequence[int]], member_idx: int) -> Intervals:
-    """What one member of a group holds of components that are packed one after the other.
+    """Return the intervals that a member of a group holds of components packed one after the other.
 
     Args:
         sizes: Per member, the size of its part of each component.
@@ -125,7 +125,7 @@ def component_intervals(sizes: Sequence[Sequence[int]], member_idx: int) -> Inte
 
 
 def take(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """What local indices `[start, stop)` hold, as the intervals of a tensor of just these."""
+    """Return the part of local indices `[start, stop)`, as the intervals of a tensor of just these."""
     return _joined(_parts(intervals, start, stop))
 
 

@@ -1,4 +1,4 @@
-"""How each rank's tensor lies in the whole one, from what ranks say about it."""
+"""Layouts of each rank's tensor in the whole one, from what ranks say about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["resolve_layouts"]
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """What of a holder's metadata decides its layout; equal for ranks that hold the same.
+    """Part of a holder's metadata that decides its layout; equal for ranks that hold the same.
 
     Args:
         view: Shape of the tensor, before dimensions for experts are added.
@@ -146,7 +146,7 @@ def _frames(name: str, side: str, holders: Sequence[Holder]) -> list[_Frame | No
 
 
 def _is_open(frame: _Frame) -> bool:
-    """Whether nobody says where the experts lie, although they are divided."""
+    """Return whether nobody says where the experts lie, although they are divided."""
     return frame.is_fused and frame.expert_dim is None and len(frame.ep_views) > 1
 
 
@@ -316,7 +316,7 @@ def _stated_layout(name: str, holder: Holder) -> Layout | None:
 def resolve_layouts(
     name: str, sources: Sequence[Holder], destinations: Sequence[Holder]
 ) -> tuple[list[Layout | None], list[Layout | None]]:
-    """Where the tensors of one parameter lie, all with the same global shape.
+    """Resolve the layouts of the tensors of one parameter, all with the same global shape.
 
     Args:
         name: In the whole model, for messages.
@@ -438,7 +438,7 @@ def _choose(
 def _are_equivalent(
     frames: Sequence[_Frame], meshes: Sequence[Layout], expert_dims: Sequence[int | None]
 ) -> bool:
-    """Whether it does not matter along which dimension tensor parallel ranks share a tensor.
+    """Return whether it does not matter along which dimension tensor parallel ranks share a tensor.
 
     Where groups of one size share it on both sides, each member takes what its like holds.
     """

@@ -426,7 +426,7 @@ _Pair = tuple[_Geometry, _Geometry]
 
 
 def _split_repeats(read: _Geometry, written: _Geometry) -> Iterator[_Pair]:
-    """What is read and written, once for every index of a dimension along which one element is repeated."""
+    """Yield the read and the written elements once for every index of a dimension that repeats one."""
     shape, stride, offset = read
     repeated = [dim for dim, size in enumerate(shape) if size > 1 and not stride[dim]]
     if not repeated:
@@ -523,7 +523,7 @@ def _box(copy: _Copy) -> tuple[Shape, Box]:
 
 
 def _boxes(copies: list[_Copy]) -> tuple[Shape, list[Box]]:
-    """What copies write of one target, all in one finer shape of it."""
+    """Return the boxes of one target that copies write, all in one finer shape of it."""
     found = [_box(copy) for copy in copies]
     shapes = {shape for shape, _ in found}
     if len(shapes) == 1:

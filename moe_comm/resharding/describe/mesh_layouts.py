@@ -1,4 +1,4 @@
-"""How a rank's part of a DTensor lies in the whole one."""
+"""Layout of a rank's part of a DTensor in the whole one."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def mesh_intervals(
 
 
 def coordinate_intervals(mesh: MeshLayout, rank: int) -> tuple[Intervals, ...]:
-    """As `mesh_intervals`, with parts in the order of the mesh. Of a rank of the mesh."""
+    """Return intervals like `mesh_intervals`, with parts in the order of the mesh. Of a rank of the mesh."""
     return _cut(mesh, coordinates_of(mesh, mesh.mesh_ranks.index(rank)))
 
 
 def _cut(mesh: MeshLayout, positions: Sequence[int]) -> tuple[Intervals, ...]:
-    """What lies at a position of every mesh dimension."""
+    """Return the intervals at a position of every mesh dimension."""
     dims = [intervals.whole(size) for size in mesh.global_shape]
     for placement, size, position in zip(mesh.placements, mesh.mesh_shape, positions, strict=True):
         dim = placement.dim
@@ -131,7 +131,7 @@ def _positions(mesh: MeshLayout, number: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_out_of_order(mesh: MeshLayout) -> bool:
-    """Whether parts that torch has sized by the mesh do not fit where it puts them."""
+    """Return whether parts that torch has sized by the mesh do not fit where it puts them."""
     is_cut = [placement.kind in ("shard", "strided_shard") for placement in mesh.placements]
     position_at: dict[tuple[int, ...], int] = {}
     for number in range(len(mesh.mesh_ranks)):

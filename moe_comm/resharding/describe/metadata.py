@@ -1,4 +1,4 @@
-"""How one rank holds one parameter: what ranks tell each other before they plan."""
+"""Metadata of one rank's part of one parameter, which ranks exchange before they plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeshPlacement:
 @travels
 @dataclasses.dataclass(frozen=True)
 class MeshLayout:
-    """Where a DTensor lies.
+    """Layout of a DTensor on its mesh.
 
     Args:
         mesh_shape: Shape of the device mesh.
@@ -57,7 +57,7 @@ class MeshLayout:
 @travels
 @dataclasses.dataclass(frozen=True)
 class ViewLayout:
-    """Where a view of a rank's storage lies, as its describer has said.
+    """Layout of a view of a rank's storage, as its describer has said.
 
     Args:
         global_shape: Of the whole tensor.
@@ -74,7 +74,7 @@ class ViewLayout:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, as its checkpoint has it as far as the describer has said so."""
+        """Shape of the whole tensor, as its checkpoint has it as far as the describer has said so."""
         return self.disk_shape or self.global_shape
 
 

@@ -1,4 +1,4 @@
-"""What one rank holds of a model, read from modules, parameters and their attributes."""
+"""Metadata of what one rank holds of a model, read from modules, parameters and their attributes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _detect_expert_index_from_param_name(param_name: str) -> int | None:
 
 
 def _sequential_expert(parts: list[str]) -> int | None:
-    """Which part of a name is the number of an expert that is a module of its own."""
+    """Return the index of the part of a name that is the number of an expert that is a module of its own."""
     for i, part in enumerate(parts[:-1]):
         if part == "local_experts" and parts[i + 1].isdigit():
             return i + 1
@@ -230,7 +230,7 @@ def _places_in(group: dist.ProcessGroup) -> dict[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Hints:
-    """What only the module that owns a parameter knows of it."""
+    """Facts about a parameter that only the module that owns it knows."""
 
     expert_dim: int | None = None
     local_view: tuple[int, ...] | None = None
@@ -282,7 +282,7 @@ def extract_module_metadata(
     group: dist.ProcessGroup | Bootstrap | None = None,
     rank_list_cache: dict[Any, Any] | None = None,
 ) -> list[ParameterMetadata]:
-    """What one rank holds of a model: every parameter and persistent buffer.
+    """Return metadata of what one rank holds of a model: every parameter and persistent buffer.
 
     Local. `module.pg_collection` is needed unless a parameter or buffer is a DTensor: then the
     others are taken as replicated, every rank that holds one holds the whole.
@@ -362,7 +362,7 @@ def extract_param_metadata(
     *,
     group: dist.ProcessGroup | Bootstrap | None = None,
 ) -> ParameterMetadata:
-    """What one rank holds of one parameter or persistent buffer. Local.
+    """Return metadata of what one rank holds of one parameter or persistent buffer. Local.
 
     Reads the attributes `tensor_model_parallel`, `partition_dim`, `partition_stride`,
     `partition_sizes`, `allreduce` (False: belongs to experts), `expert_dim`, `expert_view` and

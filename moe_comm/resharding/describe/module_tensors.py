@@ -57,7 +57,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """What two tensors have in common that are one in memory: the elements that a rank holds."""
+    """Return a key of the memory of a tensor, equal for two that are one: the elements that a rank holds."""
     local = local_tensor(tensor)
     # Other kinds of tensors need not have a memory of their own.
     has_memory = (
@@ -189,7 +189,7 @@ class _Listing:
         self._by_name: weakref.ref[TensorDict] | None = None
 
     def is_valid(self, module: torch.nn.Module) -> bool:
-        """Whether no parameter, buffer or submodule was added, removed or replaced since."""
+        """Return whether no parameter, buffer or submodule was added, removed or replaced since."""
         return hold_same([module, *self.descendants], self._keys, self._held)
 
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -226,7 +226,7 @@ _listings: weakref.WeakKeyDictionary[torch.nn.Module, _Listing] = weakref.WeakKe
 
 
 def _cut_of(tensor: torch.Tensor) -> Any:
-    """What a tensor says of how it is cut; None where it says nothing."""
+    """Return the marks of a tensor that say how it is cut; None where it has none."""
     if isinstance(tensor, DTensor):
         return tensor._spec
     attributes = vars(tensor)
@@ -234,7 +234,7 @@ def _cut_of(tensor: torch.Tensor) -> Any:
 
 
 class ModuleState:
-    """What a module held at one moment, and how it was cut: the key of what was planned for it.
+    """State of a module at one moment, its tensors and how they were cut: the key of what was planned for it.
 
     While `module_state` returns the same object, the very tensors are where they were, and what was
     prepared for them can run again. A state that `is_alike` has other memory, for which the same plan
@@ -274,7 +274,7 @@ class ModuleState:
     def is_alike(
         self, other: ModuleState, is_transformed: Callable[[str], bool] | None = None
     ) -> bool:
-        """Whether a plan made for one serves the other.
+        """Return whether a plan made for one serves the other.
 
         Args:
             other: What the module holds now.
@@ -307,11 +307,11 @@ class TensorSide(abc.ABC):
     """A side of a refit whose tensors are named by something else than a module."""
 
     module: torch.nn.Module
-    """Whose weights they are: carries marks, and has caches to refresh."""
+    """Module whose weights these are: it carries marks, and has caches to refresh."""
 
     @abc.abstractmethod
     def state(self) -> ModuleState:
-        """What it holds: the same object until a tensor is replaced, moved, reshaped or cut anew."""
+        """Return the state: the same object until a tensor is replaced, moved, reshaped or cut anew."""
 
 
 RefitSide: TypeAlias = "torch.nn.Module | TensorSide"
@@ -339,7 +339,7 @@ def get_refit_tensor_dict(side: RefitSide) -> dict[str, torch.Tensor]:
 
 
 def module_state(side: RefitSide | None) -> ModuleState:
-    """What a side holds: the same object until a tensor is replaced, moved, reshaped or cut anew."""
+    """Return the state of a side: the same object until a tensor is replaced, moved, reshaped or cut anew."""
     if side is None:
         return _NO_MODULE
     if isinstance(side, TensorSide):

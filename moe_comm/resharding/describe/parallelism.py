@@ -1,4 +1,4 @@
-"""How the ranks of a model are divided: tensor, pipeline, expert and data parallel groups."""
+"""Groups of the ranks of a model: tensor, pipeline, expert and data parallel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFSET_HINT = (
 
 
 class RanksOfGroup(Protocol):
-    """What planning needs of a group: `RankGroup`, or a `torch.distributed` process group."""
+    """Interface of a group that planning needs: `RankGroup`, or a `torch.distributed` process group."""
 
     def size(self) -> int:
         """Ranks of the group."""
@@ -70,7 +70,7 @@ def group_ranks(group: RanksOfGroup) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroups:
-    """What a module carries as `pg_collection`; Megatron's collection has the same attributes.
+    """Groups that a module carries as `pg_collection`; Megatron's collection has the same attributes.
 
     Args:
         tp: Tensor parallel group of everything but experts.

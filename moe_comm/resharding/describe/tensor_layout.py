@@ -1,4 +1,4 @@
-"""Where a rank's tensor lies in the whole one, and the same under a finer view."""
+"""Layout of a rank's tensor in the whole one, and the same under a finer view."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Holder(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where one rank's tensor lies: the product, over dimensions, of intervals.
+    """Layout of one rank's tensor in the whole one: the product, over dimensions, of intervals.
 
     Args:
         view: Shape that the rank's tensor is viewed as.

@@ -26,14 +26,14 @@ _DTYPE = operator.attrgetter("dtype")
 
 # The command line imports this where the native module cannot be loaded, too, and says so.
 def any_has(modules: list[Any], key: str) -> bool:
-    """Whether one of the modules has an attribute of its own of this name."""
+    """Return whether one of the modules has an attribute of its own of this name."""
     from moe_comm import _host
 
     return _host.any_has(modules, key)
 
 
 def hold_same(modules: list[Any], keys: list[str], values: list[Any]) -> bool:
-    """Whether the modules still hold, under these names, these very objects."""
+    """Return whether the modules still hold, under these names, these very objects."""
     from moe_comm import _host
 
     return _host.hold_same(modules, keys, values)
@@ -75,7 +75,7 @@ class TensorTable:
             self._described = _describe(plain)
 
     def matches(self, tensors: Tensors, *, has_dtensors: bool = True) -> bool:
-        """Whether `tensors`, in the order of those that this was made of, are what those were.
+        """Return whether `tensors`, in the order of those that this was made of, are what those were.
 
         Args:
             tensors: The tensors.

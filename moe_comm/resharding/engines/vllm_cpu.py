@@ -62,7 +62,7 @@ class _Staged:
 
 
 class _Arrival(torch.nn.Module):
-    """What refits mark in the place of the engine: stale after a failure, and that one has come whole."""
+    """Module that refits mark in place of the engine: stale after a failure, and when one has come whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class VllmCpuModel:
 
 
 class _Before:
-    """What the modules of a model held, so that a failure leaves nothing behind.
+    """Tensors that the modules of a model held before, so that a failure leaves nothing behind.
 
     Tensors that are served keep their identity, which compiled code may hold: a new version is put
     behind them by `Tensor.data`.

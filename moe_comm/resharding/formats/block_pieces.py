@@ -1,4 +1,4 @@
-"""What a destination in blocks must hold of a piece of a weight, worked out where the piece comes from."""
+"""Values that a destination in blocks must hold of a piece of a weight, worked out at the piece's source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Maxima(NamedTuple):
 
 
 class _Place:
-    """Where a piece lies among the blocks of its destination, and what others have of these.
+    """Position of a piece among the blocks of its destination, and the parts of these that others have.
 
     Args:
         bounds: Of the piece.
@@ -44,7 +44,7 @@ class _Place:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the piece has only a part of some block."""
+        """Return whether the piece has only a part of some block."""
         return bool(self.above or self.below or self.before or self.behind)
 
     def cut_blocks(self) -> torch.Tensor:
@@ -59,7 +59,7 @@ class _Place:
 
 
 def is_cut(bounds: Bounds, block: Block) -> bool:
-    """Whether a piece has only a part of some block, so that other pieces may have the rest."""
+    """Return whether a piece has only a part of some block, so that other pieces may have the rest."""
     return _Place(bounds, block).is_cut
 
 
@@ -79,7 +79,7 @@ class BlockPiece:
         self._place = _Place(bounds, block)
 
     def maxima(self) -> Maxima:
-        """What the pieces that have the rest of its blocks must know."""
+        """Return the maxima that the holders of the rest of its blocks must know."""
         values = self._own_maxima()[..., self._place.cut_blocks()].contiguous()
         return Maxima(self._bounds, values.numpy().tobytes())
 

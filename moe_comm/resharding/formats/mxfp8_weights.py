@@ -18,7 +18,7 @@ _BACKEND_OF_GEMM: dict[str, MXFP8Backend] = {"torch": "triton", "flashinfer": "f
 
 
 def needs_mxfp8_conversion(config: object) -> bool:
-    """Whether a model of this config runs on MXFP8 weights that a refit has to make."""
+    """Return whether a model of this config runs on MXFP8 weights that a refit has to make."""
     return (
         getattr(config, "transformer_impl", None) == "inference_optimized"
         and getattr(config, "fp8_recipe", None) == "mxfp8"
@@ -26,7 +26,7 @@ def needs_mxfp8_conversion(config: object) -> bool:
 
 
 def mxfp8_backend_of(config: object) -> MXFP8Backend:
-    """Whose kernels read the weights of a model of this config.
+    """Return the backend whose kernels read the weights of a model of this config.
 
     Raises:
         ValueError: They take no MXFP8.

@@ -53,7 +53,7 @@ MXFP8_BLOCK: Block = (1, 32)
 FP8_BLOCKS: tuple[Block, ...] = ((128, 128), (1, 128))
 
 MXFP8Backend = Literal["flashinfer", "triton"]
-"""Whose kernels read the weight: it decides the dtype of the scale bytes, not their values."""
+"""Name of the kernels that read the weight: it decides the dtype of the scale bytes, not their values."""
 
 _SCALE_DTYPES: dict[str, torch.dtype] = {
     "flashinfer": torch.uint8,
@@ -85,7 +85,7 @@ class BlockFormat(NamedTuple):
 
 
 class ScaledTensor(Protocol):
-    """What a transform needs of a quantized weight; `torch.nn.Module`s may hold any class with these."""
+    """Interface of a quantized weight for transforms; modules may hold any class with these attributes."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -134,7 +134,7 @@ class MXFP8Tensor:
         return cls(data, scale.view(_SCALE_DTYPES[backend]), backend)
 
     def size(self, idx: int | None = None) -> torch.Size | int:
-        """Of `data`."""
+        """Return the size of `data`."""
         return self.data.shape if idx is None else self.data.shape[idx]
 
     def scale_2d(self, K: int | None = None) -> torch.Tensor:  # noqa: N803 - Megatron's name
@@ -315,7 +315,7 @@ def unswizzle_scales(scale: torch.Tensor, rows: int, columns: int) -> torch.Tens
 
 
 def is_mxfp8_tensor(tensor: Any) -> bool:
-    """Whether this is a quantized MXFP8 weight: of Transformer Engine, Megatron, or `MXFP8Tensor`.
+    """Return whether this is a quantized MXFP8 weight: of Transformer Engine, Megatron, or `MXFP8Tensor`.
 
     Told by the name of the class, so that none of those need be installed.
     """

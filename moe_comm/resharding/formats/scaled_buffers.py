@@ -1,4 +1,4 @@
-"""What transforms of number formats share: destinations in blocks, and pieces that cut a block."""
+"""Base of transforms of number formats: destinations in blocks, and pieces that cut a block."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every element has arrived."""
+        """Return whether every element has arrived."""
         return self._num_arrived == self.values.numel()
 
     @property
@@ -124,7 +124,7 @@ class Assembly:
 
 
 class ScaledBufferTransform(ReshardTransform):
-    """What the transforms below share: buffers by name, and pieces that cut a block in two.
+    """Base of the transforms below: buffers by name, and pieces that cut a block in two.
 
     A piece of whole blocks may travel quantized. Any other travels in bfloat16 and is assembled; when
     all of its parameter has arrived, the assembled blocks are quantized at once.
@@ -151,7 +151,7 @@ class ScaledBufferTransform(ReshardTransform):
         self._assemblies: dict[str, Assembly] = {}
 
     def should_transform(self, param_name: str) -> bool:
-        """Whether `param_name` is one of `convertible_params`."""
+        """Return whether `param_name` is one of `convertible_params`."""
         return param_name in self.convertible_params
 
     def begin(self) -> None:
@@ -215,7 +215,7 @@ class ScaledBufferTransform(ReshardTransform):
             )
 
     def _is_whole_blocks(self, data_slice: tuple[Any, ...]) -> bool:
-        """Whether both ends can tell, from the destination's slice alone, that no block is cut."""
+        """Return whether both ends can tell, from the destination's slice alone, that no block is cut."""
         rows, columns = data_slice[-2:] if len(data_slice) > 1 else (slice(None), data_slice[0])
         for part, size in ((rows, self._block[0]), (columns, self._block[1])):
             if size == 1:
@@ -238,7 +238,7 @@ class ScaledBufferTransform(ReshardTransform):
         return assembly
 
     def _assembly_buffer(self, key: str, data: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-        """Where a bfloat16 piece is received: in its place if that is contiguous."""
+        """Return the buffer that receives a bfloat16 piece: its place if that is contiguous."""
         place = self._assembly(key, data).values[slices_of(bounds)]
         return place if place.is_contiguous() else torch.empty_like(place.contiguous())
 

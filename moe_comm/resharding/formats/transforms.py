@@ -128,7 +128,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         return self._send(src_slice, src_param, None, is_quantized=self.convert_on_send)
 
     def prepare_send_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor]:
-        """As `prepare_send`; a piece that cuts a block of the destination stays bfloat16."""
+        """Prepare a send like `prepare_send`; a piece that cuts a block of the destination stays bfloat16."""
         is_quantized = self.convert_on_send and self._is_whole_blocks(op.peer_slice)
         return self._send(op.my_slice, src_param, op.my_view, is_quantized=is_quantized)
 
@@ -144,7 +144,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         return self._receive(param_name, dst_slice, None, is_quantized=self.convert_on_send)
 
     def prepare_recv_of(self, op: TransferOp) -> list[torch.Tensor]:
-        """As `prepare_recv`, of any slice."""
+        """Prepare a receive like `prepare_recv`, of any slice."""
         is_quantized = self.convert_on_send and self._is_whole_blocks(op.my_slice)
         return self._receive(op.param_name, op.my_slice, op.my_view, is_quantized=is_quantized)
 
@@ -161,7 +161,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         self._finalize(param_name, dst_slice, None, recv_buffers)
 
     def finalize_recv_of(self, op: TransferOp, recv_buffers: list[torch.Tensor]) -> None:
-        """As `finalize_recv`, of any slice."""
+        """Finalize a receive like `finalize_recv`, of any slice."""
         self._finalize(op.param_name, op.my_slice, op.my_view, recv_buffers)
 
     def _send(
@@ -300,7 +300,7 @@ class FP8BlockReshardTransform(ScaledBufferTransform):
     def prepare_send(
         self, param_name: str, src_slice: Slices, src_param: torch.Tensor
     ) -> list[torch.Tensor]:
-        """As `prepare_send_of`, of a piece that has the same bounds at both ends."""
+        """Prepare a send like `prepare_send_of`, of a piece that has the same bounds at both ends."""
         del param_name
         return self._send(src_slice, src_slice, src_param, None)
 

@@ -1,4 +1,4 @@
-"""What users hold and call: refits, and what lasts from one refit to the next.
+"""Objects that users hold and call: refits, and what lasts from one refit to the next.
 
 `refit` has the calls, `refit_options` what they say beside models and service, `refit_pass` is one run
 of them: `refit_group` and `refit_models` say who takes part with what, `refit_services` and `plan_cache`

@@ -16,12 +16,12 @@ from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 __all__ = ["CachedPlan", "CachedPlans", "PlanCacheKey", "build_plan_cache_key", "plan_cache"]
 
 Sizes = tuple[int, int, int, int, int]
-"""Of the TP, PP, EP, DP and expert TP groups of a model."""
+"""Sizes of the TP, PP, EP, DP and expert TP groups of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanCacheKey:
-    """Which refit a plan is for.
+    """Key of the refit that a plan is for.
 
     Args:
         rank: In the group.
@@ -108,7 +108,7 @@ class CachedPlan:
     def serves(
         self, states: tuple[ModuleState, ModuleState], transform: ReshardTransform | None
     ) -> bool:
-        """Whether it is a plan for models in these states, and for a transform."""
+        """Return whether it is a plan for models in these states, and for a transform."""
         handles = getattr(transform or self.plan.transform, "should_transform", None)
         if self.transformed and (handles is None or not all(map(handles, self.transformed))):
             return False
@@ -117,7 +117,7 @@ class CachedPlan:
 
 
 class CachedPlans:
-    """What one rank has planned between two models, the last used first.
+    """Plans of one rank between two models, the last used first.
 
     There may be several plans: a rank that only sends does not see whom it sends to.
     """

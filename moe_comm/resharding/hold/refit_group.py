@@ -100,7 +100,7 @@ class RefitGroup:
     ) -> None:
         self._communicator = _communicator_of(service)
         self.problem = FirstError()
-        """What is wrong with `group`, or with what else this rank gives, for `agree` to tell."""
+        """Problem of `group`, or of what else this rank gives, for `agree` to tell."""
         if group is None and service is not None:
             # Who the ranks of a service are, if they are no process group.
             ranks = getattr(service, "communicator", None) or getattr(service, "ranks", None)
@@ -130,7 +130,7 @@ class RefitGroup:
             group = dist.group.WORLD
         self.key: Any = group
         self.handle: dist.ProcessGroup | Bootstrap | None = given if given is None else group
-        """What planning and barriers take as their group."""
+        """Group for planning and barriers."""
         ranks_of = group if isinstance(group, dist.ProcessGroup) else bootstrap_for(group)
         if isinstance(ranks_of, dist.ProcessGroup):
             self.rank_idx, self.num_ranks = ranks_of.rank(), ranks_of.size()
@@ -244,7 +244,7 @@ def _widest(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _communicator_of(service: object) -> Communicator | None:
-    """Of a service whose ranks have connected."""
+    """Return the communicator of a service whose ranks have connected."""
     communicator = getattr(service, "communicator", None)
     return communicator if isinstance(communicator, Communicator) else None
 
@@ -260,7 +260,7 @@ def _exchange_of(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What all ranks know of each other before a refit.
+    """Facts that all ranks know of each other before a refit.
 
     Args:
         has_service: Whether every rank has the copy service already.

@@ -91,7 +91,7 @@ def _inside(wrapper: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _holds_flat_shards(model: torch.nn.Module) -> bool:
-    """Whether `FullyShardedDataParallel` has replaced parameters by a part of them all in one row."""
+    """Return whether `FullyShardedDataParallel` has replaced parameters by a part of them all in one row."""
     return any(
         "_fsdp_wrapped_module" in module._modules
         and (handle := getattr(module, "_handle", None)) is not None
@@ -141,7 +141,7 @@ def config_of(model: Model) -> object | None:
 
 
 def _needs_mxfp8_conversion(model: Model) -> bool:
-    """Whether the config of a target asks for MXFP8 inference."""
+    """Return whether the config of a target asks for MXFP8 inference."""
     return needs_mxfp8_conversion(config_of(model))
 
 
@@ -210,7 +210,7 @@ def planned_destinations(
     known: dict[str, ParameterMetadata],
     transform: ReshardTransform | None,
 ) -> list[ParameterMetadata]:
-    """What a target is planned as: its tensors, but as it was where a transform has converted it."""
+    """Return the metadata to plan a target by: its tensors, but as it was where a transform converted it."""
     if target is None or transform is None:
         return metas
     written = {tensor.data_ptr() for tensor in transform.tensors_written() if tensor.numel()}

@@ -1,4 +1,4 @@
-"""What a caller says of a refit beside its models and its copy service."""
+"""Options of a refit that a caller gives beside its models and its copy service."""
 
 from __future__ import annotations
 

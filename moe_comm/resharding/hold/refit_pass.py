@@ -46,7 +46,7 @@ __all__ = ["RefitCall", "RefitPass"]
 
 
 def _lines(**asked: object) -> str:
-    """What ranks compare: a line for each argument."""
+    """Return the text that ranks compare: a line for each argument."""
     lines = (f"{name}={shown(value)}".replace("\n", " ") for name, value in asked.items())
     return "\n".join(lines)
 
@@ -67,7 +67,7 @@ class _Sides:
 
 
 class RefitCall(enum.Enum):
-    """What the caller called, in the words that ranks compare."""
+    """Function that the caller called, in the words that ranks compare."""
 
     PREPARE = "prepare_swap_model_weights"
     SWAP = "swap_model_weights"
@@ -77,12 +77,12 @@ class RefitCall(enum.Enum):
 
     @property
     def takes_service(self) -> bool:
-        """Whether its caller names a copy service."""
+        """Return whether its caller names a copy service."""
         return self is not RefitCall.PREPARE
 
     @property
     def converts_target(self) -> bool:
-        """Whether it makes plans, and converts a target that asks for it."""
+        """Return whether it makes plans, and converts a target that asks for it."""
         return self in (RefitCall.PREPARE, RefitCall.REFIT)
 
 
@@ -155,7 +155,7 @@ class RefitPass:
             group.remember(service)
 
     def ranks(self) -> RefitGroup:
-        """Who takes part, as of now: a default group may be another than the last time."""
+        """Return the group that takes part, as of now: a default group may be another than the last time."""
         service = self.service if isinstance(self.service, CopyService) else None
         is_in_doubt = self.service is None and self.call.takes_service
         return RefitGroup(self.options.group, service, is_in_doubt=is_in_doubt)
@@ -202,7 +202,7 @@ class RefitPass:
 
     @functools.cached_property
     def _compared(self) -> tuple[str, str]:
-        """What ranks compare of a pass in every run alike, before and after what may differ."""
+        """Texts of a pass that ranks compare in every run alike, before and after what may differ."""
         own = _lines(
             function=self.call.value,
             verify=self.options.verify,

@@ -119,7 +119,7 @@ def create_service(backend: str, group: RefitGroup) -> CopyService:
 def find_service(
     given: CopyService | str | None, group: RefitGroup
 ) -> tuple[str, CopyService | None, str]:
-    """What a caller gave as a service: a name of this module, or a service of the caller's.
+    """Find the service that a caller gave: a name of this module, or a service of the caller's.
 
     A service and the name of its kind are two things: a name means a service that this module makes
     where there is none, together with the others who give the name.

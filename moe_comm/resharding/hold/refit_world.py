@@ -32,14 +32,14 @@ from moe_comm.resharding.move import stale
 __all__ = ["RefitHost", "RefitTarget", "RefitWorld", "Version"]
 
 Version: TypeAlias = "int | str"
-"""What a refit brings, as the trainers call it; of two ints the lower is the older."""
+"""Version that a refit brings, as the trainers call it; of two ints the lower is the older."""
 Role = Literal["trainer", "engine"]
 _TRANSPORTS = ("auto", "symmetric", "gloo")
 _CPU = torch.device("cpu")
 
 
 class RefitTarget(Protocol):
-    """What an engine does around a refit, so that it serves whole versions only."""
+    """Interface of an engine around a refit, by which it serves whole versions only."""
 
     def begin(self, version: Version) -> None:
         """Get ready to be written."""
@@ -91,7 +91,7 @@ class _InPlace:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What an engine holds; `problem` says why it is no whole version, "" where it is one."""
+    """Version that an engine holds; `problem` says why it is not whole, "" where it is."""
 
     version: Version | None = None
     problem: str = ""
@@ -365,7 +365,7 @@ class RefitWorld:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Of all ranks over Gloo, unknown to torch.distributed; None over shared memory or after `close`."""
+        """Group of all ranks over Gloo, not torch.distributed's; None over shared memory or after `close`."""
         return self._ranks.process_group
 
     def rejoin(self, timeout_s: float = 300.0) -> None:

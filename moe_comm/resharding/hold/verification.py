@@ -43,7 +43,7 @@ _MAX_LINES = 6
 
 @dataclasses.dataclass(frozen=True)
 class RefitProof:
-    """What `verify_refit` has compared on this rank.
+    """Proof of `verify_refit`: what it has compared on this rank.
 
     Args:
         num_pieces: Pieces of this rank's target that are what their source makes of them.
@@ -259,7 +259,7 @@ def _parameter_of(key: _Key) -> int:
 def _own_blocks(
     hooks: ReshardTransform | None, received: Mapping[_Key, _Piece]
 ) -> tuple[BlockFormat, list[int]] | None:
-    """What this rank receives into blocks: the format, and numbers of the parameters."""
+    """Return the format of the blocks that this rank receives into, and the numbers of their parameters."""
     if not isinstance(hooks, ScaledBufferTransform):
         return None
     numbers = {
@@ -369,7 +369,7 @@ def _source_pieces(
     hooks: ReshardTransform | None,
     key_of: Callable[[TransferOp], _Key],
 ) -> dict[_Key, _Piece]:
-    """What the destinations should hold of this rank's sources, but for those in blocks."""
+    """Return the pieces that destinations should hold of this rank's sources, but for those in blocks."""
     pieces = {}
     for op in ops:
         key = key_of(op)
@@ -393,7 +393,7 @@ def _destination_pieces(
     hooks: ReshardTransform | None,
     key_of: Callable[[TransferOp], _Key],
 ) -> dict[_Key, _Piece]:
-    """What this rank's destinations hold."""
+    """Return the pieces that this rank's destinations hold."""
     tensors = {} if module is None else get_refit_tensor_dict(module)
     pieces = {}
     for op in ops:
@@ -506,7 +506,7 @@ def _text_of(op: TransferOp) -> str:
 
 
 def _difference(key: _Key, sent: Any, received: Any) -> str | None:
-    """What is wrong with one piece, or None."""
+    """Return the problem of one piece, or None."""
     src_rank, dst_rank, task_id = key
     if received is None:
         return (

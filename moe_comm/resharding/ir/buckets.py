@@ -175,7 +175,7 @@ def _bucket(entries: list[BucketEntry]) -> Bucket:
 
 
 def _end(entries: list[BucketEntry]) -> int:
-    """Where the next entry begins."""
+    """Return the offset at which the next entry begins."""
     if not entries:
         return 0
     end = entries[-1].offset + entries[-1].nbytes

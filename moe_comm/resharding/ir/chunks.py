@@ -28,7 +28,7 @@ def m2m_to_chunks(
     transfer_dtype: torch.dtype | None = None,
     source_partial_groups: PartialGroups | None = None,
 ) -> list[Chunk]:
-    """What a rank does to move one tensor, in the order of the map's routes.
+    """Return the chunks by which a rank moves one tensor, in the order of the map's routes.
 
     Where `m2m.group` has all processes, makes the process groups that broadcasts of the map need and
     that were not made before, which is collective: every rank calls this, those of neither mesh too,
@@ -79,7 +79,7 @@ class _Part:
     partial_groups: PartialGroups | None
 
     def chunks(self, route: Route) -> Iterator[Chunk]:
-        """What this rank does of a route."""
+        """Yield the chunks of a route on this rank."""
         src_rank = route.src.rank
         dst_ranks = tuple(end.rank for end in route.dsts if end.rank != src_rank)
         here = next((end for end in route.dsts if end.rank == self.rank), None)

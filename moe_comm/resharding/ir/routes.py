@@ -1,4 +1,4 @@
-"""Who sends which cell of a tensor to whom, between two device meshes.
+"""Routes of the cells of a tensor from ranks to ranks, between two device meshes.
 
 Every rank computes the same routes from the two meshes, their placements and the shape: nothing is
 communicated, and all arithmetic is in integers.
@@ -36,7 +36,7 @@ Slices = tuple[slice, ...]
 
 
 class Mesh(Protocol):
-    """What is read of a `DeviceMesh`: its global ranks, as a tensor with the mesh's shape."""
+    """Interface of a `DeviceMesh` that is read: its global ranks, as a tensor with the mesh's shape."""
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Endpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """What one source rank does with one cell.
+    """Route of one cell from one source rank.
 
     Args:
         src: Who holds the cell.

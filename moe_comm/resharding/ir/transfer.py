@@ -20,7 +20,7 @@ __all__ = ["TransferType", "Transferable", "type_of"]
 
 
 class TransferType(enum.Enum):
-    """Who takes part in a transfer."""
+    """Kind of a transfer, by the ranks that take part."""
 
     SELF_COPY = "self_copy"
     """Source and target are one rank."""
@@ -39,7 +39,7 @@ def type_of(num_receivers: int) -> TransferType:
 
 @dataclass(slots=True, kw_only=True)
 class Transferable:
-    """What chunks and buckets have in common. Ranks are those of `group`.
+    """Base of chunks and buckets. Ranks are those of `group`.
 
     Args:
         transfer_type: Who takes part.
@@ -110,7 +110,7 @@ class Transferable:
             self.work = None
 
     def describe(self) -> str:
-        """Who sends what to whom, in a few words."""
+        """Describe the sender, the data and the receivers, in a few words."""
         if self.transfer_type is TransferType.SHADOW:
             return f"the reduction of a cell on rank {self.src_rank}"
         to = "itself" if self.transfer_type is TransferType.SELF_COPY else f"ranks {self.dst_ranks}"
@@ -155,5 +155,5 @@ class _Sends(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all have ended."""
         return all(send.is_completed() for send in self._sends)

@@ -1,4 +1,4 @@
-"""What is moved: a chunk is one cell of a tensor, a bucket several chunks with one way to go."""
+"""Units that move: a chunk is one cell of a tensor, a bucket several chunks with one way to go."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENTRY_ALIGNMENT = 16
 
 
 def choose_transfer_dtype(source_dtype: torch.dtype, target_dtype: torch.dtype) -> torch.dtype:
-    """What travels: the dtype of the smaller elements, the source's where they are equal."""
+    """Choose the dtype that travels: that of the smaller elements, the source's where they are equal."""
     if target_dtype.itemsize < source_dtype.itemsize:
         return target_dtype
     return source_dtype
@@ -77,7 +77,7 @@ class Chunk(Transferable):
 
     @property
     def nbytes(self) -> int:
-        """What travels, in bytes."""
+        """Number of bytes that travel."""
         return math.prod(self.chunk_shape) * self.wire_dtype.itemsize
 
     @property
@@ -235,7 +235,7 @@ class Bucket(Transferable):
         )
 
     def describe(self) -> str:
-        """Who sends what to whom, in a few words."""
+        """Describe the sender, the data and the receivers, in a few words."""
         transfer = super(Bucket, self).describe()
         return f"{transfer} (a bucket of {len(self.entries)} chunks, {self.total_bytes} bytes)"
 
@@ -282,7 +282,7 @@ class Bucket(Transferable):
         return True
 
     def is_complete(self) -> bool:
-        """Whether the transfer has ended. On a CPU, where transfers cannot be asked, waits for it.
+        """Return whether the transfer has ended. On a CPU, where transfers cannot be asked, waits for it.
 
         Raises:
             PeerFailedError, PeerTimeoutError: It failed.

@@ -151,7 +151,7 @@ def _problem_with(
     side: str,
     strict: bool,
 ) -> str | None:
-    """What keeps this rank's tensors from being what the plan was made for, or None."""
+    """Return the reason that this rank's tensors are not what the plan was made for, or None."""
     for name in dict.fromkeys(piece.param_name for op in ops for piece in op.pieces):
         tensor, spec = tensors.get(name), specs.get(name)
         if tensor is None:
@@ -178,7 +178,7 @@ def _problem_with(
 
 
 def _problem_with_joined(joined: JoinedPieces, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What keeps pieces from moving as one, or None."""
+    """Return the reason that pieces cannot move as one, or None."""
     first = tensors.get(joined.ops[0].param_name)
     for op, planned in zip(joined.ops, joined.views, strict=True):
         tensor = tensors.get(op.param_name)
@@ -199,7 +199,7 @@ def _problem_with_joined(joined: JoinedPieces, tensors: Mapping[str, torch.Tenso
 
 
 def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What the elements of a parameter on this rank lie in; nothing where its class alone knows."""
+    """Return the tensors that hold a parameter's elements on this rank; none where its class alone knows."""
     parts: list[Any] = [local_tensor(tensor)]
     if is_mxfp8_tensor(tensor):
         parts = [getattr(tensor, name, None) for name in ("data", "scale")]
@@ -211,7 +211,7 @@ def _parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 States = tuple[ModuleState, ModuleState]
-"""Of the source and the destination."""
+"""States of the source and the destination."""
 
 
 class PlanExecution:
@@ -243,7 +243,7 @@ class PlanExecution:
         self._pending_quantized: dict[int, tuple[Any, ...]] = {}
 
     def is_of(self, plan: ReshardPlan, states: States) -> bool:
-        """Whether these would submit the same memory again. Lists of a plan may be replaced."""
+        """Return whether these would submit the same memory again. Lists of a plan may be replaced."""
         return (
             self._ops[0] is plan.send_ops
             and self._ops[1] is plan.recv_ops
@@ -302,7 +302,7 @@ class PlanExecution:
         destinations: Mapping[str, torch.Tensor],
         strict: bool,
     ) -> str | None:
-        """What keeps the tensors from being what the plan was made for; looked for once per state."""
+        """Return the reason that the tensors are not those of the plan; looked for once per state."""
         key = (id(plan), *map(id, self._states), strict)
         checked = _checked.get(key) or ([], [])
         if self._transform is None and all(map(operator.is_, checked, self._ops)):
@@ -360,7 +360,7 @@ class PlanExecution:
                 service.submit_send(self._sendable(piece), op.peer_rank, task_id=task_id)
 
     def _can_copy(self, tensor: torch.Tensor) -> bool:
-        """Whether the service takes a tensor with the strides that it has."""
+        """Return whether the service takes a tensor with the strides that it has."""
         return tensor.is_contiguous() or (self._takes_strided and tensor.dim() <= MAX_DIMS)
 
     def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ class PlanExecution:
                 service.submit_recv(target, op.peer_rank, task_id=task_id)
 
     def _target_of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Where a buffer of a transform is received."""
+        """Return the tensor that receives a buffer of a transform."""
         if self._can_copy(buffer):
             return buffer
         staging = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
@@ -402,7 +402,7 @@ class PlanExecution:
     def _target_of_piece(
         self, op: TransferOp, destination: torch.Tensor, name_at: dict[tuple[Any, ...], str]
     ) -> torch.Tensor:
-        """Where a piece is received: in its destination where that takes it, else in fresh memory.
+        """Return the tensor that receives a piece: its destination where that takes it, else fresh memory.
 
         Args:
             op: The transfer.
@@ -647,7 +647,7 @@ def _known_execution(
     service: CopyService,
     hooks: ReshardTransform | None,
 ) -> PlanExecution | None:
-    """What has run before between the same tensors, and can run again."""
+    """Return the execution that has run before between the same tensors, and can run again."""
     key = tuple(map(id, (service, batch, *modules)))
     execution = None if hooks is not None else _executions.get(key)
     if execution is None or execution.is_of(batch, states):

@@ -89,7 +89,7 @@ def _agree_to_reduce(sources: list[tuple[PartialReduction, DTensor]], problem: s
 
 
 def piece_of(tensor: torch.Tensor, op: TransferOp) -> torch.Tensor:
-    """What a transfer moves of this rank's tensor of that name, sharing its memory.
+    """Return the part of this rank's tensor of that name that a transfer moves, sharing its memory.
 
     Of pieces that were joined, all of them: views of one storage.
     """
@@ -151,11 +151,11 @@ class Sources:
                 self._events[name] = event
 
     def is_fresh(self, name: str) -> bool:
-        """Whether what is sent is a copy that this refit made."""
+        """Return whether what is sent is a copy that this refit made."""
         return name in self._ready
 
     def given(self, name: str) -> torch.Tensor:
-        """What a transform is given: a parameter of whatever class, but of a DTensor this rank's part."""
+        """Return a transform's input: a parameter of whatever class, but of a DTensor this rank's part."""
         tensor = self._tensors[name]
         # Transforms may know the class of a parameter, but a DTensor is not theirs to cut.
         whole = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -38,5 +38,5 @@ def stale_reason(model: RefitSide, *, look_again: bool = True) -> str | None:
 
 
 def is_stale(model: RefitSide) -> bool:
-    """Whether a refit failed after it may have written a part of `model` or of a module in it."""
+    """Return whether a refit failed after it may have written a part of `model` or of a module in it."""
     return stale_reason(model) is not None

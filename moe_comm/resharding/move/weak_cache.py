@@ -1,4 +1,4 @@
-"""What is cached for objects, for as long as they live."""
+"""Cache of values for objects, for as long as they live."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class PELogger:
 
     @classmethod
     def is_enabled_for(cls, level: int) -> bool:
-        """Whether a message of `level` would be logged."""
+        """Return whether a message of `level` would be logged."""
         logger = cls._current.logger
         return logger is not None and logger.isEnabledFor(level)
 

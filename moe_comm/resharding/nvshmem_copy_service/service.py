@@ -106,7 +106,7 @@ class RemoteCopyService:
 
     @property
     def initialized(self) -> bool:
-        """Whether `init` was called."""
+        """Return whether `init` was called."""
         return self.gpu_resources.initialized
 
     def init(self, log_level: str = "INFO") -> None:

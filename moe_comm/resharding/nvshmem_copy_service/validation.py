@@ -24,7 +24,7 @@ PATTERNS = ("linear", "mixed")
 
 @dataclasses.dataclass
 class ValidationResult:
-    """How the bytes of one task compare with what they should be.
+    """Result of comparing the bytes of one task with what they should be.
 
     Args:
         task_id: Of the task.
@@ -63,7 +63,7 @@ class ValidationSummary:
 
     @property
     def all_passed(self) -> bool:
-        """Whether no task failed."""
+        """Return whether no task failed."""
         return self.failed_tasks == 0
 
 

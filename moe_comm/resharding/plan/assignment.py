@@ -1,4 +1,4 @@
-"""Who sends which piece of one parameter to whom."""
+"""Assignment of the pieces of one parameter to senders and receivers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Class(NamedTuple):
 
 
 class _Readers(NamedTuple):
-    """What a class of destinations needs of one source layout.
+    """Pieces of one source layout that a class of destinations needs.
 
     Args:
         pieces: With their numbers in the class.
@@ -150,7 +150,7 @@ class Assignment:
         self._classes.append(_Class(layout, pieces, ranks))
 
     def _intersections(self, destination: Layout) -> list[PieceOfLayout]:
-        """What each source layout has of a destination's."""
+        """Return the pieces of a destination that each source layout has."""
         pieces: list[PieceOfLayout] = []
         for layout_idx, source in enumerate(self.layouts):
             runs_by_dim: list[tuple[Run, ...]] = []
@@ -222,7 +222,7 @@ class Assignment:
     def pieces_from(
         self, src_rank: int, salt: int
     ) -> Iterator[tuple[int, int, tuple[int, ...], int, PieceOfLayout]]:
-        """What a source rank sends.
+        """Yield the pieces that a source rank sends.
 
         Yields:
             `(position of the source, destination rank, its view, piece number, piece)`.

@@ -68,7 +68,7 @@ def strides_in(
 def block_of(
     piece: Piece, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> tuple[int, int, Dims]:
-    """Where a piece begins in a tensor of each end, and its dimensions."""
+    """Return the offsets at which a piece begins in a tensor of each end, and its dimensions."""
     src_box, dst_box = piece
     src_start = sum(start * stride for (start, _), stride in zip(src_box, src_strides, strict=True))
     dst_start = sum(start * stride for (start, _), stride in zip(dst_box, dst_strides, strict=True))

@@ -54,7 +54,7 @@ def _by_task(ops: Sequence[TransferOp]) -> list[TransferOp]:
 
 
 def _check_joined(ops: Sequence[TransferOp]) -> None:
-    """Whether a pattern has as many elements as the pieces in it."""
+    """Return whether a pattern has as many elements as the pieces in it."""
     for op in ops:
         if op.joined is None:
             continue
@@ -217,7 +217,7 @@ def verify_plans(plans: Mapping[int, ReshardPlan]) -> None:
 
 
 def _compare_joined(plans: Mapping[int, ReshardPlan]) -> None:
-    """Whether both ends have joined the same pieces, in the same order."""
+    """Return whether both ends have joined the same pieces, in the same order."""
     sent, received = (
         {
             (dst_rank, op.task_id): [piece.task_id for piece in op.pieces]

@@ -288,7 +288,7 @@ def _task_id(op: TransferOp) -> int:
 
 
 def _reductions(own: Own, rank: int) -> list[PartialReduction]:
-    """What must be summed over which mesh dimensions before a rank's source is read."""
+    """Return the reductions over mesh dimensions that must be run before a rank's source is read."""
     meta = own.kind
     if meta.mesh is None:
         return []
@@ -443,7 +443,7 @@ def _check_names(rank: int, metas: Sequence[ParameterMetadata], side: str) -> No
 
 
 def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
-    """Whether groups and meshes lie within the group that the plan is made over."""
+    """Return whether groups and meshes lie within the group that the plan is made over."""
     checked: set[tuple[int, ...]] = set()
     for meta in metas:
         for what, ranks in (

@@ -1,4 +1,4 @@
-"""What every rank says about its parameters, small on the wire and quick to read.
+"""Metadata of every rank about its parameters, small on the wire and quick to read.
 
 A rank has thousands of parameters but few kinds of them: layers repeat. So each kind is stated
 once and, per parameter, its name and the number of its kind.
@@ -56,7 +56,7 @@ def resolved_name(meta: ParameterMetadata) -> str:
 
 
 def _kind_key(meta: ParameterMetadata) -> tuple[Any, ...]:
-    """What two parameters of one kind have in common; hashable."""
+    """Return the fields that two parameters of one kind have in common; hashable."""
     fields = (getattr(meta, field) for field in _KIND_FIELDS)
     values = tuple(tuple(value) if isinstance(value, list) else value for value in fields)
     return (*values, meta.global_expert_index is None)
@@ -99,7 +99,7 @@ class RankMetadata:
         self.ties = ties
         self.places: Sequence[tuple[int, int] | None] = places or [None] * len(kind_idx)
         self.keys = unique_names(resolved_names) if any(self.places) else resolved_names
-        """Of each parameter, a name that no other one of this rank has."""
+        """Names of the parameters, each of which no other one of this rank has."""
 
     def __len__(self) -> int:
         return len(self.kind_idx)
@@ -202,7 +202,7 @@ def encode_rank_metadata(
 
 
 def decode_rank_metadata(data: bytes) -> RankMetadata:
-    """What `encode_rank_metadata` made bytes of."""
+    """Decode the bytes of `encode_rank_metadata`."""
     public, own = decode_plain(data, "the metadata of a rank")
     rows, kind_idx, names, ties, flat = _unpacked(public)
     numbers = iter(array("q", flat))
@@ -232,7 +232,7 @@ class Destination(NamedTuple):
 
 
 class HoldersByName:
-    """Who holds each parameter that a rank takes part in moving.
+    """Holders of each parameter that a rank takes part in moving.
 
     Args:
         num_ranks: Ranks of the group.
@@ -275,11 +275,11 @@ class HoldersByName:
         return self._readers.get(src_name, [])
 
     def sources_of(self, dst_name: str) -> list[Source]:
-        """What a destination parameter is read from, as the sources of its assignment."""
+        """Return the sources that a destination parameter is read from, as those of its assignment."""
         return self.sources[self.source_names[dst_name]]
 
     def assignment(self, dst_name: str) -> Assignment:
-        """Who sends which piece of a destination parameter to whom.
+        """Return the assignment of the pieces of a destination parameter to senders and receivers.
 
         Raises:
             PlanError: What ranks say of the parameter is not enough or contradicts itself, or a source's
@@ -342,7 +342,7 @@ def _missing(dst_name: str, rank: int, all_sources: set[str]) -> PlanError:
 
 
 def _check_ties(by_rank: _ByRank, all_sources: set[str]) -> None:
-    """Whether what is one tensor in a destination is one in the source, too.
+    """Return whether what is one tensor in a destination is one in the source, too.
 
     Raises:
         PlanError: It is read from several tensors, whose values may differ.
@@ -447,7 +447,7 @@ def unmatched_names(by_rank: _ByRank) -> tuple[list[str], list[str]]:
 def told_apart(
     by_rank: _ByRank,
 ) -> list[tuple[RankMetadata, RankMetadata]]:
-    """What ranks hold, by names that each stand for one parameter of the whole model.
+    """Rename what ranks hold so that each name stands for one parameter of the whole model.
 
     Args:
         by_rank: `(source, destination)` of each rank.

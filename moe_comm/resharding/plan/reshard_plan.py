@@ -1,4 +1,4 @@
-"""What a reshard plan is made of: pure data, equal on all ranks, printable and picklable."""
+"""Parts of a reshard plan: pure data, equal on all ranks, printable and picklable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PartialReduction:
 
 @dataclasses.dataclass
 class ReshardPlan:
-    """What one rank sends and receives.
+    """Plan of what one rank sends and receives.
 
     Args:
         send_ops: In task id order.

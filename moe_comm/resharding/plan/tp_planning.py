@@ -61,7 +61,7 @@ def _components(
     dst_metadata: ParameterMetadata,
     descriptor: ShardingDescriptor,
 ) -> tuple[list[int], list[int]]:
-    """What a rank of the source and one of the destination hold: lengths of what is sharded by itself.
+    """Return the lengths of the parts that are sharded by themselves, on a source and a destination rank.
 
     Raises:
         RuntimeError: The two sides have different sizes, or segments that are not whole.
@@ -108,7 +108,7 @@ def _plan_tp(
     descriptors: list[ShardingDescriptor],
     my_global_rank: int,
 ) -> list[Transfer]:
-    """What a destination rank receives of a sharded parameter, by destination offset.
+    """Return the transfers of a sharded parameter to a destination rank, by destination offset.
 
     Raises:
         NotImplementedError: More than one dimension is sharded.
@@ -146,7 +146,7 @@ def _finalize_dp_transfers(
     dst_metadata: ParameterMetadata,
     my_global_rank: int,
 ) -> list[Transfer]:
-    """What a destination rank receives of a parameter that is not sharded: all of it."""
+    """Return the transfers of a parameter that is not sharded to a destination rank: all of it."""
     del param_name
     src_ranks = src_metadata.data_parallel_group_ranks or []
     dst_ranks = dst_metadata.data_parallel_group_ranks or []

@@ -1,4 +1,4 @@
-"""What a caller may do to parameters on their way: the hooks of `execute_reshard_plan`."""
+"""Hooks of `execute_reshard_plan`, by which a caller changes parameters on their way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReshardTransform:
     """
 
     def should_transform(self, param_name: str) -> bool:
-        """Whether the methods below handle `param_name`, a name in this rank's own module."""
+        """Return whether the methods below handle `param_name`, a name in this rank's own module."""
         del param_name
         return False
 
@@ -51,11 +51,11 @@ class ReshardTransform:
         return
 
     def tensors_written(self) -> list[torch.Tensor]:
-        """What `finalize_recv` writes. A plan moves none of these under names of their own."""
+        """Return the tensors that `finalize_recv` writes. A plan moves none under names of their own."""
         return []
 
     def expected_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor] | None:
-        """What `written_of` of the other end must give once a piece is written, worked out by the sender.
+        """Return the tensors that the other end's `written_of` must give after the write, by the sender.
 
         Asked for by `verify="checksum"`, as is `written_of`. The base class says of nothing what it must
         be: its parameters are not proven.
@@ -64,7 +64,7 @@ class ReshardTransform:
         return None
 
     def written_of(self, op: TransferOp) -> list[torch.Tensor] | None:
-        """What the destination holds of a piece, read from its storage; None where nobody can tell."""
+        """Return the destination's tensors of a piece, read from its storage; None where nobody can tell."""
         del op
         return None
 

@@ -1,4 +1,4 @@
-"""How the benchmark and the processes that mpiexec started talk: one small shared file.
+"""Messages between the benchmark and the processes that mpiexec started: one small shared file.
 
 MPI spins where it waits, so its processes must not wait inside MPI while others are timed: they poll
 this file and sleep in between.
@@ -55,7 +55,7 @@ class ControlFile:
         return 8 + 8 * self.num_ranks + 2 * MAX_ITERATIONS * rank_idx
 
     def error_path(self, rank_idx: int) -> Path:
-        """Where a rank leaves its message."""
+        """Return the path at which a rank leaves its message."""
         return self.path.with_name(f"{self.path.name}.rank{rank_idx}.error")
 
     def post(self, command: str, num_iterations: int) -> int:

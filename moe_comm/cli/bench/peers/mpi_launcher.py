@@ -35,7 +35,7 @@ class MpiNotFoundError(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class MpiLauncher:
-    """What starts ranks of MPI on this machine.
+    """Launcher of ranks of MPI on this machine.
 
     Args:
         path: The program.

@@ -16,7 +16,7 @@ __all__ = ["AllToAllPipeline", "Transport"]
 
 
 class Transport(Protocol):
-    """How rows reach the other ranks."""
+    """Transport of rows to the other ranks."""
 
     def exchange(
         self,
@@ -37,7 +37,7 @@ class Transport(Protocol):
 
 
 class AllToAllPipeline:
-    """What one builds from an all-to-all, tuned.
+    """Pipeline that one builds from an all-to-all, tuned.
 
     Every large buffer is allocated and touched once; rows move as bytes; the expert-major order is
     made by one copy per (source rank, expert) block; sums come from the library's own gather-and-add.
@@ -141,7 +141,7 @@ class AllToAllPipeline:
         )
 
     def _place_blocks(self, recv_expert_counts: torch.Tensor) -> None:
-        """Where every (source rank, local expert) block lies in `recv` and in `expert_x`."""
+        """Find the positions of every (source rank, local expert) block in `recv` and in `expert_x`."""
         alignment = self.case.expert_alignment
         totals = recv_expert_counts.sum(dim=0)
         padded = -(-totals // alignment) * alignment

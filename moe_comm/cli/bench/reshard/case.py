@@ -1,4 +1,4 @@
-"""What is moved: a model or a list of tensors, between two layouts, and where it is to land."""
+"""Case of a reshard: a model or a list of tensors, between two layouts, and the memory that it lands in."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ReshardCase:
         return self.num_elements() * sum(sizes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
+        """Return the case as JSON writes it."""
         layouts = self.layouts
         return {
             "transport": self.transport,

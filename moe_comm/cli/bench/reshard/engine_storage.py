@@ -42,7 +42,7 @@ def views_of(module: ShapedModel) -> list[CheckpointView]:
 
 
 def check_uncut(case: PlanningCase) -> None:
-    """Whether every tensor lies whole on the ranks that hold it.
+    """Return whether every tensor lies whole on the ranks that hold it.
 
     Raises:
         ValueError: A layout cuts tensors.

@@ -76,7 +76,7 @@ def reshard_table(rows: Sequence[ReshardRow]) -> Group:
 
 
 def reshard_document(environment: dict[str, Any], rows: Sequence[ReshardRow]) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Build the document that `--json` writes."""
     return {
         "environment": environment,
         "cases": [row.to_dict() for row in rows],

@@ -23,7 +23,7 @@ MAX_ROUNDS_PER_PAIR = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReshardOptions:
-    """How to measure.
+    """Options of a measurement.
 
     Args:
         peers: Of `RESHARD_PEERS`: the same plan over another transport; whole tensors by name over

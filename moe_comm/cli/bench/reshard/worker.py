@@ -42,7 +42,7 @@ MAX_SCRATCH_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReshardLaunch:
-    """What the ranks of one run share.
+    """Arguments that the ranks of one run share.
 
     Args:
         case: The case.
@@ -184,7 +184,7 @@ class ReshardWorker:
         return self._timed(lambda: self._refit(transport))
 
     def describe(self) -> dict[str, Any]:
-        """What this rank holds."""
+        """Describe the tensors that this rank holds."""
         return {
             "source_bytes": _num_bytes(self.source),
             "target_bytes": _num_bytes(self.target),
@@ -235,7 +235,7 @@ class ReshardWorker:
         return module
 
     def _refit(self, transport: str) -> None:
-        """What is measured: a refit as a user calls it."""
+        """Run the measured operation: a refit as a user calls it."""
         if transport == FULL_TENSORS:
             if self.full_tensors is None:
                 self.full_tensors = FullTensorsByName(self.case.layouts, self.rank_idx)

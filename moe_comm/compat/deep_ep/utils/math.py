@@ -39,7 +39,7 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 def fp8_quantization(
     *, round_scale: bool, use_ue8m0: bool, is_column_major: bool = False
 ) -> Quantization:
-    """What DeepEP's two switches mean.
+    """Return the quantization that DeepEP's two switches mean.
 
     Raises:
         ValueError: `use_ue8m0` without `round_scale`.

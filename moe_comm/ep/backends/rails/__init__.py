@@ -1,4 +1,4 @@
-"""Which engine carries rows between nodes, made for one buffer at a time.
+"""Choice of the engine that carries rows between nodes, made for one buffer at a time.
 
 The host backend queues transfers, and an engine here starts them and says when they have ended: `gloo` or
 `mpi`, on threads that `engine` drives. Rails of sockets live in csrc/group. Knows nodes and bytes, no rows.
@@ -25,7 +25,7 @@ __all__ = ["RailEngine", "RailOwner", "make_rail"]
 
 
 class RailOwner(Protocol):
-    """What is needed of a communicator."""
+    """Interface that rails need of a communicator."""
 
     bootstrap: Bootstrap
     rank_idx: int

@@ -1,4 +1,4 @@
-"""What engines between nodes have in common: threads that drive a queue of transfers."""
+"""Base of the engines between nodes: threads that drive a queue of transfers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RailEngine(abc.ABC):
 
     @abc.abstractmethod
     def _is_stuck(self) -> bool:
-        """Whether a thread waits in the engine."""
+        """Return whether a thread waits in the engine."""
 
     @abc.abstractmethod
     def _break_engine(self) -> None:

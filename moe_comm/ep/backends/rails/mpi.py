@@ -24,7 +24,7 @@ _END_S = 0.5
 
 @travels
 class MpiPlace(NamedTuple):
-    """Where a process stands in MPI.
+    """Position of a process in MPI.
 
     Args:
         job: Of the launcher, "" where it does not say.

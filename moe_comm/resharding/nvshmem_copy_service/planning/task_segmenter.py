@@ -87,7 +87,7 @@ class TaskSegmenter:
         ] or [req]
 
     def segment_receive_request(self, req: ReceiveRequest) -> list[ReceiveRequest]:
-        """As `segment_send_request`."""
+        """Segment a receive, see `segment_send_request`."""
         return [
             dataclasses.replace(req, task_id=key, dest_pos=req.dest_pos + offset, size=size)
             for key, offset, size in self._segments(req)
@@ -114,7 +114,7 @@ class TaskSegmenter:
 
 
 def name_of_task(key: int) -> str:
-    """How a message calls a task or a segment.
+    """Return the name of a task or a segment in messages.
 
     Example:
         `name_of_task(1_000_042_001) == "1000042001 (or segment 1 of task 42)"`.
