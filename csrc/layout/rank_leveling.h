@@ -74,10 +74,11 @@ struct RankLeveling {
     int32_t search = 0;
     int64_t most = 0;
     MOE_ROLLED
-    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx)
+    for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
       MOE_ROLLED
-    while (rows_of(rank_idx) > limit)
-      hand_on(rank_idx, search++);
+      while (rows_of(rank_idx) > limit)
+        hand_on(rank_idx, search++);
+    }
     MOE_ROLLED
     for (int rank_idx = 0; rank_idx < table.num_ranks; ++rank_idx) {
       const int64_t num_rows = rows_of(rank_idx);

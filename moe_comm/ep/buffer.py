@@ -119,6 +119,8 @@ class EpBuffer(Destroyable):
         self._waits_at_reset: torch.Tensor | None = None
         # Where choices are no slots yet, and no counts make them slots.
         self._slot_table: SlotTable | None = None
+        # Replays of graphs read the tables of their capture.
+        self._former_tables: list[SlotTable] = []
         self._is_balanced = False
         self._loads: ExpertLoads | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
@@ -195,6 +197,8 @@ class EpBuffer(Destroyable):
         self._is_balanced = rule == "balanced" and placement.has_replicas
         if rule == "balanced":
             self._backend.balance_replicas(placement if self._is_balanced else None)
+        if self._slot_table is not None and self.communicator.device.type != "cpu":
+            self._former_tables.append(self._slot_table)
         self._slot_table = None
         if not self._is_balanced:
             table = SlotTable(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -346,6 +348,22 @@ def test_bad_choices_and_configurations_are_refused_on_every_rank(backend: str) 
                 EpBuffer(comm, mine if comm.rank_idx else theirs)
 
     on_ranks(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_slots_that_a_graph_may_read_are_kept(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    placements = Placement([[0, 1, 0], [2, 1, 2]], 3), Placement([[1, 0, 1], [2, 1, 0]], 3)
+    config = dataclasses.replace(config_of(placements[0], "hash"), num_experts=3)
+
+    def body(comm: Communicator) -> None:
+        with monkeypatch.context() as patch, EpBuffer(comm, config) as buffer:
+            patch.setattr(comm, "device", torch.device(device))
+            former = weakref.ref(buffer._slot_table)
+            buffer.switch_placement(placements[1])
+            gc.collect()
+            assert (former() is None) == (device == "cpu")
+
+    on_ranks(2, body)
 
 
 _IN_ORDER = [[0, 1, 2], [3, 4, 5]]
