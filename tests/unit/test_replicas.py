@@ -43,12 +43,12 @@ from tests.helpers.replica_ranks import (
     config_of,
     definition,
     inputs,
+    layouts_of,
     least_largest_load,
     random_placement,
 )
 
 BACKENDS = ["host", "simt", "reference"]
-BALANCES_BY_RANK = {"host", "reference"}
 
 
 def test_native_shares_are_those_of_the_definition() -> None:
@@ -80,8 +80,7 @@ def test_native_shares_are_those_of_the_definition() -> None:
         (backend, rule, layout)
         for backend in BACKENDS
         for rule in REPLICA_RULES
-        for layout in Layout
-        if backend in BALANCES_BY_RANK or (rule, layout) != ("balanced", Layout.RANK_MAJOR)
+        for layout in layouts_of(backend, rule)
     ],
 )
 def test_rows_go_to_the_replicas_of_the_rule(
@@ -103,7 +102,7 @@ def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
         for masked in ((1,), (0, 3)):
             check_dispatch(comm, "balanced", Layout.LOW_LATENCY, 6, masked=masked)
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 7, quantization=FP8_BLOCK128)
-        if backend in BALANCES_BY_RANK:
+        if Layout.RANK_MAJOR in layouts_of(backend, "balanced"):
             check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 7, quantization=FP8_BLOCK128)
             grow = Capacity(num_rows=20, on_overflow="grow")
             check_dispatch(
@@ -352,8 +351,10 @@ def test_bad_choices_and_configurations_are_refused_on_every_rank(backend: str) 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_slots_that_a_graph_may_read_are_kept(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    placements = Placement([[0, 1, 0], [2, 1, 2]], 3), Placement([[1, 0, 1], [2, 1, 0]], 3)
-    config = dataclasses.replace(config_of(placements[0], "hash"), num_experts=3)
+    placements = Placement([[0, 1], [2, 0]], 3), Placement([[1, 0], [2, 1]], 3)
+    config = EpConfig(
+        num_experts=3, num_topk=1, hidden=HIDDEN, placement=placements[0], replica_rule="hash"
+    )
 
     def body(comm: Communicator) -> None:
         with monkeypatch.context() as patch, EpBuffer(comm, config) as buffer:
@@ -402,7 +403,7 @@ def test_a_glance_suffices_where_ids_are_slots_or_counts_decide(
         mine = topk_idx[comm.rank_idx]
         routing_map = torch.zeros(len(mine), num_ids + 1, dtype=torch.bool)
         routing_map = routing_map.scatter_(1, mine + 1, True)[:, 1:].contiguous()
-        for layout in Layout:
+        for layout in layouts_of(backend, rule):
             spec = definition(placement, rule, topk_idx, 2, layout)
             expected = spec.received(comm.rank_idx, x, weights)
             unweighted = spec.received(comm.rank_idx, x)
