@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_comm import _host
 from moe_comm.arguments import check_bool
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.file_plans import (
@@ -201,4 +200,6 @@ def _fill(target: RefitSide, checkpoint: StoredCheckpoint, planned: _Planned) ->
             piece = piece_of(local_tensor(tensors[part.op.param_name]).detach(), part.op)
             reader.read(part.tensor, part.shape, part.box, piece, known[1])
     # Of which torch has not seen all.
+    from moe_comm import _host
+
     _host.WrittenTensors(local_tensor(tensors[name]) for name in planned.plan.destinations).count()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_comm import _host
+from moe_comm.checkpoints.tensor_file import crc32c
 from moe_comm.resharding.describe.intervals import Box, Piece, cut_piece
 from moe_comm.tensors.memory import bytes_of
 
@@ -123,7 +123,7 @@ def write_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor)
     plain = _as_integers(tensor.detach().resolve_conj().resolve_neg())
     for within, part in _chunks(rectangle):
         chunk = _memory(plain[within].contiguous().cpu())
-        crc = _host.kernels.crc32c(chunk, None, crc)
+        crc = crc32c(chunk, crc)
         run_bytes, offsets = _runs(part)
         for number, offset in enumerate(offsets):
             _write_all(descriptor, chunk[number * run_bytes : (number + 1) * run_bytes], offset)
@@ -183,7 +183,7 @@ def rectangle_checksum(descriptor: int, rectangle: Rectangle) -> int:
     for _, part in _chunks(rectangle):
         chunk = bytearray(part.num_bytes)
         _read_runs(descriptor, memoryview(chunk), part)
-        crc = _host.kernels.crc32c(chunk, None, crc)
+        crc = crc32c(chunk, crc)
     return crc
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_comm import _host
 from moe_comm.arguments import as_int
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.file_plans import FilePart, plan_save, whole_tensors, written_parts
@@ -27,7 +26,13 @@ from moe_comm.checkpoints.stored_checkpoint import (
     file_name,
     manifest_text,
 )
-from moe_comm.checkpoints.tensor_file import StoredTensor, dtype_name, encode_header, stored_bytes
+from moe_comm.checkpoints.tensor_file import (
+    StoredTensor,
+    crc32c,
+    dtype_name,
+    encode_header,
+    stored_bytes,
+)
 from moe_comm.checkpoints.versions import (
     MANIFEST,
     NewVersion,
@@ -380,8 +385,8 @@ def finish_version(
         if path.is_file() and name not in names:
             with failed(path, "cannot be read"):
                 data = path.read_bytes()
-            small_files[name] = len(data), _host.kernels.crc32c(data)
-    sizes = {file.name: (file.num_bytes, _host.kernels.crc32c(file.header)) for file in files}
+            small_files[name] = len(data), crc32c(data)
+    sizes = {file.name: (file.num_bytes, crc32c(file.header)) for file in files}
     new.write(INDEX, _index_text(files))
     new.write(MANIFEST, manifest_text(new.version, save, num_ranks, sizes, small_files, parts))
     new.commit([*names, INDEX, MANIFEST])

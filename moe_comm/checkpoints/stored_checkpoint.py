@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_comm import _host
 from moe_comm.checkpoints.rectangles import Rectangle, read_rectangle, rectangle_checksum
 from moe_comm.checkpoints.scaled_weights import BlockScales
-from moe_comm.checkpoints.tensor_file import StoredTensor, TensorFile, read_header
+from moe_comm.checkpoints.tensor_file import StoredTensor, TensorFile, crc32c, read_header
 from moe_comm.checkpoints.versions import (
     MANIFEST,
     VERSIONS,
@@ -405,7 +404,7 @@ def verify_parts(
     for number, (name, file) in enumerate(sorted(checkpoint.files.items())):
         if number % num_ranks == rank_idx and checkpoint.manifest is not None:
             expected = checkpoint.manifest["files"][name].get("header_crc")
-            _compare(file.path, "header", expected, _host.kernels.crc32c(file.header))
+            _compare(file.path, "header", expected, crc32c(file.header))
     with Reader(checkpoint) as reader:
         parts = sorted(
             checked_parts(checkpoint), key=lambda part: (reader.place_of(part.tensor), part.box)
@@ -429,7 +428,7 @@ def verify_small_files(checkpoint: StoredCheckpoint) -> None:
         path = checkpoint.folder / name
         with failed(path, "cannot be read"):
             data = path.read_bytes()
-        _compare(path, "the file", said.get("crc"), _host.kernels.crc32c(data))
+        _compare(path, "the file", said.get("crc"), crc32c(data))
 
 
 def _compare(path: Path, what: str, expected: Any, found: int) -> None:

@@ -18,6 +18,7 @@ from moe_comm.errors import CheckpointError
 __all__ = [
     "StoredTensor",
     "TensorFile",
+    "crc32c",
     "dtype_name",
     "encode_header",
     "read_header",
@@ -93,6 +94,13 @@ class TensorFile(NamedTuple):
     metadata: dict[str, str]
     num_bytes: int
     header: bytes
+
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """Return the checksum of bytes, going on from that of those before."""
+    from moe_comm import _host
+
+    return _host.kernels.crc32c(data, crc=crc)
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
