@@ -86,7 +86,7 @@ def test_things_that_meet_are_named() -> None:
     [
         ("a text", ValueError, "a text"),
         (TypeError("of\ntwo lines"), TypeError, "of\ntwo lines"),
-        (NotImplementedError(""), NotImplementedError, ""),
+        (NotImplementedError(""), NotImplementedError, "NotImplementedError"),
         (CapacityError("short"), CapacityError, "short"),
         (ArithmeticError("of a user"), ValueError, "of a user"),
     ],
