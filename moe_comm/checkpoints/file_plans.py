@@ -19,10 +19,10 @@ from moe_comm.resharding.describe.metadata import ParameterMetadata, ViewLayout
 from moe_comm.resharding.describe.tensor_layout import Holder
 from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
 from moe_comm.resharding.plan.rank_metadata import (
-    HoldersByName,
     RankMetadata,
     decode_rank_metadata,
     encode_rank_metadata,
+    named_holders,
     source_name_of,
 )
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
@@ -71,24 +71,18 @@ def whole_tensors(by_rank: Sequence[RankMetadata]) -> dict[str, TensorSpec]:
     Raises:
         PlanError: Ranks contradict each other, or what they say is not enough; names the tensor.
     """
-    kinds = HoldersByName(len(by_rank))
-    held: dict[str, list[tuple[int, int]]] = {}
+    holders = named_holders(by_rank)
     named_first: set[str] = set()
-    for rank, side in enumerate(by_rank):
-        numbers = [kinds.kind(kind) for kind in side.kinds]
-        for name, kind_idx in zip(side.resolved_names, side.kind_idx, strict=True):
-            held.setdefault(name, []).append((rank, numbers[kind_idx]))
+    for side in by_rank:
         named_first.update(set(side.resolved_names).difference(*(tie[1:] for tie in side.ties)))
     # Layers repeat: tensors that the same ranks hold alike are worked out once.
     known: dict[tuple[tuple[int, int], ...], TensorSpec] = {}
     wholes = {}
-    for name in filter(named_first.__contains__, held):
-        holders = held[name]
-        key = tuple(holders)
+    for name, key in holders.keys.items():
+        if name not in named_first:
+            continue
         if key not in known:
-            known[key] = _whole_tensor(
-                name, [Holder(rank, kinds.kinds[kind]) for rank, kind in holders]
-            )
+            known[key] = _whole_tensor(name, holders.of(name))
         wholes[name] = known[key]
     return wholes
 

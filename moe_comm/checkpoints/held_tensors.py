@@ -25,9 +25,9 @@ from moe_comm.resharding.hold.refit_models import Model, unwrap_models
 from moe_comm.resharding.plan.joined_pieces import strides_in
 from moe_comm.resharding.plan.planner import encoded_side
 from moe_comm.resharding.plan.rank_metadata import (
-    HoldersByName,
     RankMetadata,
     decode_rank_metadata,
+    named_holders,
     told_apart,
 )
 from moe_comm.tensors.memory import check_memory
@@ -165,21 +165,15 @@ class Described:
         self.by_rank: list[RankMetadata] = [
             side for side, _ in told_apart([(side, side) for side in sides])
         ]
-        kinds = HoldersByName(len(encoded))
-        holders: dict[str, list[tuple[int, int]]] = {}
-        for number, side in enumerate(self.by_rank):
-            numbers = [kinds.kind(kind) for kind in side.kinds]
-            for name, kind in zip(side.resolved_names, side.kind_idx, strict=True):
-                holders.setdefault(name, []).append((number, numbers[kind]))
+        holders = named_holders(self.by_rank)
         wholes: dict[tuple[tuple[int, int], ...], WholeTensor] = {}
         self.own: list[HeldTensor] = []
         seen: dict[str, int] = {}
         for own, tensor in zip(self.by_rank[rank].own(), tensors, strict=True):
             name = own.resolved_name
-            key = tuple(holders[name])
+            key = holders.keys[name]
             if key not in wholes:
-                of_name = [Holder(number, kinds.kinds[kind]) for number, kind in key]
-                wholes[key] = _whole_tensor(name, of_name)
+                wholes[key] = _whole_tensor(name, holders.of(name))
             first = [number for number, _ in key].index(rank)
             nth = seen[name] = seen.get(name, -1) + 1
             whole = wholes[key]

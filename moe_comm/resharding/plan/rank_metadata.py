@@ -24,6 +24,7 @@ from moe_comm.resharding.plan.pipeline_stages import EMBEDDINGS, names_told_apar
 __all__ = [
     "Destination",
     "HoldersByName",
+    "NamedHolders",
     "Own",
     "RankMetadata",
     "Source",
@@ -31,6 +32,7 @@ __all__ = [
     "encode_rank_metadata",
     "holders_of_metadata",
     "holders_of_ranks",
+    "named_holders",
     "source_name_of",
     "told_apart",
     "unmatched_names",
@@ -532,6 +534,38 @@ def holders_of_ranks(
                     Destination(kinds[kind], idx, place)
                 )
     return holders
+
+
+class NamedHolders(NamedTuple):
+    """Holders of every parameter of one side, with equal ones told by equal keys.
+
+    Args:
+        keys: By name, `(rank, number of the kind)` of each holder, ranks ascending; a rank that has several
+            places comes several times.
+        kinds: By number.
+    """
+
+    keys: dict[str, tuple[tuple[int, int], ...]]
+    kinds: list[ParameterMetadata]
+
+    def of(self, name: str) -> list[Holder]:
+        """Return the holders of a parameter."""
+        return [Holder(rank, self.kinds[kind]) for rank, kind in self.keys[name]]
+
+
+def named_holders(by_rank: Sequence[RankMetadata]) -> NamedHolders:
+    """Read what all ranks hold of one side, by resolved names.
+
+    Args:
+        by_rank: What each rank holds.
+    """
+    kinds = HoldersByName(len(by_rank))
+    held: dict[str, list[tuple[int, int]]] = {}
+    for rank, side in enumerate(by_rank):
+        numbers = [kinds.kind(kind) for kind in side.kinds]
+        for name, kind_idx in zip(side.resolved_names, side.kind_idx, strict=True):
+            held.setdefault(name, []).append((rank, numbers[kind_idx]))
+    return NamedHolders({name: tuple(keys) for name, keys in held.items()}, kinds.kinds)
 
 
 def holders_of_metadata(
