@@ -136,9 +136,7 @@ def load_checkpoint(
         ranks.agree()
     except Exception as error:
         # Where another rank failed, this one's part is of the checkpoint, the model is not.
-        if target is not None:
-            text = str(error).split("\n", 1)[0]
-            stale.mark_stale(target, f"a load failed: {type(error).__name__}: {text}")
+        stale.mark_torn(target, "a load", error)
         raise
     if target is not None:
         stale.clear_stale(target)

@@ -482,7 +482,7 @@ class PlanExecution:
             _synchronize()
         except BaseException as error:
             if may_be_torn:
-                _mark_torn(dst_module, error)
+                stale.mark_torn(dst_module, "a refit", error)
             raise
         if had_quantized and torch.cuda.is_available():
             # The allocator would keep the accumulators, as large as the model in bfloat16. Does
@@ -621,7 +621,7 @@ def execute(
         except BaseException as error:
             _executions.drop(key)
             if has_written:
-                _mark_torn(dst_module, error)
+                stale.mark_torn(dst_module, "a refit", error)
             raise
         has_written |= bool(batch.recv_ops)
         # What it has staged goes before the next batch stages more.
@@ -631,13 +631,6 @@ def execute(
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
     return copies
-
-
-def _mark_torn(dst_module: RefitSide | None, error: BaseException) -> None:
-    """Say of a target that a refit may have written a part of it."""
-    if dst_module is not None:
-        text = str(error).split("\n", 1)[0]
-        stale.mark_stale(dst_module, f"a refit failed: {type(error).__name__}: {text}")
 
 
 def _known_execution(

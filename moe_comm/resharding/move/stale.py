@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_comm.resharding.describe.module_tensors import RefitSide, module_of, modules_with
 
-__all__ = ["clear_stale", "is_stale", "mark_stale", "stale_reason"]
+__all__ = ["clear_stale", "is_stale", "mark_stale", "mark_torn", "stale_reason"]
 
 # In the module's own dictionary, so that a copy of a stale model is stale.
 _REASON = "_stale_reason"
@@ -13,6 +13,19 @@ _REASON = "_stale_reason"
 def mark_stale(model: RefitSide, reason: str) -> None:
     """Say that some weights of `model` are not what they should be. A later reason replaces this."""
     module_of(model).__dict__[_REASON] = reason
+
+
+def mark_torn(model: RefitSide | None, call: str, error: BaseException) -> None:
+    """Say of a target, if there is one, that a call which failed may have written a part of it.
+
+    Args:
+        model: The target.
+        call: Such as "a refit".
+        error: It failed by.
+    """
+    if model is not None:
+        text = str(error).split("\n", 1)[0]
+        mark_stale(model, f"{call} failed: {type(error).__name__}: {text}")
 
 
 def clear_stale(model: RefitSide, *, look_again: bool = True) -> None:
