@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from moe_comm.cli.bench.svg import MARGIN, Palette, head, text_at
 
@@ -105,8 +105,5 @@ class Canvas:
 
     def svg(self, title: str, words: str, height: float) -> str:
         """The whole picture as text; `words`: what it shows, for those who cannot see it."""
-        return "\n".join([*self._framed(title, words, height), "</svg>", ""])
-
-    def _framed(self, title: str, words: str, height: float) -> Iterator[str]:
-        yield from head(title, words, height, self.palette)
-        yield from self.lines
+        framed = [*head(title, words, height, self.palette), *self.lines, "</svg>", ""]
+        return "\n".join(framed)
