@@ -77,14 +77,18 @@ MOE_SCENARIO(rank_major, "one row per token and rank, with weights and local exp
   run_operations(run, draw_case(run, shape), 1);
 }
 
-MOE_SCENARIO(low_latency, "places that follow from shapes alone, ranks masked now and then") {
+KernelCase low_latency_rows(Run& run) {
   KernelCase shape;
   shape.layout = RowLayout::kLowLatency;
   shape.hidden = 16;
   shape.with_masks = true;
   shape = draw_case(run, shape);
   shape.num_max_tokens = 3;
-  run_operations(run, shape, 2);
+  return shape;
+}
+
+MOE_SCENARIO(low_latency, "places that follow from shapes alone, ranks masked now and then") {
+  run_operations(run, low_latency_rows(run), 2);
 }
 
 /// @param name  of a format, whose default scale factors it has
@@ -195,13 +199,7 @@ MOE_SCENARIO(replicas_shared_rows, "the same with several warps to a row, on one
 }
 
 MOE_SCENARIO(replicas_low_latency, "the same where ranks are masked now and then") {
-  KernelCase shape;
-  shape.layout = RowLayout::kLowLatency;
-  shape.hidden = 16;
-  shape.with_masks = true;
-  shape = draw_case(run, shape);
-  shape.num_max_tokens = 3;
-  run_operations(run, with_replicas(run, shape), 2);
+  run_operations(run, with_replicas(run, low_latency_rows(run)), 2);
 }
 
 MOE_SCENARIO(raises, "more rows than a capacity that raises: nobody sends, the next goes on") {
