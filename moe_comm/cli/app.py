@@ -7,7 +7,7 @@ import typer
 from moe_comm.cli.bench_command import bench_app
 from moe_comm.cli.budget_command import budget
 from moe_comm.cli.checkpoint_command import checkpoint_app
-from moe_comm.cli.command_rules import CommandGroup, example
+from moe_comm.cli.command_rules import PIPE_WIDTH, CommandGroup, example
 from moe_comm.cli.commands import COMMANDS, EXAMPLE, SUMMARY
 from moe_comm.cli.doctor_command import doctor
 from moe_comm.cli.model_command import model
@@ -26,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": PIPE_WIDTH},
 )
 app.add_typer(bench_app, name="bench", short_help=COMMANDS["bench"])
 app.command(

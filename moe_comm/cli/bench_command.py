@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
 import json
 import math
 import time
@@ -35,6 +34,7 @@ from moe_comm.cli.options import (
     reduced_ranks,
     split_list,
 )
+from moe_comm.cli.plots import PLOT_HELP, check_plot
 from moe_comm.ep.config import Layout
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.output_files import check_output
@@ -233,9 +233,7 @@ def dispatch_combine(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a plot here (needs matplotlib); of a sweep, .svg: PLOT-light.svg and -dark.svg."
-        ),
+        typer.Option(help=f"{PLOT_HELP} Of a sweep, .svg: PLOT-light.svg and -dark.svg."),
     ] = None,
 ) -> None:
     """Dispatch and combine between ranks on this machine.
@@ -245,7 +243,6 @@ def dispatch_combine(
     """
     with in_a_sentence("bench"):
         check_output("--json", json_path)
-        check_output("--plot", plot)
         if sweep and tokens is not None:
             raise ValueError(f"--sweep is over tokens: --tokens is not given, got {tokens}")
         pictures = sweep_pictures(plot) if sweep and plot is not None else []
@@ -296,9 +293,8 @@ def dispatch_combine(
         )
         if sweep:
             check_sweep(case, options)
-        elif plot is not None and importlib.util.find_spec("matplotlib") is None:
-            # Found out before minutes of measuring, not after.
-            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        else:
+            check_plot(plot)
         environment = collect_environment()
         console = wide_console()
         console.print(header_line(environment), soft_wrap=True)

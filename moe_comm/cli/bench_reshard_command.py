@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +26,7 @@ from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, w
 from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes, split_list
+from moe_comm.cli.plots import PLOT_HELP, check_plot
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.output_files import check_output
@@ -114,7 +114,7 @@ def bench_reshard(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (needs matplotlib).")] = None,
+    plot: Annotated[Path | None, typer.Option(help=PLOT_HELP)] = None,
 ) -> None:
     """Move weights from one layout to another between processes of this machine.
 
@@ -122,7 +122,7 @@ def bench_reshard(
     """
     with in_a_sentence("bench"):
         check_output("--json", json_path)
-        check_output("--plot", plot)
+        check_plot(plot)
         layouts = _layouts(
             (ranks, source_ranks, destination_ranks),
             source,
@@ -149,9 +149,6 @@ def bench_reshard(
         )
         if FULL_TENSORS in options.peers:
             check_uncut(layouts)
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            # Found out before minutes of measuring, not after.
-            raise ValueError("--plot needs matplotlib: pip install matplotlib")
         environment = collect_environment()
         console = wide_console()
         console.print(header_line(environment), soft_wrap=True)

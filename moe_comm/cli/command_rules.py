@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_comm import env
 
-__all__ = ["CommandGroup", "FoldedTable", "example", "in_a_sentence", "wide_console"]
+__all__ = ["PIPE_WIDTH", "CommandGroup", "FoldedTable", "example", "in_a_sentence", "wide_console"]
 
 PIPE_WIDTH = 168
 

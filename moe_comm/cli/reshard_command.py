@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
@@ -14,9 +15,10 @@ from rich.progress import Progress
 from moe_comm.cli.bench.case import DTYPES
 from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes
+from moe_comm.cli.plots import PLOT_HELP, check_plot, write_matrix
 from moe_comm.cli.reshard.explanation import Explanation, differing_shapes, kinds_of
 from moe_comm.cli.reshard.model_sides import ModelSide, describe_both, rosters_of
-from moe_comm.cli.reshard.report import WorldReport
+from moe_comm.cli.reshard.report import WorldReport, size_text
 from moe_comm.cli.reshard.shapes import ModelName, shape_from_options
 from moe_comm.cli.reshard.traffic import Links, Traffic
 from moe_comm.cli.reshard.world import Planner, PlanningCase
@@ -39,6 +41,11 @@ DestinationRanks: TypeAlias = Annotated[
 ]
 Disjoint: TypeAlias = Annotated[
     bool, typer.Option(help="The destination has ranks of its own, after the source's.")
+]
+
+Plot: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help=f"{PLOT_HELP} Bytes: a source rank a row, a destination rank a column."),
 ]
 
 reshard_app = typer.Typer(
@@ -109,6 +116,7 @@ def plan(
         float, typer.Option(help="GB/s of a rank to other nodes, each way.")
     ] = Links.internode_gbs,
     memory_gbs: Annotated[float, typer.Option(help="GB/s of a rank's memory.")] = Links.memory_gbs,
+    plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what a reshard moves between whom, in how many steps, and how long that must take.
@@ -117,6 +125,7 @@ def plan(
     """
     console = wide_console()
     with in_a_sentence("reshard"):
+        _check_plot(plot, rank)
         case = PlanningCase(
             shape=shape_from_options(
                 model,
@@ -168,6 +177,7 @@ def plan(
             typer.echo(json.dumps(report.to_dict(), indent=1))
         else:
             console.print(report.render())
+        _write_plot(plot, traffic)
 
 
 @reshard_app.command(
@@ -205,6 +215,7 @@ def explain(
     rank: Annotated[
         int | None, typer.Option(min=0, help="Plan this rank alone and list its pieces.")
     ] = None,
+    plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say what of one model becomes what of another, and what is missing.
@@ -217,6 +228,7 @@ def explain(
     """
     console = wide_console()
     with in_a_sentence("reshard"):
+        _check_plot(plot, rank)
         sides = (
             ModelSide(
                 source, source_layout, source_ranks, None if dtype is None else DTYPES[dtype.value]
@@ -256,6 +268,8 @@ def explain(
             typer.echo(json.dumps(explanation.to_dict(), indent=1))
         else:
             console.print(explanation.render(), highlight=False)
+        if traffic is not None:
+            _write_plot(plot, traffic)
         if traffic is None or (strict and extra):
             raise typer.Exit(1)
 
@@ -314,3 +328,23 @@ def _print_rank(console: Console, planner: Planner, rank: int, *, as_json: bool)
     typer.echo(
         json.dumps({"rank": rank, "num_ranks": planner.num_ranks, "pieces": pieces}, indent=1)
     )
+
+
+def _check_plot(plot: Path | None, rank: int | None) -> None:
+    check_plot(plot)
+    if plot is not None and rank is not None:
+        raise ValueError(
+            f"--plot shows all ranks, and --rank {rank} plans one alone: give one of both"
+        )
+
+
+def _write_plot(plot: Path | None, traffic: Traffic) -> None:
+    if plot is not None:
+        write_matrix(
+            plot,
+            {pair: num_bytes / 1e6 for pair, num_bytes in traffic.bytes_per_pair.items()},
+            title=f"{size_text(traffic.total_bytes)} written to destinations",
+            row_label="source rank",
+            column_label="destination rank",
+            unit="MB",
+        )

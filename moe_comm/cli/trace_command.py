@@ -19,7 +19,13 @@ from moe_comm.cli.command_rules import (
     wide_console,
 )
 from moe_comm.cli.options import DtypeName
-from moe_comm.cli.trace_report import PhaseSummary, perfetto_document, summarize_phases
+from moe_comm.cli.plots import PLOT_HELP, check_plot, write_matrix
+from moe_comm.cli.trace_report import (
+    PhaseSummary,
+    perfetto_document,
+    summarize_phases,
+    waited_us,
+)
 from moe_comm.ep.tracing import NO_PEER, PhaseRecord, read_trace
 from moe_comm.output_files import check_output
 
@@ -33,6 +39,7 @@ trace_app = typer.Typer(
 )
 
 OUT_HELP = "Perfetto file to write."
+WAITS_HELP = f"{PLOT_HELP} Of waits: a rank a row, whom it waited for a column."
 
 
 @trace_app.command(
@@ -48,11 +55,13 @@ def convert(
         ),
     ],
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
+    plot: Annotated[Path | None, typer.Option(help=WAITS_HELP)] = None,
 ) -> None:
     """Turn the trace files of all ranks of a run into one Perfetto file and a table."""
     with in_a_sentence("trace"):
+        check_plot(plot)
         check_output("--out", out)
-        _report([record for file_name in files for record in read_trace(file_name)], out)
+        _report([record for file_name in files for record in read_trace(file_name)], out, plot)
 
 
 @trace_app.command("run", epilog=example("moe-comm trace run --ranks 4 --tokens 64 --out run.json"))
@@ -66,9 +75,11 @@ def run(
     skew: Annotated[float, typer.Option(min=0.0, help="Zipf exponent of expert popularity.")] = 0.0,
     iterations: Annotated[int, typer.Option(min=1, help="Dispatches and combines to record.")] = 20,
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
+    plot: Annotated[Path | None, typer.Option(help=WAITS_HELP)] = None,
 ) -> None:
     """Run dispatch and combine on the host backend and record every phase of every rank."""
     with in_a_sentence("trace"):
+        check_plot(plot)
         check_output("--out", out)
         case = BenchCase(
             num_ranks=ranks,
@@ -81,15 +92,25 @@ def run(
         )
         with RankProcesses(case, backend="host") as processes:
             per_rank = processes.call("record_trace", iterations)
-        _report([record for records in per_rank for record in records], out)
+        _report([record for records in per_rank for record in records], out, plot)
 
 
-def _report(records: Sequence[PhaseRecord], out: Path) -> None:
+def _report(records: Sequence[PhaseRecord], out: Path, plot: Path | None) -> None:
     if not records:
         raise ValueError("there are no records")
+    summaries = summarize_phases(records)
     out.write_text(json.dumps(perfetto_document(records)) + "\n", encoding="utf-8")
-    wide_console().print(_table(summarize_phases(records)))
+    wide_console().print(_table(summaries))
     typer.echo(f"{len(records)} records in {out}; open it at ui.perfetto.dev")
+    if plot is not None:
+        write_matrix(
+            plot,
+            {pair: us / 1e3 for pair, us in waited_us(summaries).items()},
+            title="time waited, over all operations and phases",
+            row_label="rank that waited",
+            column_label="rank waited for",
+            unit="ms",
+        )
 
 
 def _table(summaries: Sequence[PhaseSummary]) -> FoldedTable:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_comm.ep.tracing import NO_PEER, PhaseRecord
 
-__all__ = ["WAIT_PHASE", "PhaseSummary", "perfetto_document", "summarize_phases"]
+__all__ = ["WAIT_PHASE", "PhaseSummary", "perfetto_document", "summarize_phases", "waited_us"]
 
 WAIT_PHASE = "wait"
 """Phase of a record that says which peer was waited for; it lies inside a record of a real phase."""
@@ -108,6 +108,17 @@ def summarize_phases(records: Sequence[PhaseRecord]) -> list[PhaseSummary]:
             durations_us[key].append(max(0.0, us - waited))
     summaries = [_summarize(key, values) for key, values in durations_us.items()]
     return sorted(summaries, key=lambda summary: -summary.total_us)
+
+
+def waited_us(summaries: Sequence[PhaseSummary]) -> dict[tuple[int, int], float]:
+    """Return microseconds by (rank that waited, rank waited for), of every pair of other ranks that there is."""
+    ranks = {summary.rank for summary in summaries}
+    waited = {(rank, peer): 0.0 for rank in ranks for peer in ranks if rank != peer}
+    for summary in summaries:
+        if summary.peer != NO_PEER:
+            pair = (summary.rank, summary.peer)
+            waited[pair] = waited.get(pair, 0.0) + summary.total_us
+    return waited
 
 
 def _by_operation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moe_comm.cli.reshard.shapes import ModelName
 from moe_comm.cli.reshard.traffic import Links, Traffic, predict, schedule_steps
 from moe_comm.resharding.describe.parallelism import Parallelism
 from tests.helpers.explained_models import SHAPE
+from tests.helpers.plots import cell_numbers
 
 SIZES = (
     *("--model", "mixtral-8x7b", "--layers", "2", "--hidden", "64", "--heads", "8"),
@@ -166,6 +168,16 @@ def test_tables_name_what_was_planned() -> None:
     for text in ("written to destinations", "half-duplex, at least", "largest pairs", "same rank"):
         assert text in done.stdout
     assert "both ends of every piece agree" in done.stdout
+
+
+def test_a_plot_shows_the_bytes_of_every_pair(tmp_path: Path) -> None:
+    plot = tmp_path / "plan.svg"
+    arguments = (*SIZES, "--from", "tp2", "--to", "tp4", "--source-ranks", "2")
+    done = invoke(*arguments, "--destination-ranks", "4", "--plot", str(plot))
+    assert done.exit_code == 0
+    pairs = plan(*arguments, "--destination-ranks", "4")["bytes_per_pair"]
+    assert len(pairs) < 2 * 4
+    assert cell_numbers(plot) == [f"{pair['bytes'] / 1e6:.3g}" for pair in pairs]
 
 
 def test_one_rank_lists_its_pieces() -> None:

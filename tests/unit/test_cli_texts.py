@@ -127,7 +127,10 @@ OUTPUTS = [
     ("bench", "dispatch-combine", "--plot"),
     ("bench", "reshard", "--json"),
     ("bench", "reshard", "--plot"),
+    ("reshard", "plan", "--from", "tp2", "--to", "tp1", "--plot"),
+    ("reshard", "explain", "a", "b", "--plot"),
     ("trace", "run", "--out"),
+    ("trace", "run", "--plot"),
 ]
 
 
@@ -137,7 +140,9 @@ def test_every_command_that_writes_a_file_is_in_the_list() -> None:
         for path, _ in COMMANDS
         for name in re.findall(r"(--[a-z-]+) <path>", run(*path, "--help", env=NARROW).output)
     ]
-    assert sorted(writes) == sorted([*OUTPUTS, ("trace", "convert", "--out")])
+    refused = [(*arguments[:2], arguments[-1]) for arguments in OUTPUTS]
+    converted = [("trace", "convert", name) for name in ("--out", "--plot")]
+    assert sorted(writes) == sorted([*refused, *converted])
 
 
 @pytest.mark.parametrize("arguments", OUTPUTS, ids="-".join)
@@ -151,6 +156,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     for name in (
         "moe_comm.cli.bench.processes.WorkerProcesses.__init__",
         "moe_comm.cli.bench_reshard_command.run_case",
+        "moe_comm.cli.reshard_command.Parallelism.parse",
+        "moe_comm.cli.reshard_command.describe_both",
     ):
         monkeypatch.setattr(name, work)
     path = tmp_path / "missing" / "file"
@@ -164,6 +171,23 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert done.output.startswith(f"moe-comm {arguments[0]}: {arguments[-1]}")
     assert str(path) in done.output
     assert len(done.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [path for path in OUTPUTS if path[-1] == "--plot"], ids="-".join
+)
+def test_a_plot_of_another_kind_is_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*arguments, str(tmp_path / "plot.jpeg"))
+    assert done.exit_code == 1
+    assert "--plot must end in one of .pdf, .png, .svg, got " in done.output
+
+
+def test_a_plot_of_all_ranks_is_none_of_one(tmp_path: Path) -> None:
+    done = run(
+        *("reshard", "plan", "--from", "tp2", "--to", "tp1", "--rank", "1"),
+        *("--plot", str(tmp_path / "plan.svg")),
+    )
+    assert (done.exit_code, "--rank 1 plans one alone" in done.output) == (1, True)
 
 
 def test_a_converted_trace_is_refused_before_traces_are_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from moe_comm.cli.app import app
 from moe_comm.cli.trace_report import perfetto_document, summarize_phases
 from moe_comm.ep.tracing import PhaseRecord, read_trace, write_trace
+from tests.helpers.plots import cell_numbers
 
 
 def record(
@@ -97,11 +98,16 @@ def test_convert_writes_one_file(tmp_path: Path) -> None:
         for i in (0, 1)
     ]
     out = tmp_path / "all.json"
-    done = CliRunner().invoke(app, ["trace", "convert", *files, "--out", str(out)])
+    plot = tmp_path / "waits.svg"
+    done = CliRunner().invoke(
+        app, ["trace", "convert", *files, "--out", str(out), "--plot", str(plot)]
+    )
     assert done.exit_code == 0, done.output
     assert "waiting for rank 0" in done.output
     document = json.loads(out.read_text())
     assert sum(event["ph"] == "X" for event in document["traceEvents"]) == len(RECORDS)
+    # Rank 0 waited 6 us, and rank 1 24 us.
+    assert cell_numbers(plot) == ["0.006", "0.024"]
 
 
 def test_convert_without_records_fails(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.command_rules import FoldedTable
+from moe_comm.cli.plots import new_figure
 
 __all__ = [
     "case_title",
@@ -203,17 +204,13 @@ def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: There is nothing to show.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     timed = [row for row in rows if row.p50_us is not None and row.p50_us > 0.0]
     counted = [row for row in rows if row.op == "rows"]
     if not timed and not counted:
         raise ValueError("nothing was timed, so there is nothing to plot")
     widths = [2.0 + 2.2 * len(timed)] * bool(timed)
     widths += [2.0 + 0.5 * row.case.num_ranks * len(_loads_by_name(row)) for row in counted]
-    figure = Figure(figsize=(max(6.0, sum(widths)), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(6.0, sum(widths)), 4.8)
     every_axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     if timed:
         _plot_times(every_axes[0], timed)

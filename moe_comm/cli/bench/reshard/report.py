@@ -14,6 +14,7 @@ from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import ReshardCase, dtype_name
 from moe_comm.cli.bench.reshard.run import ReshardRow
 from moe_comm.cli.command_rules import FoldedTable
+from moe_comm.cli.plots import new_figure
 from moe_comm.cli.reshard.shapes import describe
 
 __all__ = ["reshard_document", "reshard_table", "reshard_title", "write_reshard_plot"]
@@ -90,12 +91,8 @@ def write_reshard_plot(path: Path, rows: Sequence[ReshardRow], environment: dict
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = [rows[0].case.transport, *sorted({peer for row in rows for peer in row.peer_p50_us})]
-    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.0, 4.8)
     axes = figure.add_subplot()
     width = 0.8 / len(names)
     for name_idx, name in enumerate(names):
