@@ -12,6 +12,7 @@ from torch import nn
 from moe_comm.arguments import as_int, check_kind, shown
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.ep.autograd import QuantizedRows
+from moe_comm.ep.placement import Placement
 from moe_comm.nn.experts import GroupedExperts
 from moe_comm.nn.router import Routing, TopKRouter
 from moe_comm.peers.bootstrap import Bootstrap
@@ -40,6 +41,8 @@ class MoELayer(nn.Module):
             placement of experts, replicas.
         balancer: Moves the experts from now on, with the dispatcher's buffer, whose placement it
             replaces. The caller calls its `reduce_gradients` and `step`.
+        num_kept_slots: Of the balancer's `add_layer`. None: those that hold every expert once, in equal parts, so
+            that what an optimizer keeps by slot stays with its expert; 0 where no such part of the slots does.
         activation: Of the experts.
         method: Of `GroupedExperts`.
         dtype: Of the experts' parameters.
@@ -68,6 +71,7 @@ class MoELayer(nn.Module):
         group: dist.ProcessGroup | Bootstrap | None = None,
         dispatcher: TokenDispatcher | None = None,
         balancer: ExpertBalancer | None = None,
+        num_kept_slots: int | None = None,
         activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu,
         method: Literal["auto", "loop", "grouped_mm"] = "auto",
         dtype: torch.dtype = torch.float32,
@@ -123,7 +127,10 @@ class MoELayer(nn.Module):
 
         buffer.communicator.check_together(make)
         if balancer is not None:
-            balancer.add_layer(buffer, [self.experts.up, self.experts.down])
+            kept = num_kept_slots
+            if kept is None:
+                kept = _num_slots_to_keep(placement) if placement is not None else 0
+            balancer.add_layer(buffer, [self.experts.up, self.experts.down], num_kept_slots=kept)
 
     def forward(self, hidden: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
         """Collective.
@@ -145,3 +152,13 @@ class MoELayer(nn.Module):
         if routed.probs is not None:
             out = (out * routed.probs[:, None]).to(out.dtype)
         return self.dispatcher.combine(out, routed).to(hidden.dtype)
+
+
+def _num_slots_to_keep(placement: Placement) -> int:
+    """Equal parts of the experts, where the first slots of every rank hold them; 0 where they do not."""
+    num_slots = placement.num_experts // placement.num_ranks
+    try:
+        placement.first_slots(num_slots)
+    except ValueError:
+        return 0
+    return num_slots

@@ -145,6 +145,14 @@ def test_readme_example_runs() -> None:
     assert run.stdout.split() == ["done"]
 
 
+def test_example_of_replicas_runs() -> None:
+    of_any_layers, of_moe_layers, *_ = code_blocks("docs/replicas.md", "python")
+    set_up, *_ = of_any_layers.partition("config =")
+    run = run_python("-c", set_up + of_moe_layers + "print(balancer.last_report.step)")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["20"]
+
+
 def test_names_in_the_readme_exist() -> None:
     """What the table tells a reader to write can be imported."""
     text = (ROOT / "README.md").read_text()

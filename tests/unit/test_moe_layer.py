@@ -88,8 +88,13 @@ def test_ranks_do_not_change_the_layer() -> None:
         assert torch.allclose(got, want, atol=1e-5), name
 
 
-def train_layer(context: RankContext, with_replicas: bool) -> tuple[list[torch.Tensor], int]:
-    """Outputs of some steps on this rank, then parameters by expert; and how many layers were moved."""
+def train_layer(
+    context: RankContext, with_replicas: bool, num_kept_slots: int | None = None
+) -> tuple[list[torch.Tensor], int]:
+    """Outputs of some steps on this rank, then parameters by expert; and how many layers were moved.
+
+    Where experts may move, the optimizer keeps nothing of a slot.
+    """
     slots = [[0, 1, 2, -1], [3, 4, 5, -1]]
     config = EpConfig(
         num_experts=NUM_EXPERTS,
@@ -104,9 +109,14 @@ def train_layer(context: RankContext, with_replicas: bool) -> tuple[list[torch.T
         balancer = ExpertBalancer(comm, num_steps=2) if with_replicas else None
         dispatcher = TokenDispatcher(NUM_EXPERTS, buffer=buffer, weighted_by="combine")
         layer = MoELayer(
-            HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK, dispatcher=dispatcher, balancer=balancer, seed=3
+            *(HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK),
+            dispatcher=dispatcher,
+            balancer=balancer,
+            num_kept_slots=num_kept_slots,
+            seed=3,
         )
-        optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.01)
+        momentum = 0.9 if num_kept_slots is None else 0.0
+        optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.01, momentum=momentum)
         found = []
         for step in range(8):
             x = torch.randn(9, HIDDEN, generator=draw)
@@ -141,9 +151,10 @@ def train_layer(context: RankContext, with_replicas: bool) -> tuple[list[torch.T
     return found, num_moved
 
 
-def test_a_balancer_moves_experts_of_a_layer_that_trains() -> None:
-    plain = run_ranks(train_layer, 2, False, mode="threads")
-    moving = run_ranks(train_layer, 2, True, mode="threads")
+@pytest.mark.parametrize("num_kept_slots", [None, 0])
+def test_a_balancer_moves_experts_of_a_layer_that_trains(num_kept_slots: int | None) -> None:
+    plain = run_ranks(train_layer, 2, False, num_kept_slots, mode="threads")
+    moving = run_ranks(train_layer, 2, True, num_kept_slots, mode="threads")
     for (expected, _), (found, num_moved) in zip(plain, moving, strict=True):
         assert num_moved >= 2
         for here, there in zip(found, expected, strict=True):
