@@ -53,7 +53,9 @@ class LayerTrials {
  public:
   /// @param scatters  [kNumScatters, num_experts]
   LayerTrials(const PlanRules& rules, const LayerLoads& layer, const std::vector<double>& scatters)
-      : rules_(rules), layer_(layer), load_of_row_(layer.mean > 0 ? layer.mean / kMeanRows : 1) {
+      : rules_(rules), layer_(layer), load_of_row_(layer.mean / kMeanRows) {
+    if (!std::isnormal(load_of_row_))
+      load_of_row_ = 1;  // no load, or too little to divide by
     const double rows_of_load = 1 / load_of_row_;
     const double* scatter = scatters.data();
     for (int i = 0; i < kNumScatters; ++i) {

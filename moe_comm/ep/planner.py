@@ -13,7 +13,10 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.config import NUM_MAX_EXPERTS
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 
-__all__ = ["at_least_zero", "fullest_rank", "plan_placement"]
+__all__ = ["MOST_SCATTER", "at_least_zero", "fullest_rank", "plan_placement"]
+
+MOST_SCATTER = 2.0
+"""Loads above it, which differ by factors of thousands, say nothing of later ones."""
 
 
 def plan_placement(
@@ -40,7 +43,7 @@ def plan_placement(
 
     Args:
         loads: `[layers, num_experts]`, any real dtype, >= 0: rows of every logical expert, in a window of
-            steps or in a batch.
+            steps or in a batch; fewer than 2**63 in a layer.
         num_ranks: Ranks, >= 1.
         num_slots_per_rank: Slots of every rank. All together they hold every expert at least once.
         ranks_per_node: Ranks of a node, which follow each other; divides `num_ranks`. Copies of an expert
@@ -49,7 +52,7 @@ def plan_placement(
         bytes_per_expert: Bytes of the weights of one expert.
         price_per_byte: Rows, as `loads` counts them, that a moved byte must take off the fullest rank to
             be worth it, >= 0.
-        scatter: Standard deviation of the logarithm of later loads, each over the planned one, >= 0.
+        scatter: Standard deviation of the logarithm of later loads, each over the planned one, in [0, 2].
         num_kept_slots: The first slots of every rank, which keep what they hold in `present`: together every
             expert once, and so only copies are placed. 0 for none.
 
@@ -78,6 +81,11 @@ def plan_placement(
             f"the load of expert {expert_idx} in layer {layer_idx} must be finite and >= 0, "
             f"got {weights[layer_idx, expert_idx].item()}"
         )
+    totals = weights.sum(1)
+    for layer_idx in (totals >= 2**63).nonzero().flatten().tolist():
+        raise ValueError(
+            f"the loads of layer {layer_idx} must be fewer than 2**63 rows, got {totals[layer_idx].item()}"
+        )
     num_layers, num_experts = loads.shape
     num_ranks = as_int("num_ranks", num_ranks, 1)
     num_slots = as_int("num_slots_per_rank", num_slots_per_rank, 1, 2 * NUM_MAX_EXPERTS)
@@ -93,7 +101,9 @@ def plan_placement(
         if num_ranks % node_size:
             raise ValueError(f"ranks_per_node = {node_size} must divide num_ranks = {num_ranks}")
     expert_bytes = as_int("bytes_per_expert", bytes_per_expert, 0)
-    price = at_least_zero("price_per_byte", price_per_byte) * expert_bytes
+    # No move takes more than all load off a rank: a price above that is as good as any.
+    most_price = 1 + 2 * max(totals.tolist(), default=0.0)
+    price = min(at_least_zero("price_per_byte", price_per_byte) * expert_bytes, most_price)
     num_kept = as_int("num_kept_slots", num_kept_slots, 0, num_slots)
     if num_kept and present is None:
         raise ValueError(f"num_kept_slots = {num_kept} needs present, got None")
@@ -107,7 +117,7 @@ def plan_placement(
         num_slots=num_slots,
         ranks_per_node=node_size,
         move_price=price,
-        scatter=at_least_zero("scatter", scatter),
+        scatter=at_least_zero("scatter", scatter, MOST_SCATTER),
         num_kept=num_kept,
     )
     return [
@@ -131,12 +141,16 @@ def fullest_rank(loads: torch.Tensor, placement: Placement) -> int:
     )
 
 
-def at_least_zero(name: str, value: float) -> float:
-    """A finite number >= 0 as a float; TypeError or ValueError with its name for anything else."""
+def at_least_zero(name: str, value: float, most: float = math.inf) -> float:
+    """A finite number in [0, most] as a float; TypeError or ValueError with its name for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and >= 0, got {value}")
+    if not (math.isfinite(value) and 0 <= value <= most):
+        raise ValueError(
+            f"{name} must be finite and >= 0, got {value}"
+            if math.isinf(most)
+            else f"{name} must be in [0, {most}], got {value}"
+        )
     return float(value)
 
 

@@ -15,7 +15,7 @@ import torch
 from moe_comm.arguments import as_int, check_bool, check_kind, shown
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.placement import Placement
-from moe_comm.ep.planner import at_least_zero
+from moe_comm.ep.planner import MOST_SCATTER, at_least_zero
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.replicas.balance_plan import LayerMove, PlacedLayer, plan_moves
@@ -121,7 +121,7 @@ class ExpertBalancer(Destroyable):
             self._layers_per_step = as_int("layers_per_step", layers_per_step, 1)
             self._step_bytes = None if step_bytes is None else as_int("step_bytes", step_bytes, 1)
             self._price = at_least_zero("price_per_byte", price_per_byte)
-            self._scatter = at_least_zero("scatter", scatter)
+            self._scatter = at_least_zero("scatter", scatter, MOST_SCATTER)
             return (
                 f"num_steps={self._num_steps}, num_window_steps={self._num_window_steps}, "
                 f"layers_per_step={self._layers_per_step}, step_bytes={self._step_bytes}, "

@@ -248,7 +248,24 @@ def test_plans_for_more_and_fewer_slots_begin_with_the_present_ones() -> None:
     assert moves(present, fewer) <= 4
 
 
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_extreme_loads_and_prices_are_planned(num_slots: int) -> None:
+    larger = Placement([[0, 1, 2, -1], [3, -1, -1, 0]], 4)
+    options: dict[str, Any] = {"bytes_per_expert": 10**6, "scatter": 2.0}
+    for present in (PLACED, larger):
+        for exponent in (-320, -310, -305, 0, 18):
+            for price in (0.0, 1e-300, 1e308):
+                loads = torch.tensor([[4.0, 1.0, 1.0, 1.0]], dtype=torch.float64) * 10.0**exponent
+                (plan,) = plan_placement(
+                    loads, 2, num_slots, present=[present], price_per_byte=price, **options
+                )
+                assert plan == Placement(plan.slots, 4)
+                if price > 1 and present is PLACED:
+                    assert moves(present, plan) == 0
+
+
 LOADS = torch.ones(2, 4)
+EXTREME = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 300.0]], dtype=torch.float64)
 PLACED = Placement([[0, 1], [2, 3]], 4)
 
 
@@ -276,7 +293,13 @@ PLACED = Placement([[0, 1], [2, 3]], 4)
         ),
         (ValueError, "bytes_per_expert must be >= 0, got -1", {"bytes_per_expert": -1}),
         (ValueError, "price_per_byte must be finite and >= 0, got -1", {"price_per_byte": -1.0}),
-        (ValueError, "scatter must be finite and >= 0, got inf", {"scatter": float("inf")}),
+        (ValueError, r"scatter must be in \[0, 2.0\], got inf", {"scatter": float("inf")}),
+        (ValueError, r"scatter must be in \[0, 2.0\], got 2.1", {"scatter": 2.1}),
+        (
+            ValueError,
+            r"layer 1 must be fewer than 2\*\*63 rows, got 1e\+300",
+            {"loads": 10.0**EXTREME},
+        ),
         (TypeError, "scatter must be a number, got", {"scatter": "0.3"}),
     ],
 )
