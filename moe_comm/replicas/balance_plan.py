@@ -38,7 +38,8 @@ class LayerMove:
     Args:
         layer_idx: Number of the layer.
         placement: The new one.
-        num_moves: Experts that come to a rank which did not hold them.
+        experts: Ascending, those that come to a rank which did not hold them.
+        num_moves: How often one does.
         moved_bytes: Of these, over all ranks.
         mean_rows: Of a rank, in the window of loads that was planned from.
         rows_before: Of the fullest rank in that window, by the old placement, shared out as "balanced" does.
@@ -47,11 +48,16 @@ class LayerMove:
 
     layer_idx: int
     placement: Placement
+    experts: tuple[int, ...]
     num_moves: int
     moved_bytes: int
     mean_rows: float
     rows_before: int
     rows_after: int
+
+    def phase(self, name: str) -> str:
+        """What is going on in this move, for errors."""
+        return f"layer {self.layer_idx}, {name} of experts {[*self.experts]}"
 
 
 def plan_moves(
@@ -101,15 +107,17 @@ def plan_moves(
 
 
 def _move_of(layer_idx: int, layer: PlacedLayer, placement: Placement) -> LayerMove:
-    num_moves = sum(
-        len({*new} - {*old} - {EMPTY_SLOT})
+    coming = [
+        expert_idx
         for old, new in zip(layer.placement.slots, placement.slots, strict=True)
-    )
+        for expert_idx in {*new} - {*old} - {EMPTY_SLOT}
+    ]
     return LayerMove(
         layer_idx=layer_idx,
         placement=placement,
-        num_moves=num_moves,
-        moved_bytes=num_moves * layer.bytes_per_expert,
+        experts=tuple(sorted({*coming})),
+        num_moves=len(coming),
+        moved_bytes=len(coming) * layer.bytes_per_expert,
         mean_rows=int(layer.loads.sum()) / placement.num_ranks,
         rows_before=fullest_rank(layer.loads, layer.placement),
         rows_after=fullest_rank(layer.loads, placement),

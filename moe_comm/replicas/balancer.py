@@ -330,7 +330,7 @@ class ExpertBalancer(Destroyable):
         while self._waiting and len(moved) < self._layers_per_step:
             move = self._waiting[0]
             layer = self._layers[move.layer_idx]
-            with _in_phase(f"layer {move.layer_idx}, prefetch"):
+            with _in_phase(move.phase("prefetch")):
                 if self._moving is None or self._moving.is_committed:
                     plan = plan_replicas(
                         layer.placement, move.placement, self.communicator.num_local_ranks
@@ -341,7 +341,7 @@ class ExpertBalancer(Destroyable):
                     self._moving_from = layer.placement
                 is_complete = self._moving.step()
             if is_complete:
-                with _in_phase(f"layer {move.layer_idx}, commit"):
+                with _in_phase(move.phase("commit")):
                     self._moving.commit()
                 self._switch(move)
                 moved.append(move)

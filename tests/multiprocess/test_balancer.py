@@ -41,8 +41,8 @@ def _lose_a_rank(context: RankContext, call: str, folder: Path) -> None:
         if call == "step":
             _die()
     phase = {"weights": "prefetch", "step": "agreement"}.get(call, call)
-    of_layer = "" if call == "step" else r"layer \d, "
-    with pytest.raises(PeerFailedError, match=rf"^{of_layer}{phase}: .*rank {DEAD}"):
+    where = phase if call == "step" else rf"layer \d, {phase} of experts \[\d.*\]"
+    with pytest.raises(PeerFailedError, match=rf"^{where}: .*rank {DEAD}"):
         balancer.step()
     assert waiting.buffer.config.placement == start
     waiting.check_weights()

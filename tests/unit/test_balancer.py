@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def test_layers_with_most_to_gain_come_first() -> None:
         for old, new in zip(start_placement(2).slots, planned.slots, strict=True)
     ]
     assert first.num_moves == sum(map(len, coming)) > 0
+    assert first.experts == tuple(sorted(set().union(*coming)))
     assert first.moved_bytes == 10 * first.num_moves
 
 
@@ -152,7 +154,9 @@ def test_a_layer_that_some_ranks_have_switched_is_switched_on_all() -> None:
                         raise PeerFailedError("rank 7 died", ranks=(7,))
 
                 balancer._copies.agree = hear_of_a_death  # type: ignore[method-assign]
-                with pytest.raises(PeerFailedError, match=r"layer \d, commit: rank 7 died"):
+                with pytest.raises(
+                    PeerFailedError, match=r"layer \d, commit of experts \[\d.*\]: rank 7 died"
+                ):
                     balancer.step()
                 assert waiting.buffer.config.placement == start_placement(2)
             else:
@@ -297,7 +301,7 @@ def test_a_rank_that_cannot_move_is_named_and_nothing_has_changed() -> None:
             if comm.rank_idx == 1:
                 storage.resize_(size)
                 storage.copy_(torch.tensor(kept, dtype=torch.uint8).untyped_storage())
-            assert said.startswith("layer 0, prefetch: rank 1: ")
+            assert re.match(r"layer 0, prefetch of experts \[\d.*\]: rank 1: ", said)
             assert layer.buffer.config.placement == start_placement(2)
             layer.check_weights()
             balancer.step()  # the layer still waits
