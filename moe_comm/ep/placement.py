@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -159,6 +159,25 @@ class Placement:
                     f"the first {num_slots} slots of all ranks must hold every expert once: expert "
                     f"{expert_idx} lies in {counts[expert_idx]} of them, of {self.slots}"
                 )
+        return Placement.of_valid(held, self.num_experts)
+
+    def without_replicas(self, num_owners: int, ranks: Collection[int]) -> Placement:
+        """The placement with those replicas empty that lie on some ranks, or whose owners do.
+
+        Args:
+            num_owners: The first slots of every rank, which hold every expert once: its owner.
+            ranks: These.
+        """
+        owned = {expert for rank_idx in ranks for expert in self.slots[rank_idx][:num_owners]}
+        held = [
+            [
+                EMPTY_SLOT
+                if slot_idx >= num_owners and (rank_idx in ranks or expert in owned)
+                else expert
+                for slot_idx, expert in enumerate(of_rank)
+            ]
+            for rank_idx, of_rank in enumerate(self.slots)
+        ]
         return Placement.of_valid(held, self.num_experts)
 
     @classmethod

@@ -139,6 +139,8 @@ class ExpertBalancer(Destroyable):
         """Prefetch of the first layer that waits, or committed of the one before."""
         self._moving_from: Placement | None = None
         self._has_stale_replicas = False
+        self._are_owners_ahead = False
+        """Whether an optimizer may have stepped owners since their replicas got their weights."""
         self._digested: list[Placement] = []
         self._known_digest = _digest_of([])
         self._step = 0
@@ -276,7 +278,7 @@ class ExpertBalancer(Destroyable):
         if self._has_stale_replicas:
             for layer_idx, layer in enumerate(self._layers):
                 self._refresh(layer_idx, layer)
-            self._has_stale_replicas = False
+            self._has_stale_replicas = self._are_owners_ahead = False
         if planned is None and not self._waiting:
             return
         moved = self._move_layers()
@@ -415,6 +417,7 @@ class ExpertBalancer(Destroyable):
                 for views in SlotTensors(gradients[layer_idx], num_slots, "gradients").views:
                     for view in views[layer.num_kept_slots :]:
                         view.zero_()
+        self._are_owners_ahead = True
 
     @gathers
     def recover(self) -> None:
@@ -422,22 +425,33 @@ class ExpertBalancer(Destroyable):
 
         After `Communicator.recover`. A peer that dies while ranks agree to switch a layer may leave it
         switched on some of the living alone: then the others switch it, too. Otherwise every rank keeps
-        the old placement. Experts that a dead rank alone held are lost; make buffers and a balancer
-        of the ranks that are left.
+        the old placement. Where an optimizer may have stepped the experts in kept slots, replicas of the living
+        get their weights now, and those of dead owners, which are behind, leave the placement.
+        Experts that a dead rank alone held are lost; make buffers and a balancer of the ranks that are left.
 
         Raises:
             PeerFailedError: Another peer died.
             PeerTimeoutError: A living peer did not come.
         """
         self._check_alive()
-        self._copies.communicator.recover()
-        said = self.communicator.exchange("ExpertBalancer.recover", self._digest().encode())
-        if len({*said} - {b""}) > 1:  # some have switched a layer, so all have its bytes
+        failed_ranks = self._copies.communicator.recover().failed_ranks
+        state = f"{self._digest()} {self._are_owners_ahead}"
+        said = self.communicator.exchange("ExpertBalancer.recover", state.encode())
+        states = [each.decode().split() for each in said if each]
+        if (
+            len({digest for digest, _ in states}) > 1
+        ):  # some have switched a layer, so all have its bytes
             assert self._moving is not None
             is_late = not self._moving.is_committed
             self._moving.commit()
             if is_late:
                 self._switch(self._waiting[0])
+        if any(is_ahead == str(True) for _, is_ahead in states):
+            for layer_idx, layer in enumerate(self._layers):
+                if layer.num_kept_slots:
+                    living = layer.placement.without_replicas(layer.num_kept_slots, failed_ranks)
+                    layer.buffer.switch_placement(living)
+                    self._refresh(layer_idx, layer)
         self.destroy()
 
     def _digest(self) -> str:

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from moe_comm import Communicator, PeerFailedError
+from moe_comm import Communicator, PeerFailedError, Placement
 from moe_comm.replicas import ExpertBalancer
 from moe_comm.testing import RankContext, RankError, run_ranks
-from tests.helpers.balanced_ranks import check_balanced, skewed_pair, start_placement
+from tests.helpers.balanced_ranks import (
+    Layer,
+    check_balanced,
+    expert_weights,
+    skewed_pair,
+    start_placement,
+)
 
 DEAD = 1
 
@@ -66,6 +73,45 @@ def test_a_rank_that_dies_leaves_the_old_placement_whole(
     with pytest.raises(RankError, match=rf"rank {DEAD} .*(SIGKILL|-9)"):
         run_ranks(_lose_a_rank, num_ranks, call, tmp_path, mode="processes", fresh=True)
     assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(num_ranks))} - {str(DEAD)}
+
+
+def _lose_an_owner(context: RankContext, call: str, folder: Path) -> None:
+    """An optimizer has stepped the owners; a rank dies before all replicas have their new weights."""
+    comm = Communicator(context.group, backend="host")
+    balancer = ExpertBalancer(comm, num_steps=100)
+    placement = Placement([[0, 1, 4], [2, 3, 5], [4, 5, 2], [6, 7, 3]], 8)
+    layer = Layer.of(comm, placement)
+    num_kept = 2
+    gradients = [torch.zeros_like(each) for each in layer.weights]
+    balancer.add_layer(
+        layer.buffer, layer.weights, num_kept_slots=num_kept, gradients=lambda: gradients
+    )
+    balancer.reduce_gradients()
+    for each in layer.weights:
+        each[:num_kept] += 1000
+    if comm.rank_idx == DEAD:
+        _die_in(call, balancer)
+        if call == "step":
+            _die()
+    with pytest.raises(PeerFailedError, match=rf"rank {DEAD}"):
+        balancer.step()
+    comm.recover()
+    balancer.recover()
+    found = layer.buffer.config.placement
+    # Rank 1 owned experts 2 and 3, and its replica of 5 went with it.
+    assert found == Placement([[0, 1, 4], [2, 3, -1], [4, 5, -1], [6, 7, -1]], 8)
+    experts = [expert for expert in found.slots[comm.rank_idx] if expert >= 0]
+    for weights, expected in zip(layer.weights, expert_weights(experts), strict=True):
+        assert torch.equal(weights[: len(experts)], expected + 1000)
+    (folder / str(comm.rank_idx)).touch()
+    comm.destroy()
+
+
+@pytest.mark.parametrize("call", ["step", "weights"])
+def test_replicas_that_are_behind_their_owners_are_not_used(call: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=rf"rank {DEAD} .*(SIGKILL|-9)"):
+        run_ranks(_lose_an_owner, 4, call, tmp_path, mode="processes", fresh=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "2", "3"}
 
 
 def _balance(context: RankContext) -> None:
