@@ -17,7 +17,9 @@ from moe_comm.tensors.memory import bytes_of
 __all__ = ["Rectangle", "read_rectangle", "rectangle_checksum", "write_rectangle"]
 
 # What waits in memory beside the model.
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
+# What stays in a core's own cache between two passes over it.
+_CACHED_BYTES = 512 << 10
 # Runs are read with what lies between them where that is less than reading them one by one would take.
 _MAX_GAP_BYTES = 4096
 
@@ -79,8 +81,29 @@ def _chunks(
         )
 
 
-def _runs(rectangle: Rectangle) -> tuple[int, range | list[int]]:
-    """Bytes of each run of neighbors in the file, and where the runs begin."""
+class _Rows(NamedTuple):
+    """Runs of neighbors in a file that follow each other at one distance.
+
+    Args:
+        offset: Of the first run.
+        count: Of runs.
+        run_bytes: Of each.
+        step: From one to the next; `run_bytes` or more.
+    """
+
+    offset: int
+    count: int
+    run_bytes: int
+    step: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the runs alone."""
+        return self.count * self.run_bytes
+
+
+def _rows(rectangle: Rectangle) -> Iterator[_Rows]:
+    """Yield the runs of a rectangle in order, as many at a time as follow each other at one distance."""
     run_bytes = rectangle.dtype.itemsize
     dim = len(rectangle.shape)
     stride = run_bytes
@@ -93,16 +116,20 @@ def _runs(rectangle: Rectangle) -> tuple[int, range | list[int]]:
         stride *= rectangle.shape[dim]
         if stop - start < rectangle.shape[dim]:
             break
-    steps: list[range] = []
-    for outer in reversed(range(dim)):
-        start, stop = rectangle.box[outer]
+    count, step = 1, run_bytes
+    outer: list[range] = []
+    for its_dim in reversed(range(dim)):
+        start, stop = rectangle.box[its_dim]
         offset += start * stride
-        steps.append(range(0, (stop - start) * stride, stride))
-        stride *= rectangle.shape[outer]
-    if len(steps) == 1:
-        return run_bytes, range(offset, offset + steps[0].stop, steps[0].step)
-    steps.reverse()
-    return run_bytes, [offset + sum(each) for each in itertools.product(*steps)]
+        if count == 1:
+            count, step = stop - start, stride
+        elif not outer and stride == count * step:
+            count *= stop - start
+        else:
+            outer.append(range(0, (stop - start) * stride, stride))
+        stride *= rectangle.shape[its_dim]
+    for each in itertools.product(*reversed(outer)):
+        yield _Rows(offset + sum(each), count, run_bytes, step)
 
 
 def write_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor) -> int:
@@ -119,14 +146,43 @@ def write_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor)
     Raises:
         OSError: It could not be written.
     """
-    crc = 0
     plain = _as_integers(tensor.detach().resolve_conj().resolve_neg())
+    if plain.is_contiguous() and plain.device.type == "cpu":
+        return _write_rows(descriptor, _memory(plain), rectangle, 0)
+    crc = 0
     for within, part in _chunks(rectangle):
-        chunk = _memory(plain[within].contiguous().cpu())
-        crc = crc32c(chunk, crc)
-        run_bytes, offsets = _runs(part)
-        for number, offset in enumerate(offsets):
-            _write_all(descriptor, chunk[number * run_bytes : (number + 1) * run_bytes], offset)
+        crc = _write_rows(descriptor, _memory(plain[within].contiguous().cpu()), part, crc)
+    return crc
+
+
+def _write_rows(descriptor: int, memory: memoryview, rectangle: Rectangle, crc: int) -> int:
+    """Write what lies in a row in memory; return its checksum, going on from that of what was before."""
+    for rows in _rows(rectangle):
+        if not memory:
+            break
+        if rows.step == rows.run_bytes:
+            rows = rows._replace(count=1, run_bytes=rows.num_bytes)
+        most = max(1, _CACHED_BYTES // rows.run_bytes) * rows.run_bytes
+        for first in range(0, rows.num_bytes, most):
+            # What the checksum has read is in the cache when it is written.
+            some = memory[first : min(first + most, rows.num_bytes)]
+            offset = rows.offset + first // rows.run_bytes * rows.step
+            if rows.count == 1:
+                crc = _write_checked(descriptor, some, offset, crc)
+                continue
+            crc = crc32c(some, crc)
+            for start in range(0, len(some), rows.run_bytes):
+                _write_all(descriptor, some[start : start + rows.run_bytes], offset)
+                offset += rows.step
+        memory = memory[rows.num_bytes :]
+    return crc
+
+
+def _write_checked(descriptor: int, memory: memoryview, offset: int, crc: int) -> int:
+    for first in range(0, len(memory), _CACHED_BYTES):
+        some = memory[first : first + _CACHED_BYTES]
+        crc = crc32c(some, crc)
+        _write_all(descriptor, some, offset + first)
     return crc
 
 
@@ -156,20 +212,21 @@ def read_rectangle(
     """
     is_alike = tensor.dtype == rectangle.dtype and factors is None
     target = _as_integers(tensor) if is_alike else tensor
+    if is_alike and target.is_contiguous() and target.device.type == "cpu":
+        _read_rows(descriptor, _memory(target), rectangle)
+        return
+    waiting = torch.empty(
+        min(rectangle.num_bytes, _CHUNK_BYTES), dtype=torch.uint8, device="cpu"
+    )
     # Products are made of data, values and factors.
     for within, part in _chunks(rectangle, None if factors is None else 9):
         place = target[within]
-        is_in_place = is_alike and place.is_contiguous() and place.device.type == "cpu"
-        chunk = (
-            place if is_in_place else torch.empty(part.num_bytes, dtype=torch.uint8, device="cpu")
-        )
-        _read_runs(descriptor, _memory(chunk), part)
-        if not is_in_place:
-            values = chunk.view(place.dtype if is_alike else rectangle.dtype)
-            values = values.view(place.shape)
-            if factors is not None:
-                values = values.float().mul_(factors(part.shape, part.box))
-            place.copy_(values)
+        chunk = waiting[: part.num_bytes]
+        _read_rows(descriptor, _memory(chunk), part)
+        values = chunk.view(place.dtype if is_alike else rectangle.dtype).view(place.shape)
+        if factors is not None:
+            values = values.float().mul_(factors(part.shape, part.box))
+        place.copy_(values)
 
 
 def rectangle_checksum(descriptor: int, rectangle: Rectangle) -> int:
@@ -180,31 +237,40 @@ def rectangle_checksum(descriptor: int, rectangle: Rectangle) -> int:
         OSError: It could not be read.
     """
     crc = 0
+    waiting = bytearray(min(rectangle.num_bytes, _CHUNK_BYTES))
     for _, part in _chunks(rectangle):
-        chunk = bytearray(part.num_bytes)
-        _read_runs(descriptor, memoryview(chunk), part)
+        chunk = memoryview(waiting)[: part.num_bytes]
+        _read_rows(descriptor, chunk, part)
         crc = crc32c(chunk, crc)
     return crc
 
 
-def _read_runs(descriptor: int, memory: memoryview, rectangle: Rectangle) -> None:
-    run_bytes, offsets = _runs(rectangle)
-    first = offsets[0]
-    num_runs = len(offsets)
-    if isinstance(offsets, range) and num_runs > 1 and offsets.step - run_bytes <= _MAX_GAP_BYTES:
-        # Whole rows, of which a part is kept; in turns, so that no more waits than is asked for.
-        rows = torch.empty(
-            (max(1, _CHUNK_BYTES // offsets.step), offsets.step), dtype=torch.uint8, device="cpu"
-        )
-        kept: Any = torch.frombuffer(memory, dtype=torch.uint8).view(num_runs, run_bytes)
-        for start in range(0, num_runs, len(rows)):
-            count = min(len(rows), num_runs - start)
-            num_bytes = (count - 1) * offsets.step + run_bytes
-            _read_all(descriptor, _memory(rows)[:num_bytes], first + start * offsets.step)
-            kept[start : start + count] = rows[:count, :run_bytes]
-        return
-    for number, offset in enumerate(offsets):
-        _read_all(descriptor, memory[number * run_bytes : (number + 1) * run_bytes], offset)
+def _read_rows(descriptor: int, memory: memoryview, rectangle: Rectangle) -> None:
+    """Read what is to lie in a row in memory."""
+    spare: torch.Tensor | None = None
+    for rows in _rows(rectangle):
+        if not memory:
+            break
+        its, memory = memory[: rows.num_bytes], memory[rows.num_bytes :]
+        if rows.step == rows.run_bytes:
+            _read_all(descriptor, its, rows.offset)
+        elif rows.count > 1 and rows.step - rows.run_bytes <= _MAX_GAP_BYTES:
+            # Whole rows, of which a part is kept while they are in the cache.
+            most = min(rows.count, max(1, _CACHED_BYTES // rows.step))
+            if spare is None:
+                spare = torch.empty(most * rows.step, dtype=torch.uint8, device="cpu")
+            whole = spare.view(most, rows.step)
+            kept = torch.frombuffer(its, dtype=torch.uint8).view(rows.count, rows.run_bytes)
+            for first in range(0, rows.count, most):
+                count = min(most, rows.count - first)
+                num_bytes = (count - 1) * rows.step + rows.run_bytes
+                offset = rows.offset + first * rows.step
+                _read_all(descriptor, _memory(spare)[:num_bytes], offset)
+                kept[first : first + count] = whole[:count, : rows.run_bytes]
+        else:
+            for number in range(rows.count):
+                run = its[number * rows.run_bytes : (number + 1) * rows.run_bytes]
+                _read_all(descriptor, run, rows.offset + number * rows.step)
 
 
 def _read_all(descriptor: int, memory: memoryview, offset: int) -> None:
