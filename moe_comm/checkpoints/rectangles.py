@@ -81,6 +81,11 @@ def _chunks(
         )
 
 
+def _waiting_bytes(rectangle: Rectangle) -> int:
+    """Return the bytes that hold each of `_chunks`."""
+    return min(rectangle.num_bytes, max(_CHUNK_BYTES, rectangle.dtype.itemsize))
+
+
 class _Rows(NamedTuple):
     """Runs of neighbors in a file that follow each other at one distance.
 
@@ -215,9 +220,7 @@ def read_rectangle(
     if is_alike and target.is_contiguous() and target.device.type == "cpu":
         _read_rows(descriptor, _memory(target), rectangle)
         return
-    waiting = torch.empty(
-        min(rectangle.num_bytes, _CHUNK_BYTES), dtype=torch.uint8, device="cpu"
-    )
+    waiting = torch.empty(_waiting_bytes(rectangle), dtype=torch.uint8, device="cpu")
     # Products are made of data, values and factors.
     for within, part in _chunks(rectangle, None if factors is None else 9):
         place = target[within]
@@ -237,7 +240,7 @@ def rectangle_checksum(descriptor: int, rectangle: Rectangle) -> int:
         OSError: It could not be read.
     """
     crc = 0
-    waiting = bytearray(min(rectangle.num_bytes, _CHUNK_BYTES))
+    waiting = bytearray(_waiting_bytes(rectangle))
     for _, part in _chunks(rectangle):
         chunk = memoryview(waiting)[: part.num_bytes]
         _read_rows(descriptor, chunk, part)

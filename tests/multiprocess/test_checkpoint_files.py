@@ -119,6 +119,7 @@ def test_layouts_drawn_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         ]
     # Parts of one rectangle, and rows with gaps between them, at every size.
     monkeypatch.setattr(rectangles, "_CHUNK_BYTES", rng.choice([1, 7, 64, 1 << 20]))
+    monkeypatch.setattr(rectangles, "_CACHED_BYTES", rng.choice([1, 24, 512 << 10]))
     monkeypatch.setattr(rectangles, "_MAX_GAP_BYTES", rng.choice([0, 8, 4096]))
     save(source.views, folder, "v", max_file_bytes=rng.choice([1, 100, 10_000]))
     found = plain_tensors(folder / "v")
