@@ -1,5 +1,6 @@
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -210,6 +211,40 @@ py::bytes piece_checksums(const PieceChecksums& self,
   return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof(uint64_t)};
 }
 
+/// Numbers of 8 bytes, for every block of every piece.
+void block_checksums(const PieceChecksums& self,
+                     int64_t block_bytes,
+                     const py::buffer& sums,
+                     const std::optional<py::buffer>& wanted,
+                     int num_threads) {
+  MOE_CHECK(block_bytes > 0 && block_bytes % cpu::kChecksumBlockBytes == 0,
+            "block_bytes must be a multiple of ",
+            cpu::kChecksumBlockBytes,
+            ", got ",
+            block_bytes);
+  int64_t num_blocks = 0;
+  for (size_t idx = 0; idx < self.num_pieces(); ++idx)
+    num_blocks += self.num_blocks(idx, block_bytes);
+  const auto view_of = [&](const char* name, const py::buffer& buffer, bool is_written) {
+    auto view = std::make_unique<py::buffer_info>(buffer.request(is_written));
+    const int64_t expected = num_blocks * (is_written ? 8 : 1);
+    MOE_CHECK(view->size * view->itemsize == expected,
+              name,
+              " must have ",
+              expected,
+              " bytes, got ",
+              view->size * view->itemsize);
+    return view;
+  };
+  const auto sums_view = view_of("sums", sums, true);
+  const auto wanted_view = wanted ? view_of("wanted", *wanted, false) : nullptr;
+  const py::gil_scoped_release no_gil;
+  self.compute_blocks(block_bytes,
+                      wanted_view ? static_cast<const uint8_t*>(wanted_view->ptr) : nullptr,
+                      num_threads,
+                      static_cast<uint64_t*>(sums_view->ptr));
+}
+
 }  // namespace
 
 void bind_batched_copy(py::module_& module) {
@@ -241,7 +276,13 @@ void bind_batched_copy(py::module_& module) {
       .def("destroy", &BatchedCopy::destroy, py::call_guard<py::gil_scoped_release>());
   py::class_<PieceChecksums, std::shared_ptr<PieceChecksums>>(module, "PieceChecksums")
       .def(py::init(&make_piece_checksums), py::arg("pieces"))
-      .def("compute", &piece_checksums, py::arg("sent"), py::arg("num_threads"));
+      .def("compute", &piece_checksums, py::arg("sent"), py::arg("num_threads"))
+      .def("compute_blocks",
+           &block_checksums,
+           py::arg("block_bytes"),
+           py::arg("sums"),
+           py::arg("wanted"),
+           py::arg("num_threads"));
   module.def("checksum", &checksum_of, py::arg("tensor"));
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -24,6 +25,18 @@ std::optional<uint64_t> checksum_as_sent(const CopyItem& piece,
   return std::nullopt;
 }
 
+/// The part of a piece's checksum that is of these bytes, which begin with a block.
+uint64_t sum_of_blocks(const CopyItem& piece, int64_t from, int64_t bytes) {
+  return cpu::copy_with_checksum(cpu::best_row_kernels(),
+                                 piece.place(),
+                                 piece.shape.bytes,
+                                 from,
+                                 cpu::Place{},
+                                 0,
+                                 bytes,
+                                 cpu::StoreMode::kCached);
+}
+
 }  // namespace
 
 PieceChecksums::PieceChecksums(std::vector<CopyItem> pieces, std::shared_ptr<void> owner)
@@ -32,50 +45,67 @@ PieceChecksums::PieceChecksums(std::vector<CopyItem> pieces, std::shared_ptr<voi
     bytes_ += piece.shape.bytes;
 }
 
-std::vector<uint64_t> PieceChecksums::compute(
-    const std::vector<std::shared_ptr<PreparedCopies>>& sent, int num_threads) const {
-  std::vector<uint64_t> checksums(pieces_.size());
-  std::vector<size_t> to_read;
+template <typename Read>
+void PieceChecksums::for_blocks(const std::vector<size_t>& to_read,
+                                int64_t block_bytes,
+                                int num_threads,
+                                Read&& read) const {
   std::vector<int64_t> ends;  // [to_read], in blocks of all pieces that are read
-  int64_t num_blocks = 0;
-  for (size_t idx = 0; idx < pieces_.size(); ++idx) {
-    if (const auto known = checksum_as_sent(pieces_[idx], sent)) {
-      checksums[idx] = *known;
-      continue;
-    }
-    to_read.push_back(idx);
-    num_blocks +=
-        (pieces_[idx].shape.bytes + cpu::kChecksumBlockBytes - 1) / cpu::kChecksumBlockBytes;
-    ends.push_back(num_blocks);
-  }
-  const cpu::RowKernels& kernels = cpu::best_row_kernels();
+  int64_t count = 0;
+  for (const size_t idx : to_read)
+    ends.push_back(count += num_blocks(idx, block_bytes));
   const auto read_blocks = [&](int64_t begin, int64_t end) {
     auto at = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
     while (begin < end) {
       const int64_t first = at == 0 ? 0 : ends[at - 1];
       const int64_t stop = std::min(end, ends[at]);
-      const CopyItem& piece = pieces_[to_read[at]];
-      const int64_t from = (begin - first) * cpu::kChecksumBlockBytes;
-      const int64_t to = std::min((stop - first) * cpu::kChecksumBlockBytes, piece.shape.bytes);
-      const uint64_t blocks = cpu::copy_with_checksum(kernels,
-                                                      piece.place(),
-                                                      piece.shape.bytes,
-                                                      from,
-                                                      cpu::Place{},
-                                                      0,
-                                                      to - from,
-                                                      cpu::StoreMode::kCached);
-      std::atomic_ref<uint64_t>(checksums[to_read[at]])
-          .fetch_add(blocks, std::memory_order_relaxed);
+      const int64_t from = (begin - first) * block_bytes;
+      const int64_t to = std::min((stop - first) * block_bytes, pieces_[to_read[at]].shape.bytes);
+      read(to_read[at], from, to - from);
       begin = stop;
       ++at;
     }
   };
   cpu::ThreadPool threads(bytes_ < kLeastBytesOfThreads ? 1 : num_threads);
-  threads.parallel_for(num_blocks, read_blocks);
+  threads.parallel_for(count, read_blocks);
+}
+
+std::vector<uint64_t> PieceChecksums::compute(
+    const std::vector<std::shared_ptr<PreparedCopies>>& sent, int num_threads) const {
+  std::vector<uint64_t> checksums(pieces_.size());
+  std::vector<size_t> to_read;
+  for (size_t idx = 0; idx < pieces_.size(); ++idx) {
+    if (const auto known = checksum_as_sent(pieces_[idx], sent))
+      checksums[idx] = *known;
+    else
+      to_read.push_back(idx);
+  }
+  const auto read = [&](size_t idx, int64_t from, int64_t bytes) {
+    std::atomic_ref<uint64_t>(checksums[idx])
+        .fetch_add(sum_of_blocks(pieces_[idx], from, bytes), std::memory_order_relaxed);
+  };
+  for_blocks(to_read, cpu::kChecksumBlockBytes, num_threads, read);
   for (const size_t idx : to_read)
     checksums[idx] = cpu::finish_checksum(checksums[idx], pieces_[idx].shape.bytes);
   return checksums;
+}
+
+void PieceChecksums::compute_blocks(int64_t block_bytes,
+                                    const uint8_t* wanted,
+                                    int num_threads,
+                                    uint64_t* sums) const {
+  std::vector<size_t> all(pieces_.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  std::vector<int64_t> first(pieces_.size());
+  for (size_t idx = 1; idx < pieces_.size(); ++idx)
+    first[idx] = first[idx - 1] + num_blocks(idx - 1, block_bytes);
+  for_blocks(all, block_bytes, num_threads, [&](size_t idx, int64_t from, int64_t bytes) {
+    const CopyItem& piece = pieces_[idx];
+    int64_t block = first[idx] + from / block_bytes;
+    for (int64_t at = from; at < from + bytes; at += block_bytes, ++block)
+      if (wanted == nullptr || wanted[block] != 0)
+        sums[block] = sum_of_blocks(piece, at, std::min(block_bytes, piece.shape.bytes - at));
+  });
 }
 
 }  // namespace moe::ops

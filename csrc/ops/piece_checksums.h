@@ -20,7 +20,31 @@ class PieceChecksums {
   std::vector<uint64_t> compute(const std::vector<std::shared_ptr<PreparedCopies>>& sent,
                                 int num_threads) const;
 
+  /// Number of blocks of @p block_bytes of a piece, the last of which may be shorter.
+  int64_t num_blocks(size_t piece_idx, int64_t block_bytes) const {
+    return (pieces_[piece_idx].shape.bytes + block_bytes - 1) / block_bytes;
+  }
+  size_t num_pieces() const { return pieces_.size(); }
+
+  /// For every block of every piece, in order, the part of the piece's checksum that is of this
+  /// block: parts of a piece add up to what cpu::finish_checksum() takes.
+  /// @param block_bytes  A multiple of cpu::kChecksumBlockBytes.
+  /// @param wanted       [blocks], the blocks to read; null for all. Others keep what is there.
+  /// @param sums         [blocks]
+  void compute_blocks(int64_t block_bytes,
+                      const uint8_t* wanted,
+                      int num_threads,
+                      uint64_t* sums) const;
+
  private:
+  /// Calls @p read(piece_idx, from, bytes) for the bytes of @p to_read, split between threads in
+  /// multiples of @p block_bytes.
+  template <typename Read>
+  void for_blocks(const std::vector<size_t>& to_read,
+                  int64_t block_bytes,
+                  int num_threads,
+                  Read&& read) const;
+
   std::vector<CopyItem> pieces_;
   std::shared_ptr<void> owner_;
   int64_t bytes_ = 0;  ///< of all pieces

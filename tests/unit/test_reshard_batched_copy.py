@@ -19,6 +19,7 @@ from moe_comm.resharding.copy_services.batched_copy import (
     BatchedCopy,
     CopyItem,
     PieceChecksums,
+    block_checksums,
     checksum,
 )
 from tests.helpers.rank_threads import on_ranks
@@ -679,6 +680,57 @@ def test_checksum_is_as_documented(num_bytes: int) -> None:
     tensor = torch.arange(num_bytes // 2, dtype=torch.int16)
     data = tensor.view(torch.uint8).numpy().tobytes()
     assert checksum(tensor) == documented_checksum(data)
+
+
+@pytest.mark.parametrize("form", ["plain", "columns", "transposed"])
+@pytest.mark.parametrize(("num_rows", "block_bytes"), [(0, 65536), (700, 65536), (9000, 32768)])
+def test_checksums_of_blocks_are_those_of_the_changed_bytes(
+    num_rows: int, block_bytes: int, form: str
+) -> None:
+    values = torch.randint(0, 256, (num_rows, 700), dtype=torch.uint8)
+    tensor = lay_out(values, form)
+    data = values.numpy().tobytes()
+    sums = block_checksums(tensor, block_bytes, num_threads=3)
+    hashes = [
+        hash_of_block(data[start : start + BLOCK_BYTES], block_idx)
+        for block_idx, start in enumerate(range(0, len(data), BLOCK_BYTES))
+    ]
+    at_a_time = block_bytes // BLOCK_BYTES
+    assert sums.tolist() == [
+        sum(hashes[first : first + at_a_time]) % (1 << 64)
+        for first in range(0, len(hashes), at_a_time)
+    ]
+    for _ in range(20 if num_rows else 0):
+        at = int(torch.randint(values.numel(), ()))
+        tensor[at // 700, at % 700] ^= 1 << int(torch.randint(8, ()))
+        changed = block_checksums(tensor, block_bytes)
+        assert (changed != sums).nonzero()[0].tolist() == [at // block_bytes]
+        sums = changed
+
+
+def test_checksums_of_wanted_blocks_leave_the_others() -> None:
+    first, second = torch.zeros(5 << 14), torch.ones(7 << 13, dtype=torch.int16).view(7, -1).T
+    pieces = PieceChecksums([(0, first, 0), (1, second, 0)])
+    sums = pieces.compute_blocks(2)
+    assert sums.tolist() == [*block_checksums(first), *block_checksums(second)]
+    wanted = torch.rand(len(sums)) < 0.5
+    found = pieces.compute_blocks(
+        2, sums=torch.full((len(sums),), 7).numpy().view("uint64"), wanted=wanted.numpy()
+    )
+    assert found.tolist() == [
+        int(its) if wants else 7 for its, wants in zip(sums, wanted, strict=True)
+    ]
+
+
+def test_checksums_of_blocks_that_cannot_be() -> None:
+    for block_bytes in (0, 100, 65537):
+        with pytest.raises(ValueError, match=f"block_bytes must be .*, got {block_bytes}"):
+            block_checksums(torch.zeros(3), block_bytes)
+    pieces = PieceChecksums([(0, torch.zeros(3), 0)])
+    with pytest.raises(ValueError, match="sums must have 8 bytes, got 16"):
+        pieces.compute_blocks(1, sums=torch.zeros(2, dtype=torch.int64).numpy().view("uint64"))
+    with pytest.raises(ValueError, match="must be in CPU memory, got device meta"):
+        block_checksums(torch.zeros(3, device="meta"))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

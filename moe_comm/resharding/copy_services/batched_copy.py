@@ -24,13 +24,21 @@ if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = [
+    "BLOCK_BYTES",
     "BatchedCopy",
     "CopyStats",
     "PieceChecksums",
     "PreparedCopies",
+    "block_checksums",
+    "check_block_bytes",
     "checksum",
     "problem_with_overlaps",
 ]
+
+BLOCK_BYTES = 1 << 16
+"""Of the blocks by which changes are found."""
+
+_HASHED_BYTES = 1 << 14  # kChecksumBlockBytes
 
 CopyItem = tuple[int, torch.Tensor, int]
 """Task id, tensor, rank of the other end."""
@@ -319,6 +327,42 @@ def checksum(tensor: torch.Tensor) -> int:
     return _host.checksum(tensor)
 
 
+def check_block_bytes(block_bytes: int) -> int:
+    """Return the size of blocks that are hashed each by itself, or raise a ValueError."""
+    if as_int("block_bytes", block_bytes, 1) % _HASHED_BYTES:
+        raise ValueError(f"block_bytes must be a multiple of {_HASHED_BYTES}, got {block_bytes}")
+    return block_bytes
+
+
+def block_checksums(
+    tensor: torch.Tensor, block_bytes: int = BLOCK_BYTES, num_threads: int | None = None
+) -> npt.NDArray[np.uint64]:
+    """64-bit hashes of the blocks of a tensor, by which a later look finds the blocks that changed.
+
+    Blocks are of the bytes of `tensor` in logical order, whatever its strides; the last one may be
+    shorter. A hash depends on every byte of its block and on the number of the block, not on dtype or
+    machine, nor on how many zeros the last one ends with. It always changes with one element of its block alone; that another change
+    leaves it as it was has odds of 2**-64: of 2**32 changed blocks (256 TiB), one goes unseen once in
+    2**32 times. It is no defense against who makes two blocks of one hash on purpose.
+
+    Args:
+        tensor: In CPU memory.
+        block_bytes: A multiple of 16384.
+        num_threads: That read, this one included; None for torch's number.
+
+    Returns:
+        Shape (ceil(bytes / block_bytes),). Of an empty tensor, none.
+
+    Raises:
+        ValueError: The tensor is not in CPU memory, more than 8 of its dimensions cannot be merged, or
+            `block_bytes` is not such a multiple.
+    """
+    threads = (
+        torch.get_num_threads() if num_threads is None else as_int("num_threads", num_threads, 1)
+    )
+    return PieceChecksums([(0, tensor, 0)]).compute_blocks(threads, block_bytes=block_bytes)
+
+
 class PieceChecksums:
     """Checksums of pieces of this rank's tensors, listed once and computed as often as they change.
 
@@ -332,7 +376,9 @@ class PieceChecksums:
     def __init__(self, pieces: Iterable[CopyItem]) -> None:
         from moe_comm import _host
 
-        self._native = _host.PieceChecksums(list(pieces))
+        items = list(pieces)
+        self._native = _host.PieceChecksums(items)
+        self._sizes = [tensor.nbytes for _, tensor, _ in items]
 
     def compute(self, sent: Sequence[PreparedCopies], num_threads: int) -> npt.NDArray[np.uint64]:
         """`checksum` of each piece, in the order of the pieces.
@@ -344,3 +390,28 @@ class PieceChecksums:
         """
         natives = [copies._native for copies in sent]
         return np.frombuffer(self._native.compute(natives, num_threads), np.uint64)
+
+    def compute_blocks(
+        self,
+        num_threads: int,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        sums: npt.NDArray[np.uint64] | None = None,
+        wanted: npt.NDArray[np.bool_] | None = None,
+    ) -> npt.NDArray[np.uint64]:
+        """`block_checksums` of each piece, one behind the other, in the order of the pieces.
+
+        Args:
+            num_threads: That read, this one included.
+            block_bytes: As of `block_checksums`.
+            sums: Written and returned, of shape (blocks of all pieces,); None for a new array.
+            wanted: Which blocks are read; `sums` keeps those of others. None for all.
+
+        Raises:
+            ValueError: `block_bytes` is of another kind, or an array of another size.
+        """
+        if sums is None:
+            check_block_bytes(block_bytes)
+            sums = np.zeros(sum(-(-size // block_bytes) for size in self._sizes), np.uint64)
+        self._native.compute_blocks(block_bytes, sums, wanted, num_threads)
+        return sums
