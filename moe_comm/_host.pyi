@@ -148,6 +148,17 @@ class PieceChecksums:
     def compute_blocks(
         self, block_bytes: int, sums: Any, wanted: Any | None, num_threads: int
     ) -> None: ...
+    def of_blocks(self, block_bytes: int, sums: Any) -> bytes: ...
+    def move_blocks(
+        self,
+        first: int,
+        end: int,
+        block_bytes: int,
+        wanted: Any,
+        packed: Any,
+        is_packing: bool,
+        num_threads: int,
+    ) -> None: ...
 
 class TensorTable:
     def __init__(self, tensors: list[Any]) -> None: ...

@@ -211,38 +211,76 @@ py::bytes piece_checksums(const PieceChecksums& self,
   return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof(uint64_t)};
 }
 
-/// Numbers of 8 bytes, for every block of every piece.
-void block_checksums(const PieceChecksums& self,
-                     int64_t block_bytes,
-                     const py::buffer& sums,
-                     const std::optional<py::buffer>& wanted,
-                     int num_threads) {
+/// Memory of @p buffer. @throws InvalidArgument  It has not @p bytes.
+std::byte* memory_of(const char* name, const py::buffer& buffer, int64_t bytes, bool is_written) {
+  const py::buffer_info view = buffer.request(is_written);
+  MOE_CHECK(view.size * view.itemsize == bytes,
+            name,
+            " must have ",
+            bytes,
+            " bytes, got ",
+            view.size * view.itemsize);
+  return static_cast<std::byte*>(view.ptr);
+}
+
+int64_t count_blocks(const PieceChecksums& self, size_t first, size_t end, int64_t block_bytes) {
   MOE_CHECK(block_bytes > 0 && block_bytes % cpu::kChecksumBlockBytes == 0,
             "block_bytes must be a multiple of ",
             cpu::kChecksumBlockBytes,
             ", got ",
             block_bytes);
   int64_t num_blocks = 0;
-  for (size_t idx = 0; idx < self.num_pieces(); ++idx)
+  for (size_t idx = first; idx < end; ++idx)
     num_blocks += self.num_blocks(idx, block_bytes);
-  const auto view_of = [&](const char* name, const py::buffer& buffer, bool is_written) {
-    auto view = std::make_unique<py::buffer_info>(buffer.request(is_written));
-    const int64_t expected = num_blocks * (is_written ? 8 : 1);
-    MOE_CHECK(view->size * view->itemsize == expected,
-              name,
-              " must have ",
-              expected,
-              " bytes, got ",
-              view->size * view->itemsize);
-    return view;
-  };
-  const auto sums_view = view_of("sums", sums, true);
-  const auto wanted_view = wanted ? view_of("wanted", *wanted, false) : nullptr;
+  return num_blocks;
+}
+
+void block_checksums(const PieceChecksums& self,
+                     int64_t block_bytes,
+                     const py::buffer& sums,
+                     const std::optional<py::buffer>& wanted,
+                     int num_threads) {
+  const int64_t num_blocks = count_blocks(self, 0, self.num_pieces(), block_bytes);
+  std::byte* const values = memory_of("sums", sums, num_blocks * 8, true);
+  const std::byte* const flags = wanted ? memory_of("wanted", *wanted, num_blocks, false) : nullptr;
   const py::gil_scoped_release no_gil;
   self.compute_blocks(block_bytes,
-                      wanted_view ? static_cast<const uint8_t*>(wanted_view->ptr) : nullptr,
+                      reinterpret_cast<const uint8_t*>(flags),
                       num_threads,
-                      static_cast<uint64_t*>(sums_view->ptr));
+                      reinterpret_cast<uint64_t*>(values));
+}
+
+py::bytes checksums_of_blocks(const PieceChecksums& self,
+                              int64_t block_bytes,
+                              const py::buffer& sums) {
+  const int64_t num_blocks = count_blocks(self, 0, self.num_pieces(), block_bytes);
+  const std::byte* const values = memory_of("sums", sums, num_blocks * 8, false);
+  const auto checksums = self.of_blocks(block_bytes, reinterpret_cast<const uint64_t*>(values));
+  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof(uint64_t)};
+}
+
+void move_blocks(const PieceChecksums& self,
+                 size_t first,
+                 size_t end,
+                 int64_t block_bytes,
+                 const py::buffer& wanted,
+                 const py::buffer& packed,
+                 bool is_packing,
+                 int num_threads) {
+  MOE_CHECK(first <= end && end <= self.num_pieces(), "no pieces ", first, " to ", end);
+  const int64_t num_blocks = count_blocks(self, first, end, block_bytes);
+  const std::byte* const flags = memory_of("wanted", wanted, num_blocks, false);
+  const int64_t bytes = packed.request().size;
+  std::byte* const memory = memory_of("packed", packed, bytes, is_packing);
+  const py::gil_scoped_release no_gil;
+  self.move_blocks(first,
+                   end,
+                   block_bytes,
+                   reinterpret_cast<const uint8_t*>(flags),
+                   memory,
+                   bytes,
+                   is_packing,
+                   num_threads);
 }
 
 }  // namespace
@@ -282,6 +320,16 @@ void bind_batched_copy(py::module_& module) {
            py::arg("block_bytes"),
            py::arg("sums"),
            py::arg("wanted"),
+           py::arg("num_threads"))
+      .def("of_blocks", &checksums_of_blocks, py::arg("block_bytes"), py::arg("sums"))
+      .def("move_blocks",
+           &move_blocks,
+           py::arg("first"),
+           py::arg("end"),
+           py::arg("block_bytes"),
+           py::arg("wanted"),
+           py::arg("packed"),
+           py::arg("is_packing"),
            py::arg("num_threads"));
   module.def("checksum", &checksum_of, py::arg("tensor"));
 }

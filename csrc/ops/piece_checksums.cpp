@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/error.h"
 #include "cpu/row_kernels.h"
 #include "cpu/strided_copy.h"
 #include "cpu/thread_pool.h"
@@ -106,6 +107,71 @@ void PieceChecksums::compute_blocks(int64_t block_bytes,
       if (wanted == nullptr || wanted[block] != 0)
         sums[block] = sum_of_blocks(piece, at, std::min(block_bytes, piece.shape.bytes - at));
   });
+}
+
+std::vector<uint64_t> PieceChecksums::of_blocks(int64_t block_bytes, const uint64_t* sums) const {
+  std::vector<uint64_t> checksums;
+  for (size_t idx = 0; idx < pieces_.size(); ++idx) {
+    const int64_t count = num_blocks(idx, block_bytes);
+    checksums.push_back(
+        cpu::finish_checksum(std::accumulate(sums, sums + count, uint64_t{0}), pieces_[idx].shape.bytes));
+    sums += count;
+  }
+  return checksums;
+}
+
+void PieceChecksums::move_blocks(size_t first,
+                                 size_t end,
+                                 int64_t block_bytes,
+                                 const uint8_t* wanted,
+                                 std::byte* packed,
+                                 int64_t packed_bytes,
+                                 bool is_packing,
+                                 int num_threads) const {
+  struct Block {
+    const CopyItem* piece;
+    int64_t from;
+    int64_t bytes;
+    int64_t at;
+  };
+  std::vector<Block> blocks;
+  int64_t at = 0;
+  for (size_t idx = first; idx < end; ++idx) {
+    const CopyItem& piece = pieces_[idx];
+    for (int64_t from = 0; from < piece.shape.bytes; from += block_bytes) {
+      if (*wanted++ == 0)
+        continue;
+      const int64_t bytes = std::min(block_bytes, piece.shape.bytes - from);
+      blocks.push_back({&piece, from, bytes, at});
+      at += bytes;
+    }
+  }
+  MOE_CHECK(at == packed_bytes, "blocks of ", at, " bytes are wanted, got ", packed_bytes);
+  const cpu::RowKernels& kernels = cpu::best_row_kernels();
+  const auto copy = [&](int64_t begin, int64_t stop) {
+    for (int64_t i = begin; i < stop; ++i) {
+      const Block& block = blocks[static_cast<size_t>(i)];
+      const cpu::Place there{packed + block.at, nullptr};
+      if (is_packing)
+        cpu::copy_strided(kernels,
+                          block.piece->place(),
+                          block.from,
+                          there,
+                          0,
+                          block.bytes,
+                          cpu::StoreMode::kCached);
+      else
+        cpu::copy_strided(kernels,
+                          there,
+                          0,
+                          block.piece->place(),
+                          block.from,
+                          block.bytes,
+                          cpu::StoreMode::kCached);
+    }
+  };
+  cpu::ThreadPool threads(at < kLeastBytesOfThreads ? 1 : num_threads);
+  threads.parallel_for(static_cast<int64_t>(blocks.size()), copy);
 }
 
 }  // namespace moe::ops

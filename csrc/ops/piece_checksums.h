@@ -8,7 +8,8 @@
 
 namespace moe::ops {
 
-/// Checksums of pieces of this rank's tensors, computed as often as asked for.
+/// Checksums of pieces of this rank's tensors and of their blocks, computed as often as asked for,
+/// and copies of the blocks that changed.
 class PieceChecksums {
  public:
   /// @param owner  Keeps the tensors.
@@ -35,6 +36,21 @@ class PieceChecksums {
                       const uint8_t* wanted,
                       int num_threads,
                       uint64_t* sums) const;
+
+  /// The checksum of each piece, of what compute_blocks() gave for all blocks.
+  std::vector<uint64_t> of_blocks(int64_t block_bytes, const uint64_t* sums) const;
+
+  /// Copies blocks of pieces [@p first, @p end), one behind the other, to @p packed or from there.
+  /// @param wanted  Which, of the blocks of these pieces in order.
+  /// @param packed_bytes  Of all of them. @throws InvalidArgument
+  void move_blocks(size_t first,
+                   size_t end,
+                   int64_t block_bytes,
+                   const uint8_t* wanted,
+                   std::byte* packed,
+                   int64_t packed_bytes,
+                   bool is_packing,
+                   int num_threads) const;
 
  private:
   /// Calls @p read(piece_idx, from, bytes) for the bytes of @p to_read, split between threads in

@@ -131,6 +131,7 @@ def load_checkpoint(
         ranks.agree()
     with ranks.problem:
         if target is not None:
+            stale.count_write(target)
             _fill(target, checkpoint, planned)
     try:
         ranks.agree()

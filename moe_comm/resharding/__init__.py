@@ -23,6 +23,7 @@ from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.describe.parallelism import Parallelism, ProcessGroups, RankGroup
 from moe_comm.resharding.describe.transformers_views import transformers_views
 from moe_comm.resharding.execution import execute_reshard_plan
+from moe_comm.resharding.hold.deltas import DeltaReport
 from moe_comm.resharding.hold.heap_parameters import (
     SharedWeights,
     place_in_heap,
@@ -64,6 +65,7 @@ __all__ = [
     "CheckpointView",
     "CheckpointViews",
     "CopyService",
+    "DeltaReport",
     "FP8BlockReshardTransform",
     "MXFP8ReshardTransform",
     "MeshLayout",

@@ -87,6 +87,7 @@ def run(said: dict[str, Any]) -> Any:
         hook if has_hook else None,
         verify="checksum",
         shares_memory=shares_memory and role == "engine",
+        deltas=said.get("deltas"),
     )
     found: list[Any] = []
     rejoins = said.get("rejoins", 0)
@@ -95,8 +96,8 @@ def run(said: dict[str, Any]) -> Any:
         version = versions[0]
         if role == "trainer":
             net.fill(version)
-            if said.get("dies_at") == version:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if said.get("dies_at") == version:
+            os.kill(os.getpid(), signal.SIGKILL)
         if role == "engine" and said.get("stops_at") == version:
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
@@ -105,6 +106,9 @@ def run(said: dict[str, Any]) -> Any:
                 allow_older=said.get("allow_older", False) and role == "trainer",
             )
             found.append([got, net.wrong(got), list(world.versions().values())])
+            if said.get("deltas"):
+                assert world.last_delta is not None
+                found[-1].append(sorted({dst for _, dst in world.last_delta.whole}))
             versions.pop(0)
             if shares_memory and role == "engine":
                 assert world._shared is not None

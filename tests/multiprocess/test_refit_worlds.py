@@ -77,6 +77,49 @@ def test_an_engine_that_was_killed_comes_back_and_gets_the_whole(
             again.end()
 
 
+@pytest.mark.parametrize(
+    ("transport", "shares_memory", "deltas"),
+    [("symmetric", True, "blocks"), ("symmetric", False, "checked"), ("gloo", False, "checked")],
+)
+def test_refits_after_the_first_one_bring_what_changed(
+    info: dict[str, Any], transport: str, shares_memory: bool, deltas: str
+) -> None:
+    info["transport"] = transport
+    more = {"shares_memory": shares_memory, "deltas": deltas}
+    with programs({}, info=info, versions=[7, 7, 8], **more) as started:
+        for program in started.values():
+            whole = [7, [], [7, 7], [2, 3]]
+            assert program.outcome() == [whole, [7, [], [7, 7], []], [8, [], [8, 8], []]]
+
+
+def test_an_engine_that_comes_again_gets_the_whole_and_the_other_one_what_changed(
+    info: dict[str, Any],
+) -> None:
+    odd = {("engine", 1): {"dies_at": 8}}
+    with programs(odd, info=info, versions=[7, 8, 9], rejoins=1, deltas="blocks") as started:
+        assert started["engine", 1].outcome() is None
+        again = Program(info=info, role="engine", rank=1, versions=[8, 9], deltas="blocks")
+        later = [[8, [], [8, 8], [3]], [9, [], [9, 9], []]]
+        try:
+            for place in PLACES[:3]:
+                first, (kind, text, _), *found = started[place].outcome()
+                assert first == [7, [], [7, 7], [2, 3]]
+                assert kind == "PeerFailedError", text
+                assert found == later
+            assert again.outcome() == later
+        finally:
+            again.end()
+
+
+def test_an_engine_that_took_a_failed_refit_back_gets_the_whole(info: dict[str, Any]) -> None:
+    odd = {("engine", 0): {"fails": "commit", "holds": 50}}
+    with programs(odd, info=info, versions=[7, 8, 8], deltas="blocks") as started:
+        for program in started.values():
+            (kind, *_), *found = program.outcome()
+            assert kind == "RefitError"
+            assert found == [[8, [], [8, 8], [2, 3]], [8, [], [8, 8], []]]
+
+
 def test_a_commit_that_fails_beside_a_death_is_taken_back(info: dict[str, Any]) -> None:
     odd = {("engine", 0): {"fails": "commit"}, ("engine", 1): {"dies": "commit"}}
     with programs(odd, info=info, versions=[7]) as started:

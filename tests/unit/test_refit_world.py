@@ -195,8 +195,8 @@ def _marks_and_fails(refit: Any) -> Any:
             super().__init__(source, target, *args, **kwargs)
             self._target = target[0] if isinstance(target, list) else target
 
-        def run(self) -> None:
-            super().run()
+        def run(self, **options: Any) -> None:
+            super().run(**options)
             if self._target is not None:
                 mark_stale(self._target, "the half of it is written")
             raise RuntimeError("the copy fails")
@@ -423,8 +423,8 @@ def test_an_engine_in_place_is_whole_only_where_nothing_was_written(
         refit = joined._refit
         assert refit is not None
 
-        def run_and_fail() -> None:
-            refit.run()
+        def run_and_fail(**options: Any) -> None:
+            refit.run(**options)
             raise ArithmeticError("too late")
 
         for version in (1, 2, 3):

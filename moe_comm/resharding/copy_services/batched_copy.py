@@ -378,7 +378,7 @@ class PieceChecksums:
 
         items = list(pieces)
         self._native = _host.PieceChecksums(items)
-        self._sizes = [tensor.nbytes for _, tensor, _ in items]
+        self._tensors = [tensor for _, tensor, _ in items]
 
     def compute(self, sent: Sequence[PreparedCopies], num_threads: int) -> npt.NDArray[np.uint64]:
         """`checksum` of each piece, in the order of the pieces.
@@ -412,6 +412,42 @@ class PieceChecksums:
         """
         if sums is None:
             check_block_bytes(block_bytes)
-            sums = np.zeros(sum(-(-size // block_bytes) for size in self._sizes), np.uint64)
+            sums = np.zeros(
+                sum(-(-each.nbytes // block_bytes) for each in self._tensors), np.uint64
+            )
         self._native.compute_blocks(block_bytes, sums, wanted, num_threads)
         return sums
+
+    def count_writes(self) -> None:
+        """Have torch know that the pieces were written."""
+        from moe_comm import _host
+
+        _host.WrittenTensors(self._tensors).count()
+
+    def of_blocks(self, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """`checksum` of each piece, of what `compute_blocks` gave for its blocks of `BLOCK_BYTES`."""
+        return np.frombuffer(self._native.of_blocks(BLOCK_BYTES, sums), np.uint64)
+
+    def move_blocks(
+        self,
+        pieces: slice,
+        wanted: npt.NDArray[np.bool_],
+        packed: npt.NDArray[np.uint8],
+        num_threads: int,
+        *,
+        is_packing: bool,
+    ) -> None:
+        """Copy blocks of `BLOCK_BYTES` of some pieces out of their tensors, or into these.
+
+        Args:
+            pieces: Positions in the list, first and end.
+            wanted: Which of their blocks, in order.
+            packed: These, one behind the other: written, or read.
+            num_threads: That copy, this one included.
+            is_packing: Out of the tensors.
+
+        Raises:
+            ValueError: An array has another size.
+        """
+        ends = pieces.start, pieces.stop
+        self._native.move_blocks(*ends, BLOCK_BYTES, wanted, packed, is_packing, num_threads)

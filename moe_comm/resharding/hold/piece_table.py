@@ -38,6 +38,8 @@ class PieceTable:
 
     def __init__(self, pieces: Sequence[tuple[TransferOp, torch.Tensor]]) -> None:
         in_order = sorted(pieces, key=lambda piece: (piece[0].peer_rank, piece[0].task_id))
+        self.pieces = in_order
+        """By peer, then task id."""
         self.ops = [op for op, _ in in_order]
         self.sizes = [tensor.nbytes for _, tensor in in_order]
         """Of each piece, in bytes."""
@@ -51,12 +53,46 @@ class PieceTable:
         """The checksum of each piece; see `PieceChecksums.compute`."""
         return self._native.compute(sent, num_threads)
 
+    def block_checksums(
+        self,
+        num_threads: int,
+        sums: npt.NDArray[np.uint64] | None = None,
+        wanted: npt.NDArray[np.bool_] | None = None,
+    ) -> npt.NDArray[np.uint64]:
+        """Those of the blocks of each piece; see `PieceChecksums.compute_blocks`."""
+        return self._native.compute_blocks(num_threads, sums=sums, wanted=wanted)
+
+    def checksums_of_blocks(self, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The checksum of each piece, of those of its blocks."""
+        return self._native.of_blocks(sums)
+
+    def move_blocks(
+        self,
+        pieces: slice,
+        wanted: npt.NDArray[np.bool_],
+        packed: npt.NDArray[np.uint8],
+        num_threads: int,
+        *,
+        is_packing: bool,
+    ) -> None:
+        """Copy blocks out of pieces or into them; see `PieceChecksums.move_blocks`."""
+        self._native.move_blocks(pieces, wanted, packed, num_threads, is_packing=is_packing)
+
+    def count_writes(self) -> None:
+        """Have torch know that the pieces were written."""
+        self._native.count_writes()
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """For each peer, the positions of its first piece and of that behind its last."""
+        cuts = [*self._first, len(self.pieces)]
+        for peer, (first, end) in zip(self._peers, itertools.pairwise(cuts), strict=True):
+            yield int(peer), int(first), int(end)
+
     def rows(self, checksums: npt.NDArray[np.uint64]) -> Iterator[tuple[int, bytes]]:
         """For each peer, task ids and checksums in turns, in ascending order of the ids."""
         rows = np.stack((self._ids, checksums), axis=1)
-        cuts = [*self._first, len(rows)]
-        for peer, (first, end) in zip(self._peers, itertools.pairwise(cuts), strict=True):
-            yield int(peer), rows[first:end].tobytes()
+        for peer, first, end in self.parts():
+            yield peer, rows[first:end].tobytes()
 
 
 class ListedPieces(NamedTuple):

@@ -6,6 +6,7 @@ import dataclasses
 
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import ModuleState, RefitSide
+from moe_comm.resharding.hold.deltas import Deltas
 from moe_comm.resharding.hold.refit_group import MAX_PLANS, RefitGroup, identity_of
 from moe_comm.resharding.hold.refit_models import Models
 from moe_comm.resharding.hold.refit_options import RefitOptions
@@ -95,6 +96,7 @@ class CachedPlan:
         execution_batch_bytes: As this rank asked for.
         transformed: Names, in both modules, that a transform handled when it was made: the dtypes of
             these need not become each other by themselves.
+        deltas: State of refits that move only what changed.
     """
 
     plan: ReshardPlan
@@ -104,6 +106,7 @@ class CachedPlan:
     is_strict: bool
     execution_batch_bytes: int | None = None
     transformed: frozenset[str] = frozenset()
+    deltas: Deltas = dataclasses.field(default_factory=Deltas)
 
     def serves(
         self, states: tuple[ModuleState, ModuleState], transform: ReshardTransform | None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from moe_comm.peers.agree import FirstError
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.hold.deltas import Changed, DeltaReport
 from moe_comm.resharding.hold.plan_cache import plan_cache
 from moe_comm.resharding.hold.refit_group import RefitGroup, agree
 from moe_comm.resharding.hold.refit_models import Model
-from moe_comm.resharding.hold.refit_options import Group, RefitOptions, Verify
+from moe_comm.resharding.hold.refit_options import DeltaKind, Group, RefitOptions, Verify
 from moe_comm.resharding.hold.refit_pass import RefitCall, RefitPass
 from moe_comm.resharding.hold.refit_services import (
     RefitBackendName,
@@ -100,6 +103,12 @@ class Refit:
         verify: "plan", "checksum" or None.
         strict: Refuse source parameters without a destination.
         execution_batch_bytes: As in `swap_model_weights`.
+        deltas: "blocks": after the first run, of what lies in CPU memory only blocks of 64 KiB travel that
+            changed since their destination got them. "checked": and targets are read before, for blocks
+            that are not what was sent. None: everything travels.
+
+    Attributes:
+        last_delta: Numbers of the last run with deltas, a `DeltaReport`; None before it.
 
     Raises:
         TypeError, ValueError, RuntimeError, CommunicationError: As `swap_model_weights`, on every rank.
@@ -127,7 +136,9 @@ class Refit:
         verify: Verify = "plan",
         strict: bool = False,
         execution_batch_bytes: int | None = None,
+        deltas: DeltaKind = None,
     ) -> None:
+        self.last_delta: DeltaReport | None = None
         self._passes: list[RefitPass] = []
         for each in _passes(
             RefitCall.REFIT,
@@ -144,6 +155,7 @@ class Refit:
                 verify,
                 strict,
                 execution_batch_bytes,
+                deltas,
             ),
         ):
             # The plans of all ranks have the same id, by which they tell this refit from another.
@@ -152,8 +164,14 @@ class Refit:
             self._passes.append(dataclasses.replace(each, call=RefitCall.REFIT_RUN, refit=refit))
 
     @tells_peers(_reject_run)
-    def run(self) -> None:
+    def run(self, *, changed: Changed | None = None) -> None:
         """Copy the weights of the source as they are now into the target. Collective, blocking.
+
+        Args:
+            changed: With deltas, the tensors of this rank's source that may have changed since the last run,
+                in the place of reading all of them: by name, or called with each name, True, False or
+                a bool tensor that broadcasts to this rank's part of it. A name that a mapping lacks has not
+                changed. What a destination has not got yet travels in any case. None: all are read.
 
         Raises:
             ValueError: The source is stale, no plan can be made for what the models hold now, or ranks
@@ -162,8 +180,8 @@ class Refit:
             RefitError: With `verify="checksum"`: the target does not hold what its source holds.
             CommunicationError: A peer is gone or did not come.
         """
-        for each in self._passes:
-            each.run()
+        reports = [report for each in self._passes if (report := each.run(changed)) is not None]
+        self.last_delta = functools.reduce(operator.add, reports) if reports else None
 
 
 @_tells_group(2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from moe_comm.arguments import as_int, check_bool
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["VERIFY", "Group", "RefitOptions", "Verify"]
+__all__ = ["DELTAS", "VERIFY", "DeltaKind", "Group", "RefitOptions", "Verify"]
 
 Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
 
@@ -17,6 +17,11 @@ Verify = Literal["plan", "checksum"] | None
 """None; "plan": a plan is verified when it is made; "checksum": and every refit after it ran."""
 
 VERIFY = (None, "plan", "checksum")
+
+DeltaKind = Literal["blocks", "checked"] | None
+"""None: everything moves; "blocks": what changed; "checked": and targets are read before."""
+
+DELTAS = (None, "blocks", "checked")
 
 
 class RefitOptions(NamedTuple):
@@ -31,6 +36,7 @@ class RefitOptions(NamedTuple):
     verify: Verify = "plan"
     strict: bool = False
     execution_batch_bytes: int | None = None
+    deltas: DeltaKind = None
 
     def check_pools(self) -> None:
         """Raise where this rank's target belongs to no pool."""
@@ -44,6 +50,8 @@ class RefitOptions(NamedTuple):
         """Raise where anything else is wrong but the group and the transform."""
         if not (self.verify is None or self.verify in VERIFY):
             raise ValueError(f"verify must be one of {VERIFY}, got {self.verify!r}")
+        if not (self.deltas is None or self.deltas in DELTAS):
+            raise ValueError(f"deltas must be one of {DELTAS}, got {self.deltas!r}")
         check_bool("strict", self.strict)
         if self.execution_batch_bytes is not None:
             as_int("execution_batch_bytes", self.execution_batch_bytes, 1)

@@ -15,6 +15,7 @@ from moe_comm.resharding.copy_services.distributed_copy_service import Distribut
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import ModuleState, module_state
 from moe_comm.resharding.formats.mxfp8_weights import mxfp8_backend_of
+from moe_comm.resharding.hold.deltas import Changed, Delta, DeltaReport
 from moe_comm.resharding.hold.plan_cache import (
     CachedPlan,
     CachedPlans,
@@ -132,9 +133,18 @@ class RefitPass:
         cached.states = cached.states[0], module_state(sides.models.target)
         return cached.plan_id
 
-    def run(self) -> None:
-        """Move the weights."""
+    def run(self, changed: Changed | None = None) -> DeltaReport | None:
+        """Move the weights, or what changed of them.
+
+        Args:
+            changed: As of `Refit.run`.
+
+        Returns:
+            What a refit with deltas moved; None for one without.
+        """
         group = self.ranks()
+        if changed is not None and self.options.deltas is None:
+            group.problem.keep(ValueError("changed is for a refit with deltas, and this has none"))
         backend, service, refit_method = find_service(self.service, group)
         if isinstance(service, DistributedCopyService):
             # Ranks that lost each other have lost the group: they could not agree any more.
@@ -149,7 +159,12 @@ class RefitPass:
             if cached is None:
                 cached = self._plan(sides, agreement, group)
                 states = cached.states
-            self._move(cached.plan, sides.models, states, service, group)
+            if self.options.deltas is None:
+                self._move(cached.plan, sides.models, states, service, group)
+                return None
+            return self._move_changes(
+                cached, sides.models, states, service, group, agreement, changed
+            )
         finally:
             # Connected by now, also where the refit failed.
             group.remember(service)
@@ -207,6 +222,7 @@ class RefitPass:
             function=self.call.value,
             verify=self.options.verify,
             strict=self.options.strict,
+            deltas=self.options.deltas,
             num_dst_pools=self.options.num_dst_pools,
             pool_index=self.pool_index,
         )
@@ -268,6 +284,8 @@ class RefitPass:
             self.options.execution_batch_bytes,
             transformed,
         )
+        if old is not None:  # what ranks still know of each other holds for any plan
+            cached.deltas = old.deltas
         sides.plans.put(cached)
         plan_cache.put(sides.key, sides.plans, (source, target, group.key))
         return cached
@@ -295,3 +313,40 @@ class RefitPass:
         ranks = RefitRanks(group, service)
         ranks.agree_that_it_ran(problem)
         prove_refit(plan, *modules, ranks, transform, copies)
+
+    def _move_changes(
+        self,
+        cached: CachedPlan,
+        models: Models,
+        states: tuple[ModuleState, ModuleState],
+        service: CopyService,
+        group: RefitGroup,
+        agreement: Agreement,
+        changed: Changed | None,
+    ) -> DeltaReport:
+        plan, deltas = cached.plan, cached.deltas
+        modules = models.source, models.target
+        ranks = RefitRanks(group, service)
+        delta = Delta(
+            plan=plan,
+            modules=modules,
+            states=states,
+            service=service,
+            group=group.handle,
+            ranks=ranks,
+            transform=self.options.transform or plan.transform,
+            # No other refit of these ranks has it.
+            token=agreement.new_plan_id,
+            is_checked=self.options.deltas == "checked",
+            most_bytes=self.options.execution_batch_bytes,
+            changed=changed,
+        )
+        problem = FirstError()
+        with problem:
+            report = deltas.run(delta)
+        if self.options.verify == "checksum":
+            ranks.agree_that_it_ran(problem)
+            prove_refit(plan, *modules, ranks, delta.transform, hashed=deltas.checksums)
+        problem.raise_own()
+        deltas.commit(delta)
+        return report

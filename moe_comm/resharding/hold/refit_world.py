@@ -25,8 +25,10 @@ from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
+from moe_comm.resharding.hold.deltas import Changed, DeltaReport
 from moe_comm.resharding.hold.heap_parameters import SharedWeights, share_in_place
 from moe_comm.resharding.hold.refit import Refit
+from moe_comm.resharding.hold.refit_models import unwrap_models
 from moe_comm.resharding.move import stale
 
 __all__ = ["RefitHost", "RefitTarget", "RefitWorld", "Version"]
@@ -70,7 +72,7 @@ class _InPlace:
         if self._model is not None:
             self._before = stale.stale_reason(self._model)
             self._mark = f"a refit to {version!r} has begun"
-            stale.mark_stale(self._model, self._mark)
+            stale.mark_stale(self._model, self._mark, is_known=True)
 
     def commit(self, version: Version) -> None:
         if self._model is not None:  # one that nothing is sent to keeps its mark
@@ -364,6 +366,11 @@ class RefitWorld:
         return len(self._places)
 
     @property
+    def last_delta(self) -> DeltaReport | None:
+        """Numbers of the last refit with deltas; None before it."""
+        return None if self._refit is None else self._refit.last_delta
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Group of all ranks over Gloo, not torch.distributed's; None over shared memory or after `close`."""
         return self._ranks.process_group
@@ -487,7 +494,7 @@ class RefitWorld:
         """
         problem = FirstError()
         with problem:
-            unknown = sorted(set(options) - {"transform", "verify", "strict"})
+            unknown = sorted(set(options) - {"transform", "verify", "strict", "deltas"})
             if unknown:
                 raise TypeError(f"prepare got unexpected arguments {unknown}")
             if target is not None and self.role != "engine":
@@ -547,7 +554,13 @@ class RefitWorld:
         self._is_planned = True
 
     @tells_peers(_reject_refit)
-    def refit(self, version: Version | None = None, *, allow_older: bool = False) -> Version:
+    def refit(
+        self,
+        version: Version | None = None,
+        *,
+        allow_older: bool = False,
+        changed: Changed | None = None,
+    ) -> Version:
         """Bring the trainers' weights as they are now to all engines. Collective, blocking.
 
         In two phases: when every rank has sent and received all of it (and compared checksums, with
@@ -556,6 +569,7 @@ class RefitWorld:
         Args:
             version: Of the weights; equal on all trainers, needless on engines.
             allow_older: Equal on all trainers: a lower int than an engine holds is no mistake.
+            changed: On a trainer, with deltas, as of `Refit.run`.
 
         Returns:
             The version, on every rank.
@@ -569,9 +583,9 @@ class RefitWorld:
                 ones; before anything moves. Or as `Refit.run`.
         """
         with self._together("refit"):
-            return self._run(version, allow_older)
+            return self._run(version, allow_older, changed)
 
-    def _run(self, version: Version | None, allow_older: bool) -> Version:
+    def _run(self, version: Version | None, allow_older: bool, changed: Changed | None) -> Version:
         problem = FirstError()
         if not self._is_planned and self._models is not None and "service" in self.__dict__:
             self._plan(FirstError())
@@ -593,7 +607,7 @@ class RefitWorld:
             self._vote("begun", problem)
             with problem, self._naming_places():
                 assert self._refit is not None
-                self._refit.run()
+                self._refit.run(changed=changed)
             self._vote("moved", problem)
         except BaseException as error:
             if is_engine:
@@ -692,6 +706,9 @@ class RefitWorld:
             keeps: Held where it cannot be, if that is whole.
         """
         self._held = _Held(None, why)
+        model = None if self._models is None else unwrap_models(None, self._models[1]).target
+        if model is not None:
+            stale.count_write(model)  # whatever brings the old version back
         try:
             self._hook.abort()
             self._held = before

@@ -176,6 +176,7 @@ def prove_refit(
     bootstrap: Bootstrap,
     transform: ReshardTransform | None,
     copies: Sequence[PreparedCopies] = (),
+    hashed: Callable[[PieceTable], npt.NDArray[np.uint64] | None] | None = None,
 ) -> RefitProof:
     """`verify_refit` for a caller that has just run the plan.
 
@@ -186,6 +187,7 @@ def prove_refit(
         bootstrap: The plan's ranks; its `num_threads`, where it has some, read this rank's weights.
         transform: As there.
         copies: What ran. Sources that it has hashed are not read again where they still are.
+        hashed: The checksums of a table of sources, where what ran has them.
     """
     chosen = plan.transform if transform is None else transform
     hooks = None if chosen is None else as_reshard_transform(chosen)
@@ -203,7 +205,8 @@ def prove_refit(
         if listed.others or plan.reductions:
             sent.others = _source_pieces(listed.others, sources(), hooks, sent.key_of)
         sent.table = listed.table
-        sent.checksums = listed.table.checksums(copies, num_threads)
+        known = None if hashed is None else hashed(listed.table)
+        sent.checksums = listed.table.checksums(copies, num_threads) if known is None else known
         listed = list_pieces(plan, dst_module, hooks, is_source=False)
         received.others = _destination_pieces(listed.others, dst_module, hooks, received.key_of)
         received.table = listed.table

@@ -38,7 +38,7 @@ from moe_comm.resharding.plan.transfer_op import JoinedPieces, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.tensors.memory import check_memory, problem_with_memory, storage_id
 
-__all__ = ["execute", "execute_reshard_plan"]
+__all__ = ["States", "exchange", "execute", "execute_reshard_plan", "write_beside"]
 
 logger = logging.getLogger(__name__)
 
@@ -583,6 +583,8 @@ def execute(
         What the service may have hashed.
     """
     dst_module = modules[1]
+    if dst_module is not None and plan.recv_ops:
+        stale.count_write(dst_module)
     copies: list[PreparedCopies] = []
     batches = plan.batches or [plan]
     logger.info("Executing %d sends and %d receives", len(plan.send_ops), len(plan.recv_ops))
@@ -631,6 +633,46 @@ def execute(
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
     return copies
+
+
+def exchange(
+    service: CopyService,
+    group: dist.ProcessGroup | Bootstrap | None,
+    submit: Callable[[], None],
+) -> None:
+    """Run what `submit` gives to a service, all of it between memory of no module. Collective.
+
+    Raises:
+        Exception: Of `submit`, of which the other ranks hear; or what the service raises.
+    """
+    with _telling_peers(service), torch.no_grad():
+        submit()
+    service.run()
+    if service.requires_process_group_barrier:
+        _barrier(group)
+
+
+def write_beside(
+    dst_module: RefitSide | None, write: Callable[[], None], *, has_written: bool
+) -> None:
+    """Have a target written of what has arrived, as the last step of a refit. Local.
+
+    Args:
+        dst_module: The target, which is whole after that, and marked stale where it fails.
+        write: Does it.
+        has_written: Whether there is anything that caches have to be refreshed for.
+    """
+    try:
+        with torch.no_grad():
+            write()
+        if has_written:
+            _refresh_module_caches(dst_module)
+            _synchronize()
+    except BaseException as error:
+        stale.mark_torn(dst_module, "a refit", error)
+        raise
+    if dst_module is not None:
+        stale.clear_stale(dst_module, look_again=False)
 
 
 def _known_execution(

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from moe_comm.resharding.describe.module_tensors import RefitSide, module_of, modules_with
 
-__all__ = ["clear_stale", "is_stale", "mark_stale", "mark_torn", "stale_reason"]
+__all__ = [
+    "clear_stale",
+    "count_write",
+    "is_stale",
+    "mark_stale",
+    "mark_torn",
+    "num_writes",
+    "stale_reason",
+]
 
 # In the module's own dictionary, so that a copy of a stale model is stale.
 _REASON = "_stale_reason"
 
 
-def mark_stale(model: RefitSide, reason: str) -> None:
-    """Say that some weights of `model` are not what they should be. A later reason replaces this."""
+_num_writes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def count_write(model: RefitSide) -> None:
+    """Say that a refit or a load is about to write `model`, so that others know that it was not theirs."""
+    _num_writes[module_of(model)] = num_writes(model) + 1
+
+
+def num_writes(model: RefitSide) -> int:
+    """Number of calls of `count_write` for `model`."""
+    return _num_writes.get(module_of(model), 0)
+
+
+def mark_stale(model: RefitSide, reason: str, *, is_known: bool = False) -> None:
+    """Say that some weights of `model` are not what they should be. A later reason replaces this.
+
+    Args:
+        model: The model.
+        reason: Why.
+        is_known: Whether nothing is wrong with them yet.
+    """
     module_of(model).__dict__[_REASON] = reason
+    if not is_known:
+        count_write(model)
 
 
 def mark_torn(model: RefitSide | None, call: str, error: BaseException) -> None:
@@ -36,7 +68,8 @@ def clear_stale(model: RefitSide, *, look_again: bool = True) -> None:
         look_again: See submodules that were replaced since the model was last looked at.
     """
     for module in modules_with(model, _REASON, look_again=look_again):
-        module.__dict__.pop(_REASON, None)
+        if module.__dict__.pop(_REASON, None) is not None:
+            count_write(model)
 
 
 def stale_reason(model: RefitSide, *, look_again: bool = True) -> str | None:
