@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 import torch
 
+from moe_comm.arguments import as_int
+from moe_comm.checkpoints.block_files import blocks_name
+from moe_comm.checkpoints.chains import is_delta, open_checkpoint, take_over_sums
 from moe_comm.checkpoints.save import (
     DEFAULT_FILE_BYTES,
     FileWriter,
@@ -26,6 +29,7 @@ from moe_comm.checkpoints.stored_checkpoint import (
     CheckedPart,
     Reader,
     StoredCheckpoint,
+    find_checkpoint,
     is_tensor_file,
 )
 from moe_comm.checkpoints.versions import NewVersion, check_version_name, failed
@@ -39,7 +43,14 @@ from moe_comm.resharding.formats.number_formats import (
 )
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
-__all__ = ["DEFAULT_QUANTIZED", "ConversionTarget", "NewFormat", "convert_checkpoint"]
+__all__ = [
+    "DEFAULT_QUANTIZED",
+    "Compaction",
+    "ConversionTarget",
+    "NewFormat",
+    "compact_checkpoint",
+    "convert_checkpoint",
+]
 
 ConversionTarget = Literal["same", "bf16", "fp16", "fp32", "fp8_block128", "mxfp8"]
 
@@ -120,8 +131,10 @@ def convert_checkpoint(
     version: str,
     new_format: NewFormat,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
+    *,
+    after: str | None = None,
 ) -> Iterator[int]:
-    """Write a checkpoint anew, as a version of a folder; yield the bytes of every chunk that was read.
+    """Write a checkpoint anew, as a whole version of a folder; yield the bytes of every chunk that was read.
 
     A chunk has at most 4 Mi elements, or 128 rows of a weight that is quantized; no tensor is held whole.
     Other files are taken over; a `config.json` says the new dtype and format where transformers has words
@@ -133,6 +146,7 @@ def convert_checkpoint(
         version: Name of the new one.
         new_format: What tensors become.
         max_file_bytes: Of tensors in a file.
+        after: Version of the folder behind which it is entered; None for the latest.
 
     Raises:
         ValueError: A tensor cannot become this; names it.
@@ -159,11 +173,12 @@ def convert_checkpoint(
         else:
             # Of what was FP8 and is not to be again, bfloat16 holds all that it had.
             wholes[name] = TensorSpec(spec.shape, torch.bfloat16 if name in scales else spec.dtype)
-    new = NewVersion(folder, version)
+    new = NewVersion(folder, version, after)
     try:
         save = secrets.token_hex(8)
         files = packed_files(wholes, dict.fromkeys(wholes, 0), max_file_bytes, file_metadata(save))
-        _take_over_files(source.folder, new.path, new_format)
+        for each in source.chain:
+            _take_over_files(each, new.path, new_format)
         writer = FileWriter(new.path, files, 0)
         try:
             writer.make_files()
@@ -187,9 +202,71 @@ def convert_checkpoint(
             writer.sync()
         finally:
             writer.close()
-        finish_version(new, files, save, 1, checked)
+        blocks = {}
+        if new_format.target == "same":
+            blocks[blocks_name(0, 1)] = take_over_sums(source, new.path / blocks_name(0, 1), save)
+        finish_version(new, files, save, 1, checked, blocks)
     finally:
         new.close()
+
+
+def compact_checkpoint(
+    folder: str | os.PathLike[str],
+    version: str | None = None,
+    name: str | None = None,
+    *,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> Path:
+    """Write what a delta and those below it have as a whole version beside them. In one process, blocking.
+
+    The new version takes the place behind the delta: it is the latest where the delta was. Nothing is removed.
+
+    Args:
+        folder: Of the versions.
+        version: Name of the delta; None for the latest version.
+        name: Of the new version; None for that of the delta with "-whole".
+        max_file_bytes: Of tensors in a file.
+
+    Returns:
+        The folder of the new version, which `from_pretrained` reads.
+
+    Raises:
+        ValueError: The version is whole already, or a name cannot be one.
+        CheckpointError: As of `load_checkpoint` and `save_checkpoint`; then the new version is not there.
+    """
+    as_int("max_file_bytes", max_file_bytes, 1)
+    compaction = Compaction(Path(folder), version, name)
+    for _ in compaction.chunks(max_file_bytes):
+        pass
+    return compaction.path
+
+
+class Compaction:
+    """A delta that is to become a whole version, see `compact_checkpoint`."""
+
+    def __init__(self, folder: Path, version: str | None, name: str | None) -> None:
+        self._folder = folder
+        self.source = open_checkpoint(find_checkpoint(folder, version))
+        if not is_delta(self.source):
+            raise ValueError(f"{self.source.folder} is a whole version, and no delta")
+        self._old = self.source.folder.name
+        self._new = check_version_name(f"{self._old}-whole" if name is None else name, "name")
+
+    @property
+    def path(self) -> Path:
+        """Folder of the new version."""
+        return self._folder / self._new
+
+    def chunks(self, max_file_bytes: int) -> Iterator[int]:
+        """Write it; yield the bytes of every chunk that was read."""
+        return convert_checkpoint(
+            self.source,
+            self._folder,
+            self._new,
+            NewFormat("same"),
+            max_file_bytes,
+            after=self._old,
+        )
 
 
 def _boxes(shape: tuple[int, ...], *, is_whole_rows: bool) -> Iterator[Box]:

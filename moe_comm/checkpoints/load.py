@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import check_bool
+from moe_comm.checkpoints.chains import open_checkpoint, verify_checkpoint
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.file_plans import (
     FilePart,
@@ -24,9 +25,6 @@ from moe_comm.checkpoints.stored_checkpoint import (
     Reader,
     StoredCheckpoint,
     find_checkpoint,
-    open_checkpoint,
-    verify_parts,
-    verify_small_files,
 )
 from moe_comm.checkpoints.versions import check_version_name
 from moe_comm.peers.bootstrap import Bootstrap
@@ -124,10 +122,8 @@ def load_checkpoint(
     ranks.agree()
     if checksums:
         with ranks.problem:
-            for _ in verify_parts(checkpoint, ranks.rank_idx, ranks.num_ranks):
+            for _ in verify_checkpoint(checkpoint, ranks.rank_idx, ranks.num_ranks):
                 pass
-            if ranks.rank_idx == 0:
-                verify_small_files(checkpoint)
         ranks.agree()
     with ranks.problem:
         if target is not None:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int
+from moe_comm.checkpoints.block_files import Changed, blocks_name, write_block_file
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
+from moe_comm.checkpoints.deltas import Base, changed_parts, check_builds_on, open_base
 from moe_comm.checkpoints.file_plans import FilePart, plan_save, whole_tensors, written_parts
 from moe_comm.checkpoints.rectangles import Rectangle, write_rectangle
 from moe_comm.checkpoints.stored_checkpoint import (
@@ -88,6 +90,7 @@ def save_checkpoint(
     folder: str | os.PathLike[str],
     version: str,
     *,
+    base: str | None = None,
     group: dist.ProcessGroup | Bootstrap | None = None,
     add_files: Callable[[Path], object] | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
@@ -102,6 +105,12 @@ def save_checkpoint(
     and entered in `versions.json` last; a save that fails, or whose process is killed, leaves the versions
     before as they were, and what it has written is removed by the next save.
 
+    A delta, with a `base`, has the blocks of 64 KiB that differ from those of that version, by the checksums that
+    were saved with it: weights are read once, and not written again where they are as they were. Blocks that
+    the base has no checksums of, as after parts were cut otherwise, are compared with its files. It takes
+    other ranks and layouts, and tensors that the base has not, or of another shape or dtype.
+    `load_checkpoint` takes a delta as any other version, `compact_checkpoint` makes it one for `from_pretrained`.
+
     Args:
         model: What this rank holds: a module with `pg_collection` or DTensors, `CheckpointViews`, such as
             `transformers_views(model)`, or None. As the source of a `Refit`; of a tensor with several
@@ -109,10 +118,12 @@ def save_checkpoint(
         folder: Of the versions, the same on every rank, on a file system that all share. Made where it is
             missing.
         version: Name of the new one, the same on every rank.
+        base: Name of the version of `folder` of which only what differs is written, whole or a delta itself;
+            None for a whole version.
         group: The ranks; None for the default group, or this rank alone where there is none.
         add_files: Called on rank 0 with the new folder, before tensors are written: puts further files
             there, such as `model.config.save_pretrained` and the tokenizer's. None for none.
-        max_file_bytes: Of tensors in a file; a larger tensor has a file for itself.
+        max_file_bytes: Of tensors in a file; a larger tensor has a file for itself. Not with a base.
 
     Returns:
         `folder / version`.
@@ -120,8 +131,8 @@ def save_checkpoint(
     Raises:
         TypeError, ValueError, RuntimeError: An argument is wrong on some rank, ranks save different things,
             the model is stale, nobody holds some elements, or the format has no such dtype; on every rank.
-        CheckpointError: The version is there already, another writer is at work in the folder, or the
-            system refuses, as on a full disk; names file and tensor, on every rank.
+        CheckpointError: The version is there already, the base is not or is damaged, another writer is at work
+            in the folder, or the system refuses, as on a full disk; names file and tensor, on every rank.
         CommunicationError: A peer is gone.
     """
     ranks = CheckpointRanks("save", group)
@@ -129,6 +140,13 @@ def save_checkpoint(
     encoded = b""
     with ranks.problem:
         check_version_name(version)
+        if base is not None:
+            check_version_name(base, "base")
+            if max_file_bytes != DEFAULT_FILE_BYTES:
+                raise ValueError(
+                    f"max_file_bytes is of whole versions, a delta has one file a rank; got {max_file_bytes} "
+                    f"with base {base}"
+                )
         as_int("max_file_bytes", max_file_bytes, 1)
         models = unwrap_models(model, None)
         source = models.source
@@ -138,8 +156,13 @@ def save_checkpoint(
             source, ranks.rank_idx, ranks.num_ranks, models.num_experts, 0, ranks.group, "source"
         )
     path = Path(folder)
-    ranks.agree_alike(folder=str(path), version=version, max_file_bytes=max_file_bytes)
+    ranks.agree_alike(folder=str(path), version=version, base=base, max_file_bytes=max_file_bytes)
     gathered = ranks.agree(encoded)
+    below: Base | None = None
+    if base is not None:
+        with ranks.problem:
+            below = open_base(path, base)
+        ranks.agree_alike(**{"digest of the base": below and below.checkpoint.digest()})
     with contextlib.ExitStack() as stack:
         new: NewVersion | None = None
         wholes: dict[str, TensorSpec] = {}
@@ -152,6 +175,8 @@ def save_checkpoint(
                 raise ValueError("no rank holds a tensor that could be saved")
             for name, spec in wholes.items():
                 dtype_name(name, spec.dtype)
+            if below is not None:
+                check_builds_on(below, wholes)
             plan = plan_save(by_rank, ranks.rank_idx, wholes)
             parts = written_parts(plan, wholes)
             if ranks.rank_idx == 0:
@@ -164,24 +189,38 @@ def save_checkpoint(
         place = "" if new is None else str(new.path)
         told = ranks.agree((place, save, _written_bytes(parts, wholes)))
         place, save, _ = told[0]
-        files = packed_files(
-            wholes,
-            _owners(wholes, [bytes_of_rank for _, _, bytes_of_rank in told]),
-            max_file_bytes,
-            file_metadata(save),
-        )
+        files: list[NewFile] = []
+        if below is None:
+            owners = _owners(wholes, [bytes_of_rank for _, _, bytes_of_rank in told])
+            files = packed_files(wholes, owners, max_file_bytes, file_metadata(save))
         writer = FileWriter(Path(place), files, ranks.rank_idx)
         stack.callback(writer.close)
         with ranks.problem:
             writer.make_files()
         ranks.agree()
-        checked: list[CheckedPart] = []
+        changed: list[Changed] = []
         with ranks.problem:
-            checked = _write_parts(writer, parts, plan, source)
-        all_checked = [part for some in ranks.agree(checked) for part in some]
+            pieces = _pieces(plan, source)
+            changed = changed_parts(parts, wholes, pieces, below)
+        ranks.agree()
+        checked: list[CheckedPart] = []
+        blocks = blocks_name(ranks.rank_idx, ranks.num_ranks), (0, 0)
+        with ranks.problem:
+            if below is None:
+                checked = _write_parts(writer, parts, pieces)
+            blocks = blocks[0], write_block_file(Path(place) / blocks[0], save, changed)
+        ended = ranks.agree((checked, blocks))
         with ranks.problem:
             if new is not None:
-                finish_version(new, files, save, ranks.num_ranks, all_checked)
+                finish_version(
+                    new,
+                    files,
+                    save,
+                    ranks.num_ranks,
+                    [part for some, _ in ended for part in some],
+                    dict(its for _, its in ended),
+                    **({} if below is None else below.further(wholes)),
+                )
         ranks.agree()
     return path / version
 
@@ -340,19 +379,21 @@ class FileWriter:
             os.close(self._open.popitem()[1])
 
 
+def _pieces(plan: ReshardPlan, source: RefitSide | None) -> Callable[[FilePart], torch.Tensor]:
+    """Return what gives the tensors of a rank's parts. Collective over meshes of pending sums."""
+    tensors = {} if source is None else get_refit_tensor_dict(source)
+    sources = Sources(plan, tensors, reduce_partial_sources(plan, tensors, None), lambda _: False)
+    return lambda part: piece_of(sources.get(part.op.param_name), part.op)
+
+
 def _write_parts(
     writer: FileWriter,
     parts: Sequence[FilePart],
-    plan: ReshardPlan,
-    source: RefitSide | None,
+    pieces: Callable[[FilePart], torch.Tensor],
 ) -> list[CheckedPart]:
-    """Write a rank's parts to the disk. Collective over meshes of pending sums."""
-    tensors = {} if source is None else get_refit_tensor_dict(source)
-    sources = Sources(plan, tensors, reduce_partial_sources(plan, tensors, None), lambda _: False)
+    """Write a rank's parts to the disk."""
     checked = [
-        writer.write(
-            part.tensor, part.shape, part.box, piece_of(sources.get(part.op.param_name), part.op)
-        )
+        writer.write(part.tensor, part.shape, part.box, pieces(part))
         for part in sorted(parts, key=lambda part: writer.place_of(part.tensor))
     ]
     writer.sync()
@@ -365,6 +406,8 @@ def finish_version(
     save: str,
     num_ranks: int,
     parts: list[CheckedPart],
+    block_files: Mapping[str, tuple[int, int]],
+    **further: object,
 ) -> None:
     """Write what says what a version has, and put it in place.
 
@@ -374,11 +417,13 @@ def finish_version(
         save: What tells it from other saves.
         num_ranks: That wrote it.
         parts: All that was written.
+        block_files: Of ranks' blocks, by name: bytes, and the CRC-32C of the header.
+        further: What else the manifest says, of a delta.
 
     Raises:
         CheckpointError: The system refuses; then the version is not there.
     """
-    names = {file.name for file in files}
+    names = {*(file.name for file in files), *block_files}
     small_files = {}
     for path in sorted(new.path.rglob("*")):
         name = str(path.relative_to(new.path))
@@ -387,6 +432,10 @@ def finish_version(
                 data = path.read_bytes()
             small_files[name] = len(data), crc32c(data)
     sizes = {file.name: (file.num_bytes, crc32c(file.header)) for file in files}
-    new.write(INDEX, _index_text(files))
-    new.write(MANIFEST, manifest_text(new.version, save, num_ranks, sizes, small_files, parts))
+    if not further:
+        new.write(INDEX, _index_text(files))
+    text = manifest_text(
+        new.version, save, num_ranks, sizes, small_files, parts, block_files, **further
+    )
+    new.write(MANIFEST, text)
     new.commit([*names, INDEX, MANIFEST])

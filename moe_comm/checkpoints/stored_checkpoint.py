@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from moe_comm.checkpoints.overlays import Overlay
 from moe_comm.checkpoints.rectangles import Rectangle, read_rectangle, rectangle_checksum
 from moe_comm.checkpoints.scaled_weights import BlockScales
 from moe_comm.checkpoints.tensor_file import StoredTensor, TensorFile, crc32c, read_header
@@ -39,7 +41,7 @@ __all__ = [
     "find_checkpoint",
     "is_tensor_file",
     "manifest_text",
-    "open_checkpoint",
+    "open_whole",
     "verify_parts",
     "verify_small_files",
 ]
@@ -59,8 +61,8 @@ def file_name(number: int, num_files: int) -> str:
 
 
 def is_tensor_file(name: str) -> bool:
-    """Return whether a file has tensors, or says where tensors are."""
-    return name.endswith(".safetensors") or name in (INDEX, MANIFEST)
+    """Return whether a file has tensors or blocks of them, or says where they are."""
+    return name.endswith((".safetensors", ".blocks")) or name in (INDEX, MANIFEST)
 
 
 class StoredCheckpoint(NamedTuple):
@@ -71,12 +73,16 @@ class StoredCheckpoint(NamedTuple):
         files: By name.
         file_of: By the name of a tensor, that of its file.
         manifest: As `save_checkpoint` writes it; None where others have written the folder.
+        overlays: By the name of a tensor, what deltas have of it.
+        chain: Folders of a delta and of what it builds on, the whole one first; just the folder of a whole one.
     """
 
     folder: Path
     files: dict[str, TensorFile]
     file_of: dict[str, str]
     manifest: dict[str, Any] | None
+    chain: tuple[Path, ...]
+    overlays: Mapping[str, Overlay] = MappingProxyType({})
 
     def stored(self, name: str) -> StoredTensor:
         """Where a tensor lies in its file."""
@@ -125,8 +131,8 @@ def find_checkpoint(folder: Path, version: str | None) -> Path:
     return folder / name
 
 
-def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Read what a folder of safetensors files has, and check that it is one checkpoint.
+def open_whole(folder: Path) -> StoredCheckpoint:
+    """Read what a folder of safetensors files has, and check that it is one checkpoint, and no delta.
 
     Reads headers, and no weights.
 
@@ -161,7 +167,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     _check_strays(folder, files)
     if manifest is not None:
         _check_manifest(folder, files, manifest)
-    return StoredCheckpoint(folder, files, file_of, manifest)
+    return StoredCheckpoint(folder, files, file_of, manifest, (folder,))
 
 
 def _check_index(
@@ -270,11 +276,25 @@ class Reader:
         Raises:
             CheckpointError: It cannot be read; names file and tensor.
         """
-        path = self._checkpoint.path_of(name)
-        descriptor = self._descriptor(path)
-        factors = None if scales is None else scales.at
-        with failed(path, f"{name} cannot be read"):
-            read_rectangle(descriptor, self._rectangle(name, view, box), target, factors)
+        overlay = self._checkpoint.overlays.get(name)
+        if overlay is None or not overlay.is_whole:
+            path = self._checkpoint.path_of(name)
+            descriptor = self._descriptor(path)
+            factors = None if scales is None else scales.at
+            with failed(path, f"{name} cannot be read"):
+                read_rectangle(descriptor, self._rectangle(name, view, box), target, factors)
+        if overlay is None or not target.numel():
+            return
+        for part in overlay.boxes(view, box):
+            descriptor = self._descriptor(part.path)
+            place, its = target[part.within(box)], part.rectangle
+            with failed(part.path, f"{name} cannot be read"):
+                read_rectangle(
+                    descriptor,
+                    its,
+                    place,
+                    None if scales is None else part.factors(view, scales.at),
+                )
 
     def whole(self, name: str) -> torch.Tensor:
         """Read a whole tensor, for small ones."""
@@ -327,6 +347,8 @@ def manifest_text(
     files: Mapping[str, tuple[int, int]],
     small_files: Mapping[str, tuple[int, int]],
     parts: list[CheckedPart],
+    block_files: Mapping[str, tuple[int, int]],
+    **further: object,
 ) -> bytes:
     """Return what the manifest of a save holds.
 
@@ -337,6 +359,8 @@ def manifest_text(
         files: Of tensors, by name: bytes, and the CRC-32C of the header.
         small_files: Others, by name: bytes and CRC-32C.
         parts: Of all tensors.
+        block_files: Of ranks' blocks, by name: bytes, and the CRC-32C of the header.
+        further: What else it says.
     """
     said = {
         "format": _FORMAT,
@@ -348,6 +372,10 @@ def manifest_text(
             name: {"bytes": size, "crc": crc} for name, (size, crc) in small_files.items()
         },
         "parts": sorted(parts),
+        "block_files": {
+            name: {"bytes": size, "header_crc": crc} for name, (size, crc) in block_files.items()
+        },
+        **further,
     }
     return json.dumps(said, separators=(",", ":")).encode()
 

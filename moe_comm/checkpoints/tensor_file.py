@@ -16,6 +16,7 @@ from moe_comm.arguments import shortened
 from moe_comm.errors import CheckpointError
 
 __all__ = [
+    "DTYPES",
     "StoredTensor",
     "TensorFile",
     "crc32c",
@@ -30,7 +31,7 @@ _METADATA = "__metadata__"
 # As the format's own reader has it.
 _MAX_HEADER_BYTES = 100_000_000
 
-_DTYPES = {
+DTYPES = {
     name: found
     for name, torch_name in {
         "BOOL": "bool",
@@ -57,7 +58,7 @@ _DTYPES = {
     # A torch may be older than a dtype.
     if (found := getattr(torch, torch_name, None)) is not None
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PACKED = "F4"
 """Two elements a byte: the header counts elements, a tensor bytes, along the last dimension."""
 
@@ -210,10 +211,10 @@ def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     except (KeyError, TypeError, ValueError) as error:
         said = shortened(repr(entry))
         raise CheckpointError(f"{path}: {name}: the header is damaged: {said}") from error
-    dtype = _DTYPES.get(code)
+    dtype = DTYPES.get(code)
     if dtype is None:
         raise CheckpointError(
-            f"{path}: {name}: dtype must be one of {', '.join(_DTYPES)}, got {shortened(repr(code))}"
+            f"{path}: {name}: dtype must be one of {', '.join(DTYPES)}, got {shortened(repr(code))}"
         )
     shape = list(stated)
     if code == _PACKED:

@@ -57,18 +57,22 @@ class Versions(NamedTuple):
     names: list[str]
 
 
-def check_version_name(version: Any) -> str:
+def check_version_name(version: Any, argument: str = "version") -> str:
     """Return the name of a version, which is one of a folder.
+
+    Args:
+        version: The name.
+        argument: By which a caller gave it.
 
     Raises:
         TypeError: It is no text.
         ValueError: It cannot be the name of a version.
     """
     if not isinstance(version, str):
-        raise TypeError(f"version must be a str, got {type(version).__name__}")
+        raise TypeError(f"{argument} must be a str, got {type(version).__name__}")
     if not _NAME.fullmatch(version) or version == VERSIONS:
         raise ValueError(
-            "version must be up to 100 letters, digits and any of . _ -, the first a letter or digit, "
+            f"{argument} must be up to 100 letters, digits and any of . _ -, the first a letter or digit, "
             f"and not {VERSIONS}; got {version!r}"
         )
     return version
@@ -151,6 +155,7 @@ class NewVersion:
     Args:
         folder: Of the versions. Made where it is missing.
         version: Name of the new one.
+        after: The version behind which it is entered; None for the latest. Where that is the latest, this one is.
 
     Attributes:
         path: Folder to write into.
@@ -161,8 +166,9 @@ class NewVersion:
             refuses.
     """
 
-    def __init__(self, folder: Path, version: str) -> None:
+    def __init__(self, folder: Path, version: str, after: str | None = None) -> None:
         self._folder = folder
+        self._after = after
         self.version = version
         self._is_committed = False
         with failed(folder, "cannot be made"):
@@ -235,7 +241,7 @@ class NewVersion:
         _write_synced(self.path / name, data)
 
     def commit(self, synced: Sequence[str]) -> Path:
-        """Make the version one that is there, and the latest.
+        """Make the version one that is there.
 
         Args:
             synced: Names of files in it that are on the disk already.
@@ -263,7 +269,12 @@ class NewVersion:
         known = read_versions(self._folder)
         names = [] if known is None else [each for each in known.names if each != self.version]
         kept = [name for name in names if (self._folder / name).is_dir()]
-        said = {"format": _FORMAT, "latest": self.version, "versions": [*kept, self.version]}
+        place, latest = len(kept), self.version
+        if known is not None and self._after in kept:
+            place = kept.index(self._after) + 1
+            latest = self.version if self._after == known.latest else known.latest
+        kept.insert(place, self.version)
+        said = {"format": _FORMAT, "latest": latest, "versions": kept}
         new = self._folder / f".{VERSIONS}.{secrets.token_hex(8)}"
         try:
             _write_synced(new, json.dumps(said, indent=1).encode())
