@@ -13,8 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from moe_comm.checkpoints.chains import (
+    block_files_of,
+    is_delta,
+    open_checkpoint,
+    verify_checkpoint,
+)
 from moe_comm.checkpoints.convert import (
     DEFAULT_QUANTIZED,
+    Compaction,
     ConversionTarget,
     NewFormat,
     convert_checkpoint,
@@ -23,9 +30,6 @@ from moe_comm.checkpoints.stored_checkpoint import (
     StoredCheckpoint,
     checked_parts,
     find_checkpoint,
-    open_checkpoint,
-    verify_parts,
-    verify_small_files,
 )
 from moe_comm.checkpoints.tensor_file import dtype_name
 from moe_comm.checkpoints.versions import read_versions
@@ -114,6 +118,7 @@ def _summary(folder: Path, found: StoredCheckpoint, *, with_tensors: bool) -> di
         "latest": None if known is None else known.latest,
         "num_ranks": manifest.get("num_ranks"),
         "has_checksums": found.manifest is not None,
+        "builds_on": [folder.name for folder in reversed(found.chain[:-1])],
         "files": {name: file.num_bytes for name, file in found.files.items()},
         "num_tensors": len(found.file_of),
         "dtypes": dtypes,
@@ -126,9 +131,12 @@ def _text_of(said: dict[str, Any]) -> str:
     if said["versions"]:
         lines.append(f"versions: {', '.join(said['versions'])}; the latest is {said['latest']}")
     total = sum(said["files"].values())
-    lines.append(
-        f"{said['num_tensors']} tensors in {len(said['files'])} files, {total / 1e9:.3f} GB"
-    )
+    whole = f"{said['num_tensors']} tensors in {len(said['files'])} files, {total / 1e9:.3f} GB"
+    if said["builds_on"]:
+        own = sum(size for name, size in said["files"].items() if "/" not in name)
+        whole += f", of which the delta itself has {own / 1e9:.3f} GB"
+        lines.append(f"a delta over {', over '.join(said['builds_on'])}")
+    lines.append(whole)
     lines += [
         f"{code}: {counted['tensors']} tensors, {counted['bytes'] / 1e9:.3f} GB"
         for code, counted in sorted(said["dtypes"].items())
@@ -145,17 +153,20 @@ def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> 
     """Read a whole checkpoint and compare its checksums; exit with 1 where something is wrong.
 
     Files, names, sizes and offsets are checked first, those of folders without
-    checksums too.
+    checksums too. A delta is read through all that it builds on.
     """
     with in_a_sentence("checkpoint"):
         found = open_checkpoint(find_checkpoint(folder, version))
         num_bytes = 0
         if found.manifest is not None:
             total = sum(stored.stop - stored.start for stored in map(found.stored, found.file_of))
-            num_parts = sum(1 for _ in checked_parts(found))
-            for count in _with_progress("checksums", total, verify_parts(found)):
+            num_parts = (
+                sum(len(file.segments) for file in block_files_of(found).values())
+                if is_delta(found)
+                else sum(1 for _ in checked_parts(found))
+            )
+            for count in _with_progress("checksums", total, verify_checkpoint(found)):
                 num_bytes += count
-            verify_small_files(found)
         said = {
             "folder": str(found.folder),
             "num_files": len(found.files),
@@ -207,6 +218,31 @@ def convert(
         num_bytes = sum(_with_progress("converted", total, chunks))
         written = open_checkpoint(out / new)
         said = _summary(out, written, with_tensors=False) | {"read_bytes": num_bytes}
+        typer.echo(json.dumps(said, indent=1) if as_json else _text_of(said))
+
+
+@checkpoint_app.command("compact", epilog=example("moe-comm checkpoint compact runs/moe"))
+def compact(
+    folder: Folder,
+    version: Version = None,
+    name: Annotated[
+        str | None, typer.Option(help='Of the whole version [default: the delta\'s with "-whole"].')
+    ] = None,
+    max_file_bytes: Annotated[str, typer.Option(help="Of tensors in a file.")] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Write a delta and what it builds on as a whole version beside it.
+
+    Nothing is removed. Where the delta is the latest version, the whole one then is.
+    """
+    with in_a_sentence("checkpoint"):
+        compaction = Compaction(folder, version, name)
+        found = compaction.source
+        total = sum(stored.stop - stored.start for stored in map(found.stored, found.file_of))
+        chunks = compaction.chunks(parse_bytes(max_file_bytes))
+        num_bytes = sum(_with_progress("compacted", total, chunks))
+        said = _summary(folder, open_checkpoint(compaction.path), with_tensors=False)
+        said |= {"read_bytes": num_bytes}
         typer.echo(json.dumps(said, indent=1) if as_json else _text_of(said))
 
 

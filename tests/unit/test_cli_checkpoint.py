@@ -98,6 +98,53 @@ def test_verify_without_checksums_says_so(tmp_path: Path) -> None:
     assert run("verify", tmp_path, "--version", "x").exit_code == 1
 
 
+def test_deltas_are_shown_verified_converted_and_compacted(folder: Path, tmp_path: Path) -> None:
+    changed = {**TENSORS, "a": TENSORS["a"] + 1}
+
+    def config(where: Path) -> None:
+        (where / "config.json").write_text('{"layers": 1}')
+
+    for number, tensors in enumerate((changed, {**changed, "b": TENSORS["b"] * 2})):
+        views = CheckpointViews(
+            CheckpointView(name, tuple(tensor.shape), tuple(map(whole, tensor.shape)), tensor)
+            for name, tensor in tensors.items()
+        )
+        version, base = (("third", "second"), ("fourth", "third"))[number]
+        save_checkpoint(views, folder, version, base=base, add_files=None if number else config)
+    said = json.loads(run("show", folder, "--json", "--tensors").output)
+    assert said["latest"] == "fourth"
+    assert said["builds_on"] == ["third", "second"]
+    assert said["dtypes"]["BF16"] == {"tensors": 2, "bytes": 16}
+    assert {each["name"]: each["file"].split("/")[0] for each in said["tensors"]} == dict.fromkeys(
+        TENSORS, "second"
+    )
+    text = run("show", folder).output
+    assert "a delta over third, over second" in text
+    assert "of which the delta itself has 0.00" in text
+    assert json.loads(run("verify", folder, "--json").stdout)["checked_bytes"] == 48
+    assert run("convert", folder, tmp_path / "out", "--to", "fp32").exit_code == 0
+    found = plain_tensors(tmp_path / "out" / "fourth")
+    assert torch.equal(found["b"], TENSORS["b"].float() * 2)
+    done = json.loads(run("compact", folder, "--max-file-bytes", "40", "--json").stdout)
+    assert done["builds_on"] == []
+    assert done["read_bytes"] == 48
+    assert done["latest"] == "fourth-whole"
+    found = plain_tensors(folder / "fourth-whole")
+    assert torch.equal(found["a"], changed["a"])
+    # Files beside the tensors are those that were saved last.
+    assert (folder / "fourth-whole" / "config.json").read_text() == '{"layers": 1}'
+    assert run("verify", folder).exit_code == 0
+    assert run("compact", folder).exit_code == 1
+    assert run("compact", folder, "--version", "third", "--name", "old").exit_code == 0
+    assert json.loads(run("show", folder, "--json").output)["latest"] == "fourth-whole"
+    path = next((folder / "third").glob("*.blocks"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    done = run("verify", folder, "--version", "fourth")
+    assert done.exit_code == 1
+    assert done.stderr.lstrip().startswith(f"moe-comm checkpoint: {path}: a elements 0 to 8: ")
+
+
 # ---------------------------------------------------------------------------------------------
 # convert
 
