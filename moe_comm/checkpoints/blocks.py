@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from moe_comm.checkpoints.rectangles import Rectangle, _as_integers, _runs
+from moe_comm.checkpoints.rectangles import _as_integers
 from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, PieceChecksums
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.tensors.memory import bytes_of
@@ -29,6 +29,8 @@ __all__ = [
     "boxes_of_run",
     "cut_run",
     "elements_of",
+    "num_neighbors",
+    "place_of",
     "segment_of",
 ]
 
@@ -120,10 +122,31 @@ def segment_of(tensor: str, view: tuple[int, ...], box: Box, itemsize: int) -> S
     num_elements = math.prod(stop - start for start, stop in box)
     if not num_elements:
         return None
-    _, starts = _runs(Rectangle(0, view, box, torch.uint8))
-    if len(starts) == 1:
-        return Segment(tensor, (), (), starts[0], starts[0] + num_elements, itemsize)
+    if num_neighbors(view, box) == num_elements:
+        start = place_of(view, box, 0)
+        return Segment(tensor, (), (), start, start + num_elements, itemsize)
     return Segment(tensor, view, box, 0, num_elements, itemsize)
+
+
+def num_neighbors(view: tuple[int, ...], box: Box) -> int:
+    """Return how many elements of a box at a time are neighbors in the whole view."""
+    count, is_whole = 1, True
+    for size, (start, stop) in zip(reversed(view), reversed(box), strict=True):
+        if not is_whole and stop - start > 1:
+            break
+        count *= stop - start
+        is_whole = is_whole and stop - start == size
+    return count
+
+
+def place_of(view: tuple[int, ...], box: Box, element: int) -> int:
+    """Return the number in the whole view of an element of a box."""
+    place, stride = 0, 1
+    for size, (start, stop) in zip(reversed(view), reversed(box), strict=True):
+        element, index = divmod(element, stop - start)
+        place += (start + index) * stride
+        stride *= size
+    return place
 
 
 def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:

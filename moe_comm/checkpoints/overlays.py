@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from moe_comm.checkpoints.blocks import Segment, boxes_of_run
-from moe_comm.checkpoints.rectangles import Rectangle, _runs
+from moe_comm.checkpoints.blocks import Segment, boxes_of_run, num_neighbors, place_of
+from moe_comm.checkpoints.rectangles import Rectangle
 from moe_comm.resharding.describe.intervals import Box
 
 __all__ = ["OverlaidBox", "Overlay", "StoredRun"]
@@ -127,9 +127,12 @@ class Overlay:
         """
         runs = self._runs
         if self._starts is not None:
-            low, high = _span(view, box)
+            low, high = (
+                place_of(view, box, element)
+                for element in (0, math.prod(stop - start for start, stop in box) - 1)
+            )
             first = max(0, bisect.bisect_right(self._starts, low) - 1)
-            runs = runs[first : bisect.bisect_left(self._starts, high)]
+            runs = runs[first : bisect.bisect_right(self._starts, high)]
         for run in runs:
             if run.segment.view != view or _overlap(run.segment.box, box):
                 yield from self._boxes_of(run, view, box)
@@ -138,10 +141,10 @@ class Overlay:
         segment = run.segment
         if segment.view not in ((), view):
             # Elements that are neighbors in this view as well as in that of the run.
-            count, starts = _runs(Rectangle(0, segment.view, segment.box, torch.uint8))
+            count = num_neighbors(segment.view, segment.box)
             for number in range(run.start // count, -(-run.stop // count)):
                 first, last = max(run.start, number * count), min(run.stop, (number + 1) * count)
-                shift = starts[number] - number * count
+                shift = place_of(segment.view, segment.box, first) - first
                 row = run.part(first, last)._replace(
                     segment=Segment(segment.tensor, (), (), 0, 0, segment.itemsize),
                     start=first + shift,
@@ -164,14 +167,6 @@ class Overlay:
                     for (start, stop), first in zip(common, corner, strict=True)
                 )
                 yield OverlaidBox(run.path, Rectangle(begin, sizes, within, self._dtype), common)
-
-
-def _span(view: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """The first element of a box, and the one behind its last, counted over the whole view."""
-    first = last = 0
-    for size, (start, stop) in zip(view, box, strict=True):
-        first, last = first * size + start, last * size + stop - 1
-    return first, last + 1
 
 
 def _overlap(one: Box, other: Box) -> bool:

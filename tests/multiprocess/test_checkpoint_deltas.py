@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from moe_comm.checkpoints import compact_checkpoint, load_checkpoint, save_checkpoint
-from moe_comm.checkpoints.blocks import BLOCK_BYTES, boxes_of_run
+from moe_comm.checkpoints.blocks import BLOCK_BYTES, boxes_of_run, num_neighbors, place_of
 from moe_comm.errors import CheckpointError, CommunicationError
 from moe_comm.resharding import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import whole
@@ -83,6 +83,22 @@ def test_boxes_of_a_run_are_its_elements_in_order() -> None:
         parts = [array[tuple(slice(*bounds) for bounds in box)].reshape(-1) for box in boxes]
         assert torch.cat([array.new_empty(0), *parts]).tolist() == [*range(start, stop)]
         assert len(boxes) <= max(1, 2 * len(sizes) - 1)
+
+
+def test_elements_of_a_box_are_found_in_the_whole_view() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        view = tuple(rng.randint(1, 4) for _ in range(rng.randint(0, 4)))
+        box = tuple((low, rng.randint(low + 1, size)) for size in view for low in [size // 2])
+        whole_view = torch.arange(torch.Size(view).numel()).reshape(view)
+        inner = whole_view[tuple(slice(*bounds) for bounds in box)].reshape(-1)
+        places = inner.tolist()
+        assert [place_of(view, box, element) for element in range(len(places))] == places
+        count = num_neighbors(view, box)
+        steps = inner.view(-1, count) - inner.view(-1, count)[:, :1]
+        assert torch.equal(steps, torch.arange(count).expand_as(steps))
+        is_one = places == [*range(places[0], places[0] + len(places))]
+        assert (count == len(places)) == is_one
 
 
 # ---------------------------------------------------------------------------------------------
