@@ -37,9 +37,8 @@ __all__ = [
 CHECKSUM = "moe_comm-64"
 """Name of the checksums in files; those of another name are not compared."""
 
-_CHUNK_BLOCKS = 256
-# The checksum of a block says which one of its group it is: native code is called for groups.
-_GROUP_BLOCKS = 16
+# The checksum of a block depends on which one of its group it is: native code is called for groups.
+_GROUP_BLOCKS = 256
 
 Run: TypeAlias = tuple[int, int]
 """First element and the one behind the last."""
@@ -202,11 +201,9 @@ def elements_of(segment: Segment, piece: torch.Tensor) -> Elements:
     return Elements(fetch, is_copied=flat is None or plain.device.type != "cpu")
 
 
-def cut_run(
-    segment: Segment, start: int, stop: int, num_blocks: int = _CHUNK_BLOCKS
-) -> Iterator[Run]:
-    """Cut elements of a segment at every so many blocks, counted as the segment's elements are."""
-    step = num_blocks * segment.per_block
+def cut_run(segment: Segment, start: int, stop: int) -> Iterator[Run]:
+    """Cut elements of a segment at every 256 blocks, 16 MiB, counted as the segment's elements are."""
+    step = _GROUP_BLOCKS * segment.per_block
     for first in range(start // step * step, stop, step):
         yield max(start, first), min(stop, first + step)
 
@@ -226,10 +223,7 @@ def block_sums(segment: Segment, elements: Elements, run: Run | None = None) -> 
 
 def _sums_of(segment: Segment, data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     # Blocks of a group are counted from its beginning, or from that of the elements.
-    sizes = [
-        (last - first) * segment.itemsize
-        for first, last in cut_run(segment, start, stop, _GROUP_BLOCKS)
-    ]
+    sizes = [(last - first) * segment.itemsize for first, last in cut_run(segment, start, stop)]
     head = (-start % segment.per_block) * segment.itemsize
     if 0 < head < sizes[0]:
         sizes[:1] = [head, sizes[0] - head]
@@ -258,21 +252,26 @@ class KnownSums:
         Returns:
             int64 and bool, `[num_blocks]`.
         """
+        known = self._by_tensor.get(wanted.tensor, ())
+        if (
+            same := next((values for segment, values in known if segment == wanted), None)
+        ) is not None:
+            return same.clone(), torch.ones(len(same), dtype=torch.bool)
         per_block, first = wanted.per_block, wanted.first_block
         last = first + wanted.num_blocks
         sums = torch.zeros(wanted.num_blocks, dtype=torch.int64)
         is_known = torch.zeros(wanted.num_blocks, dtype=torch.bool)
-        for segment, values in self._by_tensor.get(wanted.tensor, ()):
+        for segment, values in known:
             its_first = segment.first_block
             low, high = max(first, its_first), min(last, its_first + segment.num_blocks)
             if segment.key != wanted.key or segment.itemsize != wanted.itemsize or low >= high:
                 continue
             blocks = torch.arange(low, high)
-            same = _begins(wanted, blocks) == _begins(segment, blocks)
+            is_same = _begins(wanted, blocks) == _begins(segment, blocks)
             stops = (blocks + 1) * per_block
-            same &= stops.clamp(max=wanted.stop) == stops.clamp(max=segment.stop)
-            places = torch.arange(low - first, high - first)[same]
-            sums[places] = values[low - its_first : high - its_first][same]
+            is_same &= stops.clamp(max=wanted.stop) == stops.clamp(max=segment.stop)
+            places = torch.arange(low - first, high - first)[is_same]
+            sums[places] = values[low - its_first : high - its_first][is_same]
             is_known[places] = True
         return sums, is_known
 
