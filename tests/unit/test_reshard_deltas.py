@@ -253,6 +253,7 @@ def test_who_does_not_know_how_a_refit_ended_has_the_whole(
     def body(context: RankContext) -> None:
         run = Run(context, "tp2", "single")
         run.run()
+        wait_for_all(context)
         if context.rank_idx == 0:
             monkeypatch.setattr(Deltas, "commit", lose)
         wait_for_all(context)

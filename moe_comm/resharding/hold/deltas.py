@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -41,6 +42,8 @@ Changed: TypeAlias = "Mapping[str, Mask] | Callable[[str], Mask]"
 _MOST_CHANGED = 0.25
 _MOST_BYTES = 16 << 20
 _LINE_BYTES = 64
+# Of messages, between refits.
+_KEPT_BYTES = 64 << 20
 
 _Pair = tuple[int, int]
 """(source rank, destination rank)"""
@@ -201,7 +204,7 @@ class Delta:
 
 
 class Deltas:
-    """What this rank keeps between refits to move only what changed: checksums, and no weights.
+    """What this rank keeps between refits to move only what changed: checksums, and none of the weights.
 
     Every refit has a token. A source keeps, for every destination, the token of the refit that brought
     what it has sent, and the checksums of its blocks; a destination the token, for every source. Where both
@@ -215,9 +218,11 @@ class Deltas:
         self._target: tuple[Any, ...] = ()
         """The target as the last refit left it, see `_look_of`."""
         self._listing: _Listing | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._sums: _Sums = np.empty(0, np.uint64)
         """Checksums of this rank's blocks as the last `run` sent them."""
         self._has_read_all = False
+        self._changed: _Flags = np.empty(0, np.bool_)
 
     def run(self, delta: Delta) -> DeltaReport:
         """Move what changed. Collective; `commit` has it remembered where all of it succeeded."""
@@ -226,14 +231,19 @@ class Deltas:
         mine: Any = None
         with FirstError() as first, torch.no_grad():
             others = self._list(delta)
-        excluded = frozenset[_Key]().union(*agree(ranks.all_gather, first.take(), others))
-        listing, flags = self._settle(delta, excluded), np.empty(0, np.bool_)
-        with FirstError() as first, torch.no_grad():
-            flags = self._compare(delta, listing)
-            mine = self._offers(listing, flags), *self._holdings(delta, listing)
-        told = agree(ranks.all_gather, first.take(), mine)
-        report = _report(told, delta, listing)
-        self._move(delta, listing, told, report, flags)
+            mine = self._look(delta)
+        told = agree(ranks.all_gather, first.take(), (others, mine))
+        excluded = frozenset[_Key]().union(*(theirs for theirs, _ in told))
+        if any(its is None or its[0] != _digest_of(excluded) for _, its in told):
+            with FirstError() as first, torch.no_grad():
+                self._settle(delta, excluded)
+                mine = self._look(delta)
+            told = agree(ranks.all_gather, first.take(), (others, mine))
+        listing = self._listing
+        assert listing is not None
+        looks = [its[1:] for _, its in told]
+        report = _report(looks, delta, listing)
+        self._move(delta, listing, looks, report)
         return report
 
     def checksums(self, table: PieceTable) -> _Sums | None:
@@ -270,7 +280,16 @@ class Deltas:
             listing = self._listing = _Listing(key, (source, target))
         return [_key_of(op, rank_idx) for listed in listing.listed for op in listed.others]
 
-    def _settle(self, delta: Delta, excluded: frozenset[_Key]) -> _Listing:
+    def _look(self, delta: Delta) -> Any:
+        """What this rank tells of its pieces; None while it does not know which travel in blocks."""
+        listing = self._listing
+        if listing is None or listing.excluded is None:
+            return None
+        self._changed = self._compare(delta, listing)
+        offers = self._offers(listing, self._changed)
+        return _digest_of(listing.excluded), offers, *self._holdings(delta, listing)
+
+    def _settle(self, delta: Delta, excluded: frozenset[_Key]) -> None:
         """Leave out what does not travel in blocks on the other end."""
         listing, rank_idx = self._listing, delta.ranks.rank_idx
         assert listing is not None
@@ -288,7 +307,6 @@ class Deltas:
             )
             listing.undivided = tuple(dict.fromkeys(names))
             listing.parts.clear()
-        return listing
 
     def _compare(self, delta: Delta, listing: _Listing) -> _Flags:
         """Hash the blocks of this rank's sources, and return which have changed."""
@@ -349,9 +367,8 @@ class Deltas:
                 )
         return held, ""
 
-    def _move(
-        self, delta: Delta, listing: _Listing, told: list[Any], report: DeltaReport, changed: _Flags
-    ) -> None:
+    def _move(self, delta: Delta, listing: _Listing, told: list[Any], report: DeltaReport) -> None:
+        changed = self._changed
         rank_idx, source, target = delta.ranks.rank_idx, listing.source, listing.target
         messages = {
             (src, dst): offer
@@ -362,16 +379,16 @@ class Deltas:
         received: dict[int, torch.Tensor] = {}
 
         def submit() -> None:
-            for (src, dst), offer in messages.items():
-                size = _header_bytes(offer.num_blocks) + offer.changed_bytes
+            memory = self._memory_of(messages, rank_idx)
+            for src, dst in messages:
                 task_id = pack_task_id(dst, 0, 0)
                 if src == rank_idx:
                     part = source.parts[dst]
-                    message = torch.zeros(size, dtype=torch.uint8)
+                    message = memory()
                     _pack(message, source, part, changed[part.blocks], delta.num_threads)
                     delta.service.submit_send(message, dst, task_id=task_id)
                 if dst == rank_idx:
-                    received[src] = torch.empty(size, dtype=torch.uint8)
+                    received[src] = memory()
                     delta.service.submit_recv(received[src], src, task_id=task_id)
 
         if messages:
@@ -392,6 +409,23 @@ class Deltas:
 
         if delta.plan.recv_ops:
             write_beside(delta.modules[1], write, has_written=bool(received))
+
+    def _memory_of(
+        self, messages: Mapping[_Pair, _Offer], rank_idx: int
+    ) -> Callable[[], torch.Tensor]:
+        """Gives the memory of each message that this rank sends or receives, in their order."""
+        offers = [offer for pair, offer in messages.items() for end in pair if end == rank_idx]
+        sizes = [_header_bytes(its.num_blocks) + its.changed_bytes for its in offers]
+        starts = list(itertools.accumulate((_in_lines(size) for size in sizes), initial=0))
+        scratch, self._scratch = self._scratch, torch.empty(0, dtype=torch.uint8)
+        if scratch.numel() < starts[-1]:
+            scratch = torch.empty(starts[-1], dtype=torch.uint8)
+        if scratch.numel() <= _KEPT_BYTES:
+            self._scratch = scratch  # else every refit would fault its pages in
+        parts = (
+            scratch[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)
+        )
+        return lambda: next(parts)
 
     def _part_plan(
         self,
@@ -510,15 +544,24 @@ def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     return "" if before == now else "something else has written its target since"
 
 
+def _digest_of(excluded: frozenset[_Key]) -> int:
+    text = repr(sorted(excluded, key=repr)) if excluded else ""
+    return _digest(np.frombuffer(text.encode(), np.uint8))
+
+
 def _header_bytes(num_blocks: int) -> int:
     """Of a message: a bit for every block, in whole lines."""
-    return -(-num_blocks // (8 * _LINE_BYTES)) * _LINE_BYTES
+    return _in_lines(-(-num_blocks // 8))
+
+
+def _in_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _pack(message: torch.Tensor, end: _End, part: _Part, flags: _Flags, num_threads: int) -> None:
     bits = np.packbits(flags)
     array = message.numpy()
-    array[: len(bits)] = bits
+    array[: len(bits)] = bits  # and whatever up to the end of the line
     body = array[_header_bytes(len(flags)) :]
     end.table.move_blocks(part.pieces, flags, body, num_threads, is_packing=True)
 

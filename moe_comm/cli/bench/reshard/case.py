@@ -13,6 +13,8 @@ from moe_comm.cli.reshard.world import PlanningCase
 
 __all__ = [
     "CHECKSUM",
+    "DELTA",
+    "DELTA_MASK",
     "FULL_TENSORS",
     "MEMORIES",
     "NUM_EXPERTS",
@@ -26,6 +28,8 @@ MEMORIES = ("heap", "shared", "outside")
 TRANSPORTS = ("symmetric", "gloo", "nvshmem")
 FULL_TENSORS = "full-tensors"
 CHECKSUM = "checksum"
+DELTA = "delta"
+DELTA_MASK = "delta-mask"
 
 NUM_LAYERS = 4
 NUM_EXPERTS = 16

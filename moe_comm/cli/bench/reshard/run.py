@@ -8,14 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
-from moe_comm.cli.bench.reshard.case import CHECKSUM, FULL_TENSORS, TRANSPORTS, ReshardCase
+from moe_comm.cli.bench.reshard.case import (
+    CHECKSUM,
+    DELTA,
+    DELTA_MASK,
+    FULL_TENSORS,
+    TRANSPORTS,
+    ReshardCase,
+)
 from moe_comm.cli.bench.reshard.worker import RefitSample, ReshardLaunch, ReshardWorker
 from moe_comm.cli.bench.statistics import makespan_us, percentile, wall_times_us
 from moe_comm.cli.bench.times import SideTimes, summarize_roof
 
 __all__ = ["RESHARD_PEERS", "ReshardOptions", "ReshardRow", "run_case"]
 
-RESHARD_PEERS = ("gloo", FULL_TENSORS, CHECKSUM)
+RESHARD_PEERS = ("gloo", FULL_TENSORS, CHECKSUM, DELTA, DELTA_MASK)
 
 NUM_WARM_UP = 2
 MAX_ROUNDS_PER_PAIR = 5
@@ -27,7 +34,8 @@ class ReshardOptions:
 
     Args:
         peers: Of `RESHARD_PEERS`: the same plan over another transport; whole tensors by name over
-            Gloo, each from a rank that holds it to every rank that does; the same refit with its proof.
+            Gloo, each from a rank that holds it to every rank that does; the same refit with its proof; the same
+            where 1 % of the blocks changed, found by checksums or told by a mask.
         num_repeats: Clean pairs to collect, and rounds with peers.
         num_threads: Of the communicator; None for its own choice.
         with_huge_pages: Of the communicator.

@@ -14,13 +14,20 @@ import torch.distributed as dist
 
 from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.memory import PeakMemory
-from moe_comm.cli.bench.reshard.case import CHECKSUM, FULL_TENSORS, ReshardCase
+from moe_comm.cli.bench.reshard.case import (
+    CHECKSUM,
+    DELTA,
+    DELTA_MASK,
+    FULL_TENSORS,
+    ReshardCase,
+)
 from moe_comm.cli.bench.reshard.engine_storage import FullTensorsByName, stack_experts, views_of
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.bench.worker import Sample
 from moe_comm.cli.reshard.model_shapes import ShapedModel, build_module, fill, find_differences
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.base import CopyService
+from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
@@ -31,7 +38,7 @@ from moe_comm.resharding.hold.heap_parameters import (
     place_in_heap,
     share_in_place,
 )
-from moe_comm.resharding.hold.refit import clear_all_caches, swap_model_weights
+from moe_comm.resharding.hold.refit import Refit, clear_all_caches, swap_model_weights
 
 __all__ = ["RefitSample", "ReshardLaunch", "ReshardWorker"]
 
@@ -108,6 +115,8 @@ class ReshardWorker:
         if case.memory == "shared" and self.target_side is not None:
             self.shared = share_in_place(self.target_side, self.communicator)
         self.full_tensors: FullTensorsByName | None = None
+        self.deltas: Refit | None = None
+        self.touched = {} if self.source is None else _touched(self.source)
 
     def check(self, transport: str) -> tuple[str | None, dict[str, int]]:
         """Refit into poisoned weights, twice, and compare every element with what it must be.
@@ -132,7 +141,23 @@ class ReshardWorker:
             if self.target is not None:
                 found = find_differences(self.target, self.case.seed)
                 problems += [f"rank {self.rank_idx}: {text}" for text in found]
+            if transport in (DELTA, DELTA_MASK):
+                problems += self._check_delta(transport)
         return (problems[0] if problems else None), memory
+
+    def _check_delta(self, transport: str) -> list[str]:
+        """Change weights and change them back."""
+        problems = []
+        for _ in range(2):
+            self._touch()
+            self._refit(transport)
+            report = None if self.deltas is None else self.deltas.last_delta
+            if report is None or report.whole or not 0 < report.sent_bytes < report.total_bytes:
+                problems.append(f"rank {self.rank_idx}: not what changed has travelled: {report}")
+        if self.target is not None:
+            found = find_differences(self.target, self.case.seed)
+            problems += [f"rank {self.rank_idx}: {text}" for text in found]
+        return problems
 
     def prepare_roof(self) -> bool:
         """Make what the roof copies between; returns whether there is a roof here."""
@@ -181,6 +206,9 @@ class ReshardWorker:
 
     def time_peer(self, transport: str) -> Interval:
         """Time a refit over another transport once."""
+        if transport in (DELTA, DELTA_MASK):
+            self._refit(transport)  # the refit before was another one, which it knows nothing of
+            self._touch()
         return self._timed(lambda: self._refit(transport))
 
     def describe(self) -> dict[str, Any]:
@@ -201,7 +229,8 @@ class ReshardWorker:
         clear_all_caches()
         if self.shared is not None:
             self.shared.close()
-        self.source = self.target = self.target_side = None
+        self.source = self.target = self.target_side = self.deltas = None
+        self.touched.clear()
         self.communicator.destroy()
         dist.destroy_process_group()
 
@@ -241,13 +270,31 @@ class ReshardWorker:
                 self.full_tensors = FullTensorsByName(self.case.layouts, self.rank_idx)
             self.full_tensors.run(self.source, self.target)
             return
+        if transport in (DELTA, DELTA_MASK):
+            self._refit_changes(with_mask=transport == DELTA_MASK)
+            return
         verify: Literal["checksum"] | None = "checksum" if transport == CHECKSUM else None
         if verify is not None:
             transport = self.case.transport
+        service = self._service(transport)
+        swap_model_weights(self.source, self.target_side, service, verify=verify)
+
+    def _refit_changes(self, *, with_mask: bool) -> None:
+        if self.deltas is None:
+            service = self._service(self.case.transport)
+            self.deltas = Refit(self.source, self.target_side, service, deltas="blocks")
+        masks = {name: rows for name, (_, rows) in self.touched.items()}
+        self.deltas.run(changed=masks if with_mask else None)
+
+    def _touch(self) -> None:
+        """Flip a bit in every hundredth block of the source; the next call flips it back."""
+        for data, _ in self.touched.values():
+            data ^= 1
+
+    def _service(self, transport: str) -> CopyService:
         if transport not in self.services:
             self.services[transport] = self._make_service(transport)
-        service = self.services[transport]
-        swap_model_weights(self.source, self.target_side, service, verify=verify)
+        return self.services[transport]
 
     def _make_service(self, transport: str) -> CopyService:
         if transport == "symmetric":
@@ -272,6 +319,23 @@ class ReshardWorker:
         start = time.perf_counter_ns()
         call()
         return start, time.perf_counter_ns()
+
+
+def _touched(module: ShapedModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By name, a byte of every hundredth block of a source, and the rows that these bytes are in."""
+    touched = {}
+    next_byte = 0
+    for name, tensor in named_refit_tensors(module):
+        data = tensor.detach().view(-1).view(torch.uint8)
+        if next_byte < data.numel():
+            step = 100 * BLOCK_BYTES
+            at = torch.arange(next_byte, data.numel(), step)
+            rows = torch.zeros((tensor.shape[0], *[1] * (tensor.dim() - 1)), dtype=torch.bool)
+            rows[at // (data.numel() // tensor.shape[0])] = True
+            touched[name] = data[next_byte::step], rows
+            next_byte = int(at[-1]) + step
+        next_byte -= data.numel()
+    return touched
 
 
 def _poison(module: ShapedModel) -> None:
