@@ -92,16 +92,18 @@ def test_refits_after_the_first_one_bring_what_changed(
             assert program.outcome() == [whole, [7, [], [7, 7], []], [8, [], [8, 8], []]]
 
 
-def test_an_engine_that_comes_again_gets_the_whole_and_the_other_one_what_changed(
-    info: dict[str, Any],
+@pytest.mark.parametrize("gone", [("engine", 1), ("trainer", 1)])
+def test_who_comes_again_gets_or_brings_the_whole_and_others_what_changed(
+    info: dict[str, Any], gone: Any
 ) -> None:
-    odd = {("engine", 1): {"dies_at": 8}}
+    """Trainer 1 sends to engine 1, which is rank 3, alone."""
+    odd = {gone: {"dies_at": 8}}
     with programs(odd, info=info, versions=[7, 8, 9], rejoins=1, deltas="blocks") as started:
-        assert started["engine", 1].outcome() is None
-        again = Program(info=info, role="engine", rank=1, versions=[8, 9], deltas="blocks")
+        assert started[gone].outcome() is None
+        again = Program(info=info, role=gone[0], rank=1, versions=[8, 9], deltas="blocks")
         later = [[8, [], [8, 8], [3]], [9, [], [9, 9], []]]
         try:
-            for place in PLACES[:3]:
+            for place in (each for each in PLACES if each != gone):
                 first, (kind, text, _), *found = started[place].outcome()
                 assert first == [7, [], [7, 7], [2, 3]]
                 assert kind == "PeerFailedError", text

@@ -109,7 +109,10 @@ def test_layouts_have_defaults_for_models_and_for_lists() -> None:
         (("--tensors", "8", "--tensor-bytes", "3"), "whole elements of 2 bytes, got 3"),
         (("--tensors", "7"), "num_tensors must be a multiple of ep, got 7 and 4"),
         (("--from", "ep3"), "does not divide 4 ranks"),
-        (("--peers", "nccl"), "peers must be of gloo, full-tensors, checksum, delta, delta-mask, got nccl"),
+        (
+            ("--peers", "nccl"),
+            "peers must be of gloo, full-tensors, checksum, delta, delta-mask, got nccl",
+        ),
     ],
 )
 def test_bad_input_is_a_line_and_an_exit_code(arguments: tuple[str, ...], message: str) -> None:
