@@ -47,8 +47,8 @@ static_assert(sizeof(TableDim) == 16);
 ///   [0, 8) N; [8, 16) D; rest of 64 unused
 ///   N entries, those of one sender adjacent and in ascending order of their task ids
 ///   D dimensions
-///   N uint32, written by senders: the k-th of a sender's share is the index, in that share, of the
-///     entry whose bytes come k-th through the slots
+///   N uint32, written by senders: indices, in a sender's share, of the entries whose bytes come
+///     through slots, in their order there; those of its first slots, then those of its next
 class ReceiveTable {
  public:
   ReceiveTable() = default;

@@ -96,7 +96,6 @@ BatchedCopy::BatchedCopy(std::shared_ptr<group::Group> group, BatchedCopyConfig 
       kernels_(&cpu::best_row_kernels()),
       cache_bytes_(cpu::last_level_cache_bytes()),
       workspaces_(static_cast<size_t>(this->group().num_ranks())),
-      slots_(static_cast<size_t>(this->group().num_ranks())),
       threads_(this->group().num_threads()) {
   if (config_.num_slots == 0)
     config_.num_slots = kDefaultNumSlots;
@@ -171,16 +170,24 @@ void BatchedCopy::reject(const std::string& message, const group::InterruptCheck
                         interrupt_check);
 }
 
-void BatchedCopy::make_slots(int peer_rank) {
-  auto& window = slots_[static_cast<size_t>(peer_rank)];
-  if (!window)
-    window =
-        group().memory().allocate(static_cast<uint64_t>(config_.slot_bytes * config_.num_slots));
+const Window& BatchedCopy::slots(const std::vector<int>& readers, int64_t bytes) {
+  const int64_t header_bytes = layout::CopySlots::header_bytes(num_ranks());
+  const auto needed_bytes = static_cast<uint64_t>(
+      header_bytes +
+      round_up(std::min(bytes, config_.slot_bytes * config_.num_slots), kSlotAlignment));
+  auto& window = slots_[readers];
+  if (!window || window->bytes() < needed_bytes) {
+    window = nullptr;
+    window = group().memory().allocate(needed_bytes);
+    sync::fill_shared(window->data(), 0, static_cast<size_t>(header_bytes));
+  }
+  return *window;
 }
 
 void BatchedCopy::quarantine_slots() {
-  for (auto& window : slots_)
-    group().retired().quarantine(std::exchange(window, nullptr));
+  for (auto& [readers, window] : slots_)
+    group().retired().quarantine(std::move(window));
+  slots_.clear();
 }
 
 void BatchedCopy::end_run() {
@@ -213,10 +220,15 @@ void BatchedCopy::destroy() {
   end_run();
   if (!become_destroyed())
     return;
-  slots_.assign(slots_.size(), nullptr);
   if (!own_window_ || own_workspace().base() == nullptr)
     return;
-  close_control({std::move(own_window_)}, [this](int owner, int rank) -> uint64_t* {
+  // Peers may still be in the last run, and read slots that were filled for them.
+  std::vector<std::shared_ptr<Window>> windows = {std::move(own_window_)};
+  for (auto& [readers, window] : slots_)
+    if (window)
+      windows.push_back(std::move(window));
+  slots_.clear();
+  close_control(std::move(windows), [this](int owner, int rank) -> uint64_t* {
     const layout::CopyWorkspace& area = workspace(owner);
     return area.base() == nullptr ? nullptr : &area.closed(rank).value;
   });

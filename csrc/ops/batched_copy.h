@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,7 +18,7 @@ namespace moe::ops {
 
 struct BatchedCopyConfig {
   int64_t slot_bytes = 0;  ///< a multiple of 64; 0 for what suits the machine's cache
-  int num_slots = 0;       ///< per pair of ranks and direction; 0 for the default
+  int num_slots = 0;       ///< from a rank to those that receive the same; 0 for the default
 };
 
 /// Bytes and times of one run, on this rank.
@@ -73,13 +74,10 @@ class BatchedCopy : public BufferBase {
   int64_t cache_bytes() const { return cache_bytes_; }
   uint64_t take_table_number() { return ++last_table_number_; }
 
-  /// Makes the slots that @p peer_rank fills, if there are none. @throws CapacityError
-  void make_slots(int peer_rank);
-  /// Null where there are none.
-  const std::shared_ptr<Window>& slots(int peer_rank) const {
-    return slots_[static_cast<size_t>(peer_rank)];
-  }
-  /// Peers may still write to the slots: the next run gets others.
+  /// Slots that this rank fills for @p readers: CopySlots, for @p bytes or as many as slots hold.
+  /// Nobody may be in a run that used those that there were. @throws CapacityError
+  const Window& slots(const std::vector<int>& readers, int64_t bytes);
+  /// Peers may still write to what is in front of the slots: the next run gets others.
   void quarantine_slots();
 
  private:
@@ -92,7 +90,7 @@ class BatchedCopy : public BufferBase {
   int64_t cache_bytes_;
   std::shared_ptr<Window> own_window_;
   std::vector<layout::CopyWorkspace> workspaces_;
-  std::vector<std::shared_ptr<Window>> slots_;  ///< [num_ranks], filled by that rank
+  std::map<std::vector<int>, std::shared_ptr<Window>> slots_;  ///< by who reads them
   uint64_t last_table_number_ = 0;
   std::atomic<std::thread::id> runner_{};  ///< who is in a run; nobody when default
   cpu::ThreadPool threads_;

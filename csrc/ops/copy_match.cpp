@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "ops/copy_run.h"
 
@@ -104,8 +105,8 @@ StridedBytes shape_of(const ReceiveEntry& entry, const ReceiveTable& table) {
 
 }  // namespace
 
-/// Works out what this rank sends. @return what is wrong, "" if nothing is.
-std::string CopyRun::match(PreparedCopies& prepared) {
+/// Works out what this rank sends. @return what is wrong, if anything is.
+RankProblem CopyRun::match(PreparedCopies& prepared) {
   PreparedCopies::Route& route = prepared.route();
   std::vector<uint64_t> numbers;
   for (const CopyRow& row : rows_)
@@ -113,12 +114,18 @@ std::string CopyRun::match(PreparedCopies& prepared) {
   if (route.numbers != numbers) {
     route = PreparedCopies::Route{};
     std::vector<uint32_t> entry_of;
-    if (std::string problem = compare_ends(prepared, &entry_of); !problem.empty())
-      return problem;
+    if (const std::string problem = compare_ends(prepared, &entry_of); !problem.empty())
+      return {layout::RowStatus::kInvalidArgument, problem};
     route_outgoing(prepared, entry_of);
   }
+  try {
+    offer_slots(route);
+  } catch (const CapacityError& error) {
+    return {
+        layout::RowStatus::kNoCapacity, error.what(), error.needed_bytes, error.available_bytes};
+  }
   store_order(route);
-  return "";
+  return {};
 }
 
 /// @param entry_of  Becomes the index of the entry that each send goes to, in its receiver's share.
@@ -179,8 +186,7 @@ std::string CopyRun::compare_ends(const PreparedCopies& prepared, std::vector<ui
 void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_t>& entry_of) {
   const auto num_ranks = static_cast<size_t>(group_.num_ranks());
   PreparedCopies::Route& route = prepared.route();
-  route.order.resize(num_ranks);
-  route.outgoing.resize(num_ranks);
+  std::vector<uint32_t> through_slots;
   std::vector<ReceiveTable> tables(num_ranks);
   for_active_peers(
       [&](int peer_rank) { tables[static_cast<size_t>(peer_rank)] = table_of(peer_rank); });
@@ -197,8 +203,7 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
     }
     const ReceiveEntry& entry = tables[peer].entries()[rows_[peer].first_entry + entry_idx];
     if (entry.is_in_heap == 0) {
-      route.order[peer].push_back(entry_idx);
-      route.outgoing[peer].add(send.place(), cpu::Place{}, send.shape.bytes, checksum);
+      through_slots.push_back(send_idx);
       route.slot_bytes += send.shape.bytes;
       continue;
     }
@@ -209,6 +214,73 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
     route.direct.add(send.place(), target, send.shape.bytes, checksum);
     route.direct_bytes += send.shape.bytes;
   }
+  route_slots(prepared, entry_of, through_slots);
+}
+
+/// Fills in what goes through slots: bytes that several peers receive once, to all of them.
+/// @param sends  In the order of PreparedCopies::by_address().
+void CopyRun::route_slots(PreparedCopies& prepared,
+                          const std::vector<uint32_t>& entry_of,
+                          const std::vector<uint32_t>& sends) {
+  const std::vector<CopyItem>& items = prepared.sends();
+  // Sends by who receives their bytes; those of the same bytes adjacent.
+  std::map<std::vector<int>, std::vector<uint32_t>> by_readers;
+  for (auto first = sends.begin(); first != sends.end();) {
+    std::vector<int> readers;
+    auto end = first;
+    do
+      readers.push_back(items[*end++].peer_rank);
+    while (end != sends.end() && items[*end].data == items[*first].data &&
+           items[*end].shape == items[*first].shape && items[*end].peer_rank > readers.back());
+    auto& sent = by_readers[readers];
+    sent.insert(sent.end(), first, end);
+    first = end;
+  }
+  // Where a peer would be offered more slots than a verdict has room for, those that carry the
+  // fewest are each peer's own.
+  std::vector<decltype(by_readers)::const_iterator> shared;
+  for (auto each = by_readers.cbegin(); each != by_readers.cend(); ++each)
+    if (each->first.size() > 1)
+      shared.push_back(each);
+  std::stable_sort(shared.begin(), shared.end(), [](const auto& left, const auto& right) {
+    return left->second.size() > right->second.size();
+  });
+  std::vector<int> num_offers(rows_.size(), 1);  // its own
+  for (const auto each : shared) {
+    const bool has_room = std::all_of(each->first.begin(), each->first.end(), [&](int reader) {
+      return num_offers[static_cast<size_t>(reader)] < layout::CopyVerdict::kMaxOffers;
+    });
+    if (has_room) {
+      for (const int reader : each->first)
+        ++num_offers[static_cast<size_t>(reader)];
+      continue;
+    }
+    for (const uint32_t send_idx : each->second)
+      by_readers[{items[send_idx].peer_rank}].push_back(send_idx);
+    by_readers.erase(each);
+  }
+  PreparedCopies::Route& route = prepared.route();
+  route.order.resize(rows_.size());
+  for (const auto& [readers, sent] : by_readers) {
+    PreparedCopies::SlotStream& slots = route.outgoing.emplace_back();
+    slots.peers = readers;
+    slots.num_entries = static_cast<int64_t>(sent.size() / readers.size());
+    for (size_t i = 0; i < sent.size(); ++i) {
+      const CopyItem& send = items[sent[i]];
+      const uint32_t first = sent[i - i % readers.size()];
+      route.order[static_cast<size_t>(send.peer_rank)].push_back(entry_of[sent[i]]);
+      if (sent[i] == first)
+        slots.stream.add(send.place(), cpu::Place{}, send.shape.bytes, prepared.blocks_of(first));
+      else
+        prepared.hash_as(sent[i], first);
+    }
+  }
+}
+
+/// Makes slots where there are none, for peers to hear of with the verdict.
+void CopyRun::offer_slots(const PreparedCopies::Route& route) {
+  for (const PreparedCopies::SlotStream& slots : route.outgoing)
+    own_slots_.push_back(&engine_.slots(slots.peers, slots.stream.end()));
 }
 
 /// Table of the receives of @p peer_rank, as it lies in its heap.
@@ -234,27 +306,26 @@ void CopyRun::route_incoming(PreparedCopies& prepared) {
   PreparedCopies::Route& route = prepared.route();
   if (!route.numbers.empty())
     return;
-  const auto num_ranks = static_cast<size_t>(group_.num_ranks());
-  route.incoming.resize(num_ranks);
-  route.writes_here.assign(num_ranks, 0);
+  route.writes_here.assign(rows_.size(), 0);
   const ReceiveTable table = prepared.table();
   for_active_peers([&](int peer_rank) {
     const size_t first = prepared.first_receive(peer_rank);
-    const size_t end = prepared.first_receive(peer_rank + 1);
-    size_t num_ordered = 0;
-    for (size_t idx = first; idx < end; ++idx) {
-      const ReceiveEntry& entry = table.entries()[idx];
-      if (entry.bytes == 0)
-        continue;
-      if (entry.is_in_heap != 0) {
-        route.writes_here[static_cast<size_t>(peer_rank)] = 1;
-        continue;
+    const auto end = table.entries() + prepared.first_receive(peer_rank + 1);
+    route.writes_here[static_cast<size_t>(peer_rank)] =
+        std::any_of(table.entries() + first, end, [](const ReceiveEntry& entry) {
+          return entry.bytes > 0 && entry.is_in_heap != 0;
+        });
+    const uint32_t* order = table.order() + first;
+    for (const layout::OfferedSlots& offered : offered_here_[static_cast<size_t>(peer_rank)]) {
+      PreparedCopies::SlotStream& slots = route.incoming.emplace_back();
+      slots.peers = {peer_rank};
+      slots.num_entries = offered.num_entries;
+      for (int64_t i = 0; i < offered.num_entries; ++i) {
+        uint32_t place = 0;
+        sync::read_shared(&place, order++, sizeof(place));
+        const CopyItem& receive = prepared.receives()[first + place];
+        slots.stream.add(cpu::Place{}, receive.place(), receive.shape.bytes, nullptr);
       }
-      uint32_t place = 0;
-      sync::read_shared(&place, table.order() + first + num_ordered++, sizeof(place));
-      const CopyItem& receive = prepared.receives()[first + place];
-      route.incoming[static_cast<size_t>(peer_rank)].add(
-          cpu::Place{}, receive.place(), receive.shape.bytes, nullptr);
     }
   });
   for (const CopyRow& row : rows_)

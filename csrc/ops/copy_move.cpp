@@ -13,13 +13,13 @@ constexpr int64_t kDirectPartBytes = int64_t{1} << 20;
 
 }  // namespace
 
-/// A stream between this rank and a peer through the slots of the one that receives.
+/// A stream through slots: of this rank to those that read them, or of a peer to this rank.
 struct CopyRun::Channel {
-  int peer_rank = 0;
-  bool is_outgoing = false;
-  const CopyStream* stream = nullptr;
-  std::byte* slots = nullptr;
-  int64_t num_slots_needed = 0;
+  const std::vector<int>& peers;  ///< that read them; or the one that fills them
+  bool is_outgoing;
+  const CopyStream& stream;
+  layout::CopySlots slots;
+  int64_t num_slots_needed;
   int64_t num_moved = 0;  ///< slots filled or emptied
 
   bool is_complete() const { return num_moved == num_slots_needed; }
@@ -33,37 +33,52 @@ struct CopyRun::Part {
 
 std::vector<CopyRun::Channel> CopyRun::open_channels(const PreparedCopies::Route& route) {
   std::vector<Channel> channels;
-  const int64_t slot_bytes = engine_.config().slot_bytes;
+  const auto open =
+      [&](const PreparedCopies::SlotStream& slots, bool is_outgoing, std::byte* base) {
+        const int64_t slot_bytes = engine_.config().slot_bytes;
+        channels.push_back({slots.peers,
+                            is_outgoing,
+                            slots.stream,
+                            {base, group_.num_ranks()},
+                            (slots.stream.end() + slot_bytes - 1) / slot_bytes});
+      };
+  // What has come is emptied first, so that its sender can go on.
+  auto incoming = route.incoming.begin();
   for_active_peers([&](int peer_rank) {
-    const auto peer = static_cast<size_t>(peer_rank);
-    // What has come is emptied first, so that its sender can go on.
-    if (const CopyStream& incoming = route.incoming[peer]; incoming.end() > 0)
-      channels.push_back({peer_rank,
-                          false,
-                          &incoming,
-                          engine_.slots(peer_rank)->data(),
-                          (incoming.end() + slot_bytes - 1) / slot_bytes,
-                          0});
-    if (const CopyStream& outgoing = route.outgoing[peer]; outgoing.end() > 0)
-      channels.push_back({peer_rank,
-                          true,
-                          &outgoing,
-                          group_.resolve(peer_rank, rows_[peer].slots, site(layout::Phase::kData)),
-                          (outgoing.end() + slot_bytes - 1) / slot_bytes,
-                          0});
+    for (const layout::OfferedSlots& offered : offered_here_[static_cast<size_t>(peer_rank)])
+      open(
+          *incoming++, false, group_.resolve(peer_rank, offered.slots, site(layout::Phase::kData)));
   });
+  for (size_t i = 0; i < own_slots_.size(); ++i)
+    open(route.outgoing[i], true, own_slots_[i]->data());
   return channels;
+}
+
+/// Number of slots of an outgoing @p channel that @p reader has emptied.
+int64_t CopyRun::num_emptied(const Channel& channel, int reader) const {
+  const uint64_t word = sync::load_acquire(channel.slots.emptied(reader).value);
+  return static_cast<int64_t>(layout::count_in_epoch(word, epoch_));
 }
 
 /// Number of slots of @p channel that can be moved now.
 int64_t CopyRun::ready_slots(const Channel& channel) const {
-  const auto& workspace = engine_.own_workspace();
-  const layout::Word& word = channel.is_outgoing ? workspace.emptied(channel.peer_rank)
-                                                 : workspace.filled(channel.peer_rank);
-  const auto count =
-      static_cast<int64_t>(layout::count_in_epoch(sync::load_acquire(word.value), epoch_));
-  const int64_t limit = channel.is_outgoing ? count + engine_.config().num_slots : count;
-  return std::min(limit, channel.num_slots_needed) - channel.num_moved;
+  if (!channel.is_outgoing) {
+    const uint64_t word = sync::load_acquire(channel.slots.filled().value);
+    return static_cast<int64_t>(layout::count_in_epoch(word, epoch_)) - channel.num_moved;
+  }
+  int64_t limit = channel.num_slots_needed;
+  for (const int reader : channel.peers)
+    limit = std::min(limit, num_emptied(channel, reader) + engine_.config().num_slots);
+  return limit - channel.num_moved;
+}
+
+/// Returns whether @p channel waits for @p peer_rank where no slot of it can be moved.
+bool CopyRun::awaits(const Channel& channel, int peer_rank) const {
+  const auto& peers = channel.peers;
+  return !channel.is_complete() &&
+         std::find(peers.begin(), peers.end(), peer_rank) != peers.end() &&
+         (!channel.is_outgoing ||
+          num_emptied(channel, peer_rank) + engine_.config().num_slots <= channel.num_moved);
 }
 
 void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cpu::StoreMode mode) {
@@ -78,36 +93,37 @@ void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cp
   const Channel& channel = *part.channel;
   const int64_t slot_bytes = engine_.config().slot_bytes;
   const int64_t begin = part.idx * slot_bytes;
-  const int64_t end = std::min(begin + slot_bytes, channel.stream->end());
-  std::byte* slot = channel.slots + part.idx % engine_.config().num_slots * slot_bytes;
+  const int64_t end = std::min(begin + slot_bytes, channel.stream.end());
+  std::byte* slot = channel.slots.data() + part.idx % engine_.config().num_slots * slot_bytes;
   if (channel.is_outgoing) {
-    channel.stream->pack(kernels, begin, end, slot, with_checksums_);
+    channel.stream.pack(kernels, begin, end, slot, with_checksums_);
     return;
   }
-  channel.stream->unpack(kernels, begin, end, slot, mode);
+  channel.stream.unpack(kernels, begin, end, slot, mode);
   kernels.store_fence();
 }
 
-/// Tells the peer of a channel that a slot was filled or emptied; slots of a channel in order.
+/// Tells the peers of a channel that a slot was filled or emptied; slots of a channel in order.
 void CopyRun::end_part(const Part& part) {
   progress();
   if (part.channel == nullptr)
     return;
   Channel& channel = *part.channel;
   channel.num_moved = part.idx + 1;
-  const auto& workspace = engine_.workspace(channel.peer_rank);
-  layout::Word& word = channel.is_outgoing ? workspace.filled(group_.rank_idx())
-                                           : workspace.emptied(group_.rank_idx());
+  layout::Word& word =
+      channel.is_outgoing ? channel.slots.filled() : channel.slots.emptied(group_.rank_idx());
   sync::store_release(word.value,
                       layout::count_word(epoch_, static_cast<uint64_t>(channel.num_moved)));
-  sync::ring(group_.doorbell(channel.peer_rank));
+  sync::fence_seq_cst();
+  for (const int peer_rank : channel.peers)
+    sync::wake(group_.doorbell(peer_rank));
 }
 
 void CopyRun::move(PreparedCopies::Route& route) {
   std::vector<Channel> channels = open_channels(route);
   int64_t total_bytes = route.direct.end();
   for (const Channel& channel : channels)
-    total_bytes += channel.stream->end();
+    total_bytes += channel.stream.end();
   const cpu::StoreMode mode = total_bytes * group_.num_ranks() > engine_.cache_bytes()
                                   ? cpu::StoreMode::kStreaming
                                   : cpu::StoreMode::kCached;
@@ -121,7 +137,7 @@ void CopyRun::move(PreparedCopies::Route& route) {
   };
   const auto is_awaited = [&](int peer_rank) {
     return std::any_of(channels.begin(), channels.end(), [&](const Channel& channel) {
-      return channel.peer_rank == peer_rank && !channel.is_complete();
+      return awaits(channel, peer_rank);
     });
   };
   std::vector<Part> parts;

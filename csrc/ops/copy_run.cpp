@@ -1,5 +1,7 @@
 #include "ops/copy_run.h"
 
+#include <algorithm>
+
 #include "core/text.h"
 #include "group/peer_wait.h"
 
@@ -16,6 +18,10 @@ using layout::RowStatus;
 // a megabyte.
 constexpr int64_t kStopNs = 100'000'000;
 
+bool is_among(const std::vector<int>& ranks, int rank_idx) {
+  return std::binary_search(ranks.begin(), ranks.end(), rank_idx);
+}
+
 }  // namespace
 
 CopyRun::CopyRun(BatchedCopy& engine,
@@ -23,7 +29,8 @@ CopyRun::CopyRun(BatchedCopy& engine,
                  const group::InterruptCheck& interrupt_check)
     : BufferOperation(engine, operation, interrupt_check),
       engine_(engine),
-      rows_(static_cast<size_t>(engine.num_ranks())) {
+      rows_(static_cast<size_t>(engine.num_ranks())),
+      offered_here_(rows_.size()) {
   check_closed();
   begin();
 }
@@ -53,17 +60,13 @@ CopyStats CopyRun::execute(const std::shared_ptr<PreparedCopies>& given, bool wi
       prepared.make_table(group_.memory(), engine_.take_table_number());
     }
     is_writing_ = true;
-    for_active_peers([&](int peer_rank) {
-      if (prepared.needs_slots(peer_rank))
-        engine_.make_slots(peer_rank);
-    });
   } catch (const CapacityError& error) {
     reject({}, error);
   }
   publish_row({});
   collect_rows();
   raise_agreed();
-  const std::string problem = match(prepared);
+  const RankProblem problem = match(prepared);
   may_be_written_to_ = true;
   publish_verdict(problem);
   collect_verdicts();
@@ -107,8 +110,6 @@ void CopyRun::publish_row(const RowMessage& message) {
     row.first_entry = static_cast<int64_t>(prepared->first_receive(peer_rank));
     row.num_entries =
         static_cast<int64_t>(prepared->first_receive(peer_rank + 1)) - row.first_entry;
-    const auto& slots = engine_.slots(peer_rank);
-    row.slots = slots ? slots->offer() : Offer{};
   };
   fill_for(group_.rank_idx());
   rows_[static_cast<size_t>(group_.rank_idx())] = row;
@@ -142,7 +143,7 @@ void CopyRun::raise_agreed() {
   if (error == nullptr)
     return;
   // Verdicts tell that every rank has read the rows, so that the next run may store others.
-  publish_verdict("");
+  publish_verdict({});
   collect_verdicts();
   settle();
   std::rethrow_exception(error);
@@ -154,17 +155,22 @@ void CopyRun::exchange_rejection(const RowMessage& row) {
   raise_agreed();
 }
 
-void CopyRun::publish_verdict(const std::string& problem) {
+void CopyRun::publish_verdict(const RankProblem& problem) {
   CopyVerdict verdict{};
-  verdict.status =
-      static_cast<int32_t>(problem.empty() ? RowStatus::kOk : RowStatus::kInvalidArgument);
-  store_text(verdict.message, problem);
+  verdict.status = static_cast<int32_t>(problem.status);
+  verdict.needed_bytes = problem.needed_bytes;
+  verdict.available_bytes = problem.available_bytes;
+  store_text(verdict.message, problem.text);
   const auto store_in = [&](CopyVerdict& target) {
     sync::write_body(target, verdict);
     sync::store_release(target.epoch, epoch_);
   };
   store_in(engine_.own_workspace().verdict(group_.rank_idx()));
   for_active_peers([&](int peer_rank) {
+    verdict.num_offers = 0;
+    for (size_t i = 0; i < own_slots_.size(); ++i)
+      if (const auto& slots = prepared_->route().outgoing[i]; is_among(slots.peers, peer_rank))
+        verdict.offers[verdict.num_offers++] = {own_slots_[i]->offer(), slots.num_entries};
     store_in(engine_.workspace(peer_rank).verdict(group_.rank_idx()));
     sync::ring(group_.doorbell(peer_rank));
   });
@@ -185,7 +191,11 @@ void CopyRun::collect_verdicts() {
     CopyVerdict verdict;
     sync::read_body(verdict, workspace.verdict(peer_rank));
     problems[static_cast<size_t>(peer_rank)] = {static_cast<RowStatus>(verdict.status),
-                                                verdict.message};
+                                                verdict.message,
+                                                verdict.needed_bytes,
+                                                verdict.available_bytes};
+    offered_here_[static_cast<size_t>(peer_rank)].assign(verdict.offers,
+                                                         verdict.offers + verdict.num_offers);
   }
   if (const std::exception_ptr error = join_problems(problems)) {
     settle();

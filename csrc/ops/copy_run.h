@@ -36,17 +36,21 @@ class CopyRun : public BufferOperation {
   void exchange_rejection(const RowMessage& row) override;
   void publish_row(const RowMessage& message);
   void collect_rows();
-  void publish_verdict(const std::string& problem);
+  void publish_verdict(const RankProblem& problem);
   void collect_verdicts();
   void raise_agreed();
   void settle();
   void release_done();
 
   // Who moves what (copy_match.cpp).
-  std::string match(PreparedCopies& prepared);
+  RankProblem match(PreparedCopies& prepared);
   std::string compare_ends(const PreparedCopies& prepared, std::vector<uint32_t>* entry_of);
   void route_outgoing(PreparedCopies& prepared, const std::vector<uint32_t>& entry_of);
+  void route_slots(PreparedCopies& prepared,
+                   const std::vector<uint32_t>& entry_of,
+                   const std::vector<uint32_t>& sends);
   layout::ReceiveTable table_of(int peer_rank);
+  void offer_slots(const PreparedCopies::Route& route);
   void store_order(const PreparedCopies::Route& route);
   void route_incoming(PreparedCopies& prepared);
 
@@ -55,7 +59,9 @@ class CopyRun : public BufferOperation {
   struct Part;
   void move(PreparedCopies::Route& route);
   std::vector<Channel> open_channels(const PreparedCopies::Route& route);
+  int64_t num_emptied(const Channel& channel, int reader) const;
   int64_t ready_slots(const Channel& channel) const;
+  bool awaits(const Channel& channel, int peer_rank) const;
   void copy_part(const PreparedCopies::Route& route, const Part& part, cpu::StoreMode mode);
   void end_part(const Part& part);
   void await_done(const PreparedCopies::Route& route);
@@ -85,6 +91,9 @@ class CopyRun : public BufferOperation {
   bool is_writing_ = false;                   ///< shared memory is held until the run has ended
   bool may_be_written_to_ = false;            ///< peers have this rank's verdict
   std::vector<layout::CopyRow> rows_;         ///< [num_ranks], private copies
+  /// [num_ranks], slots that peers fill for this rank.
+  std::vector<std::vector<layout::OfferedSlots>> offered_here_;
+  std::vector<const Window*> own_slots_;  ///< of each outgoing stream
 };
 
 }  // namespace moe::ops

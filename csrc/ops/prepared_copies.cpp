@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <tuple>
 
 #include "core/error.h"
 #include "core/sync.h"
@@ -68,11 +69,17 @@ PreparedCopies::PreparedCopies(std::vector<CopyItem> sends,
   find_twice("receive", receives_);
   find_overlap(receives_);
   blocks_.resize(sends_.size());
+  hashed_as_.resize(sends_.size());
+  std::iota(hashed_as_.begin(), hashed_as_.end(), 0u);
   for (uint32_t i = 0; i < sends_.size(); ++i)
     if (sends_[i].shape.bytes > 0)
       by_address_.push_back(i);
   std::sort(by_address_.begin(), by_address_.end(), [&](uint32_t left, uint32_t right) {
-    return sends_[left].data < sends_[right].data;
+    const auto key = [&](uint32_t idx) {
+      const CopyItem& send = sends_[idx];
+      return std::make_tuple(send.data, send.shape.bytes, send.peer_rank);
+    };
+    return key(left) < key(right);
   });
 }
 
@@ -136,7 +143,6 @@ void PreparedCopies::make_table(SymmetricMemory& memory, uint64_t number) {
   auto window = memory.allocate(static_cast<uint64_t>(ReceiveTable::bytes(num_entries, num_dims)));
   const ReceiveTable table(window->data());
   table.set_counts(num_entries, num_dims);
-  slot_bytes_.assign(static_cast<size_t>(num_ranks_), 0);
   shared_pages_.clear();
   written_.clear();
   num_shared_ = memory.num_shared();
@@ -159,8 +165,6 @@ void PreparedCopies::make_table(SymmetricMemory& memory, uint64_t number) {
       }
     written_.push_back(written);
     entry.is_in_heap = span > 0 && memory.find(written, span, &entry.place) ? 1 : 0;
-    if (entry.is_in_heap == 0)
-      slot_bytes_[static_cast<size_t>(item.peer_rank)] += item.shape.bytes;
     for (int dim = 0; dim < item.shape.num_dims; ++dim)
       table.dims()[first_dim++] = {item.shape.sizes[dim], item.shape.strides[dim]};
     table.entries()[i] = entry;
@@ -205,8 +209,8 @@ std::optional<uint64_t> PreparedCopies::checksum_of(const CopyItem& item) const 
   if (found == end || found->task_id != item.task_id || found->data != item.data ||
       !(found->shape == item.shape))
     return std::nullopt;
-  return cpu::finish_checksum(blocks_[static_cast<size_t>(found - sends_.begin())],
-                              item.shape.bytes);
+  const uint32_t hashed_as = hashed_as_[static_cast<size_t>(found - sends_.begin())];
+  return cpu::finish_checksum(blocks_[hashed_as], item.shape.bytes);
 }
 
 std::shared_ptr<Window> PreparedCopies::take_table() {

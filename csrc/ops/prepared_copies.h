@@ -51,7 +51,8 @@ class PreparedCopies {
     return first_receive_[static_cast<size_t>(peer_rank)];
   }
 
-  /// Indices of sends with bytes, by source address: neighbors in memory are read together.
+  /// Indices of sends with bytes, by source address: neighbors in memory are read together. Those
+  /// of the same bytes are adjacent, in ascending order of their peers.
   const std::vector<uint32_t>& by_address() const { return by_address_; }
 
   /// Makes the table of receives in @p memory. @throws CapacityError
@@ -64,8 +65,6 @@ class PreparedCopies {
   uint64_t number() const { return number_; }
   const std::shared_ptr<Window>& table_window() const { return table_window_; }
   layout::ReceiveTable table() const { return layout::ReceiveTable(table_window_->data()); }
-  /// Returns whether receives of @p peer_rank need slots.
-  bool needs_slots(int peer_rank) const { return slot_bytes_[static_cast<size_t>(peer_rank)] > 0; }
 
   /// Forgets the table, which peers may still look at, and what rests on it.
   std::shared_ptr<Window> take_table();
@@ -88,20 +87,33 @@ class PreparedCopies {
   void begin_checksums();
   /// All sources have been hashed.
   void end_checksums() { has_checksums_ = true; }
-  /// The sum of the blocks of a send's checksum, while it is added up.
-  uint64_t* blocks_of(size_t send_idx) { return &blocks_[send_idx]; }
+  /// The sum of the blocks of the checksum of a send, and of those that are sent with it, while it
+  /// is added up.
+  uint64_t* blocks_of(size_t send_idx) {
+    hashed_as_[send_idx] = static_cast<uint32_t>(send_idx);
+    return &blocks_[send_idx];
+  }
+  /// The bytes of a send are read once, with those of another.
+  void hash_as(size_t send_idx, uint32_t other_idx) { hashed_as_[send_idx] = other_idx; }
   /// The checksum of what the last run sent as this task to this peer. None where that run hashed
   /// nothing or failed, or where it sent bytes of other places than those of @p item.
   std::optional<uint64_t> checksum_of(const CopyItem& item) const;
+
+  /// Bytes that go through the same slots, to one peer or to several.
+  struct SlotStream {
+    std::vector<int> peers;  ///< that receive them, ascending; or the one that sends them
+    CopyStream stream;
+    int64_t num_entries = 0;  ///< of each receiver
+  };
 
   /// Moves of a run, worked out from this rank's items and its peers' tables.
   struct Route {
     std::vector<uint64_t> numbers;  ///< of every rank's prepared copies; empty for no route
     std::vector<std::vector<uint32_t>> order;  ///< [num_ranks], see ReceiveTable
     std::deque<layout::StridedBytes> peer_shapes;
-    CopyStream direct;                 ///< in place at peers, and within this rank
-    std::vector<CopyStream> outgoing;  ///< [num_ranks], through slots
-    std::vector<CopyStream> incoming;  ///< [num_ranks]
+    CopyStream direct;  ///< in place at peers, and within this rank
+    std::vector<SlotStream> outgoing;
+    std::vector<SlotStream> incoming;  ///< those of a sender adjacent, in the order of its offers
     std::vector<uint8_t> writes_here;  ///< [num_ranks], in place
     int64_t direct_bytes = 0;
     int64_t slot_bytes = 0;
@@ -121,9 +133,9 @@ class PreparedCopies {
   std::vector<size_t> first_send_;     ///< [num_ranks + 1]
   std::vector<size_t> first_receive_;  ///< [num_ranks + 1]
   std::vector<uint32_t> by_address_;
-  std::vector<uint64_t> blocks_;  ///< [sends]
+  std::vector<uint64_t> blocks_;     ///< [sends]
+  std::vector<uint32_t> hashed_as_;  ///< [sends], whose blocks theirs are
   bool has_checksums_ = false;
-  std::vector<int64_t> slot_bytes_;  ///< [num_ranks], received from there outside the heap
   std::vector<std::shared_ptr<SharedPages>> shared_pages_;
   std::vector<std::byte*> written_;  ///< [receives]
   uint64_t num_shared_ = 0;          ///< SymmetricMemory::num_shared() of the table

@@ -45,7 +45,7 @@ def told(error: BaseException) -> Told:
 
 
 class Exchange:
-    """Every rank sends a tensor to every other, half of them in place and half through slots.
+    """Every rank sends a tensor to every other: to the one before it in place, to the rest through slots.
 
     Before one leaves or fails, `dist.barrier()` sees to it that no rank is in a run any more: there it
     would hear what others meet in the next one.
@@ -63,7 +63,7 @@ class Exchange:
         self.data = torch.zeros(NUM_ELEMENTS, dtype=torch.int64)
         self.targets = {
             peer: self.comm.empty(NUM_ELEMENTS, dtype=torch.int64)
-            if (peer + rank_idx) % 2
+            if peer == (rank_idx + 1) % self.comm.num_ranks
             else torch.zeros(NUM_ELEMENTS, dtype=torch.int64)
             for peer in peers
             if peer != rank_idx

@@ -9,7 +9,8 @@
 #include "schedules/host_world.h"
 #include "schedules/run.h"
 
-// The batched copy of the CPU backend: in place, through slots that are used again, and by turns.
+// The batched copy of the CPU backend: in place, through slots that are used again, of one peer and
+// of all, and by turns.
 
 namespace moe::simt::checker {
 
@@ -31,10 +32,13 @@ int value_of(int src_rank, int dst_rank, int run_idx) {
   return 1 + src_rank * 16 + dst_rank * 4 + run_idx;
 }
 
-/// Tensors between this rank and every other: one that lands in the heap, one that does not.
+/// Tensors between this rank and every other: one that lands in the heap, one that does not, and
+/// one that is the same for all and does not either.
 struct Tensors {
   std::vector<std::vector<std::byte>> sources;  ///< [num_ranks]
   std::vector<std::vector<std::byte>> private_targets;
+  std::vector<std::byte> common_source;
+  std::vector<std::vector<std::byte>> common_targets;  ///< [num_ranks]
   std::vector<std::shared_ptr<Window>> heap_targets;
   int64_t direct_bytes;
   int64_t slot_bytes;
@@ -42,12 +46,15 @@ struct Tensors {
   Tensors(HostRank& rank, int64_t direct_bytes, int64_t slot_bytes)
       : sources(static_cast<size_t>(rank.num_ranks())),
         private_targets(sources.size()),
+        common_source(static_cast<size_t>(slot_bytes)),
+        common_targets(sources.size()),
         heap_targets(sources.size()),
         direct_bytes(direct_bytes),
         slot_bytes(slot_bytes) {
     for (size_t peer = 0; peer < sources.size(); ++peer) {
       sources[peer].resize(static_cast<size_t>(direct_bytes + slot_bytes));
       private_targets[peer].resize(static_cast<size_t>(slot_bytes));
+      common_targets[peer].resize(static_cast<size_t>(slot_bytes));
       heap_targets[peer] = rank.heap().allocate(static_cast<uint64_t>(direct_bytes));
     }
   }
@@ -59,8 +66,10 @@ struct Tensors {
       const auto peer = static_cast<size_t>(peer_rank);
       sends.push_back(make_item(1, peer_rank, sources[peer].data(), direct_bytes));
       sends.push_back(make_item(2, peer_rank, sources[peer].data() + direct_bytes, slot_bytes));
+      sends.push_back(make_item(3, peer_rank, common_source.data(), slot_bytes));
       receives.push_back(make_item(1, peer_rank, heap_targets[peer]->data(), direct_bytes));
       receives.push_back(make_item(2, peer_rank, private_targets[peer].data(), slot_bytes));
+      receives.push_back(make_item(3, peer_rank, common_targets[peer].data(), slot_bytes));
     }
     return std::make_shared<ops::PreparedCopies>(
         sends, receives, rank.rank_idx(), rank.num_ranks(), "", nullptr);
@@ -71,6 +80,9 @@ struct Tensors {
       std::memset(sources[peer].data(),
                   value_of(rank.rank_idx(), static_cast<int>(peer), run_idx),
                   sources[peer].size());
+    std::memset(common_source.data(),
+                value_of(rank.rank_idx(), rank.rank_idx(), run_idx),
+                common_source.size());
   }
 
   /// What has come; then destinations belong to the caller again, who writes there.
@@ -84,6 +96,12 @@ struct Tensors {
       for (size_t i = 0; i < found.size(); ++i)
         if (found[i] != expected)
           return rank.fail(concat("batched copy: byte ", i, " from rank ", peer, " is wrong"));
+      const auto common =
+          static_cast<std::byte>(value_of(static_cast<int>(peer), static_cast<int>(peer), run_idx));
+      for (const std::byte byte : common_targets[peer])
+        if (byte != common)
+          return rank.fail(concat("batched copy: what rank ", peer, " sends to all is wrong"));
+      std::memset(common_targets[peer].data(), 0x7F, common_targets[peer].size());
       sync::fill_shared(heap_targets[peer]->data(), 0x7F, static_cast<size_t>(direct_bytes));
       std::memset(private_targets[peer].data(), 0x7F, private_targets[peer].size());
     }

@@ -160,7 +160,8 @@ class BatchedCopy(Destroyable):
     A copy has two ends, on two ranks or one: a send and a receive with the same task id. Both have
     the same dtype and number of elements, and any strides: elements go in logical row-major order.
     Destinations in the receiver's heap (`Communicator.empty`) are written in place by the sender;
-    others go through slots in the receiver's heap, made when a run first needs them.
+    others go through slots in the sender's heap, made when a run first needs them: once to all that
+    receive the same tensor.
 
     Collective. Used by one thread at a time.
 
@@ -168,7 +169,7 @@ class BatchedCopy(Destroyable):
         communicator: The ranks; its backend must be "host".
         slot_bytes: Of one slot, a multiple of 64; None for what keeps all slots in the last-level
             cache. Equal on every rank.
-        num_slots: From each rank to each other, >= 1; None for 4. Equal on every rank.
+        num_slots: From a rank to those that receive the same, >= 1; None for 4. Equal on every rank.
 
     Raises:
         ValueError: The backend has no heap, or an argument breaks a rule above; on every rank.
