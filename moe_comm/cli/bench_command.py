@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
 import math
@@ -271,8 +270,9 @@ def dispatch_combine(
             seed=seed,
         )
         if replicas is not None:
-            case = dataclasses.replace(
-                place_replicas(case, replicas),
+            case = place_replicas(
+                case,
+                replicas,
                 replica_rule=(replica_rule or ReplicaRuleName.BALANCED).value,
                 versus_given=versus_given,
             )

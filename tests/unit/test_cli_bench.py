@@ -423,6 +423,15 @@ def test_replicas_are_placed_by_earlier_batches_of_the_same_routing() -> None:
     assert torch.equal(make_topk_idx(case, 2), make_topk_idx(batches[8], 2))
 
 
+def test_replicas_by_rank_are_compared_with_given_slots_alone() -> None:
+    by_rank = dataclasses.replace(SMALL, layout=Layout.RANK_MAJOR)
+    case = place_replicas(by_rank, 2, replica_rule="nearest", versus_given=True)
+    assert case.replica_rule == "nearest"
+    assert case.baseline == ("given", dataclasses.replace(case, are_slots_given=True))
+    with pytest.raises(ValueError, match="no slots with layout RANK_MAJOR"):
+        place_replicas(by_rank, 2)
+
+
 def test_replicas_of_a_trace_are_placed_by_what_comes_before(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     recorded = torch.tensor([[0], [1], [0], [0], [3], [2], [2], [3], [3]]).view(1, 9, 1)

@@ -150,7 +150,11 @@ class BenchCase:
     def _check_placement(self) -> None:
         for name, value, is_refused in (
             ("api", self.api, self.api == "hybrid_ep"),
-            ("layout", self.layout.name, self.layout is Layout.RANK_MAJOR),
+            (
+                "layout",
+                self.layout.name,
+                self.layout is Layout.RANK_MAJOR and not self.versus_given,
+            ),
             ("rank_reduction", True, self.rank_reduction),
             ("node_reduction", True, self.reduced_local_ranks is not None),
         ):
@@ -278,9 +282,7 @@ def make_places(case: BenchCase, rank_idx: int) -> torch.Tensor:
     """
     if case.placement is None:
         return make_topk_idx(case, rank_idx)
-    return _all_slots(dataclasses.replace(case, versus_given=False, are_slots_given=False))[
-        rank_idx
-    ]
+    return _all_slots(dataclasses.replace(case, are_slots_given=False))[rank_idx]
 
 
 @functools.lru_cache(maxsize=4)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
-from moe_comm.ep.placement import Placement
+from moe_comm.ep.placement import Placement, ReplicaRule
 from moe_comm.ep.routing_trace import load_routing_trace
 
 __all__ = [
@@ -22,12 +22,20 @@ __all__ = [
 NUM_EARLIER_BATCHES = 8
 
 
-def place_replicas(case: BenchCase, num_replicas: int) -> BenchCase:
+def place_replicas(
+    case: BenchCase,
+    num_replicas: int,
+    *,
+    replica_rule: ReplicaRule = "balanced",
+    versus_given: bool = False,
+) -> BenchCase:
     """The case of a later batch, with a placement planned from up to `NUM_EARLIER_BATCHES` before it.
 
     Args:
         case: Of the first batch, without a placement.
         num_replicas: Slots of every rank beyond those that experts without replicas take.
+        replica_rule: As in `BenchCase`.
+        versus_given: As in `BenchCase`.
 
     Raises:
         ValueError: A trace has no two batches.
@@ -47,7 +55,13 @@ def place_replicas(case: BenchCase, num_replicas: int) -> BenchCase:
     for batch_idx in range(num_batches):
         loads += _counts(dataclasses.replace(case, batch_idx=batch_idx)).sum(0)
     placement = placement_by_loads(loads, case.num_ranks, num_replicas)
-    return dataclasses.replace(case, batch_idx=num_batches, placement=placement)
+    return dataclasses.replace(
+        case,
+        batch_idx=num_batches,
+        placement=placement,
+        replica_rule=replica_rule,
+        versus_given=versus_given,
+    )
 
 
 def placement_by_loads(loads: torch.Tensor, num_ranks: int, num_replicas: int) -> Placement:
