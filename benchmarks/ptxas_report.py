@@ -1,10 +1,10 @@
 """Registers, shared memory and spills of every kernel, as the compiler reports them.
 
 Compiles csrc/kernels with the flags of the modules `_cuda` and, for kernels across nodes, `_nvshmem`, once for
-every architecture, and prints a table for docs/gpu.md; needs nvcc, NVSHMEM's headers (of the wheel
+every architecture, and prints a table for csrc/kernels/README.md; needs nvcc, NVSHMEM's headers (of the wheel
 nvidia-nvshmem-cu13, or under --nvshmem) and no GPU.
 
-    python benchmarks/ptxas_report.py --write docs/gpu.md
+    python benchmarks/ptxas_report.py --write csrc/kernels/README.md
 """
 
 from __future__ import annotations
