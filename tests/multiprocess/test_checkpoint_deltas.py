@@ -136,7 +136,7 @@ def drawn_side(
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 6 else pytest.mark.full) for seed in range(30)]
+    "seed", [pytest.param(seed, marks=() if seed < 8 else pytest.mark.full) for seed in range(30)]
 )
 def test_chains_of_layouts_drawn_at_random(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -328,19 +328,15 @@ def test_fp8_weights_of_a_delta_become_numbers(folder: Path) -> None:
     values = torch.randn(640, 384, generator=generator).bfloat16()
     for number in range(2):
         data, scale = quantize_fp8_block(values, (128, 128))
-        save(
-            [side_of({"w": data, "w_scale_inv": scale})],
-            folder,
-            f"v{number}",
-            base="v0" if number else None,
-        )
-        values[200:205, 3] *= 100
+        sides = [[*side, *side_of({"w_scale_inv": scale})] for side in halves({"w": data})]
+        save(sides, folder, f"v{number}", base="v0" if number else None)
+        values[200:205, 300] *= 100
     halved = halves({"w": torch.zeros(640, 384)})
     load(halved, folder)
-    whole = torch.zeros(640, 384)
-    load([side_of({"w": whole})], compact_checkpoint(folder))
-    assert torch.equal(torch.cat([side[0].tensor for side in halved], 1), whole)
-    assert whole[:, 3].abs().max() > 20
+    found = torch.zeros(640, 384)
+    load([side_of({"w": found})], compact_checkpoint(folder))
+    assert torch.equal(torch.cat([side[0].tensor for side in halved], 1), found)
+    assert found[:, 300].abs().max() > 20
 
 
 # ---------------------------------------------------------------------------------------------
