@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -274,12 +275,45 @@ class WrittenTensors {
   py::list tensors_;
 };
 
-/// Returns whether modules hold, in this order, exactly @p keys and the very objects @p values as
-/// parameters, buffers and submodules.
-///
-/// @param modules  Themselves or weak references.
-/// @param values  Themselves or weak references.
-bool hold_same(const py::list& modules, const py::list& keys, const py::list& values) {
+/// Dictionaries as they were: Python numbers the states of all of them, up to 3.12. Neither keys
+/// nor values of one of the same number have been replaced.
+class SeenDicts {
+ public:
+  /// Returns whether the dictionary that comes next is as it was when all were found to be right.
+  /// @param count  Entries of those before it.
+  bool is_next(PyObject* dict, Py_ssize_t count) {
+    found_.emplace_back(number_of(dict), count);
+    const size_t i = found_.size() - 1;
+    return i < seen_.size() && seen_[i] == found_[i] && found_[i].first != 0;
+  }
+  /// @param are_right  All that came since the last call.
+  void end(bool are_right) {
+    if (are_right)
+      seen_.swap(found_);
+    found_.clear();
+  }
+
+ private:
+  static uint64_t number_of(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+    (void)dict;
+    return 0;
+#endif
+  }
+
+  std::vector<std::pair<uint64_t, Py_ssize_t>> seen_;
+  std::vector<std::pair<uint64_t, Py_ssize_t>> found_;
+};
+
+bool hold_same_dicts(const py::list& modules,
+                     const py::list& keys,
+                     const py::list& values,
+                     SeenDicts& seen) {
   static PyObject* const kinds[] = {PyUnicode_InternFromString("_parameters"),
                                     PyUnicode_InternFromString("_buffers"),
                                     PyUnicode_InternFromString("_modules")};
@@ -297,6 +331,10 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
         throw py::error_already_set();
       if (dict == nullptr || !PyDict_Check(dict) || count + PyDict_GET_SIZE(dict) > total)
         return false;
+      if (seen.is_next(dict, count)) {
+        count += PyDict_GET_SIZE(dict);
+        continue;
+      }
       PyObject* key = nullptr;
       PyObject* value = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); ++count) {
@@ -316,6 +354,22 @@ bool hold_same(const py::list& modules, const py::list& keys, const py::list& va
     }
   }
   return count == total;
+}
+
+/// Returns whether modules hold, in this order, exactly @p keys and the very objects @p values as
+/// parameters, buffers and submodules.
+///
+/// @param modules  Themselves or weak references.
+/// @param values  Themselves or weak references.
+/// @param seen  Of these keys and values alone.
+bool hold_same(const py::list& modules,
+               const py::list& keys,
+               const py::list& values,
+               SeenDicts& seen) {
+  seen.end(false);
+  const bool are_same = hold_same_dicts(modules, keys, values, seen);
+  seen.end(are_same);
+  return are_same;
 }
 
 /// Returns whether one of @p modules, themselves or weak references, has an attribute @p key of its
@@ -345,7 +399,13 @@ void bind_tensor_table(py::module_& module) {
       "problem_with_memory",
       [](py::handle tensor) { return problem_with_memory(tensor); },
       py::arg("tensor"));
-  module.def("hold_same", &hold_same, py::arg("modules"), py::arg("keys"), py::arg("values"));
+  py::class_<SeenDicts>(module, "SeenDicts").def(py::init<>());
+  module.def("hold_same",
+             &hold_same,
+             py::arg("modules"),
+             py::arg("keys"),
+             py::arg("values"),
+             py::arg("seen"));
   module.def("any_has", &any_has, py::arg("modules"), py::arg("key"));
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
+from moe_comm.resharding.describe.tensor_table import HeldObjects, TensorTable, any_has
 from tests.helpers.described_tensors import HAS_DESCRIBED_TENSORS
 
 Tensors = list[torch.Tensor]
@@ -153,6 +153,10 @@ def held(parameters: dict[str, Any], buffers: dict[str, Any], modules: dict[str,
     return Holder(_parameters=parameters, _buffers=buffers, _modules=modules, training=True)
 
 
+def hold_same(modules: list[Any], keys: list[str], values: list[Any]) -> bool:
+    return HeldObjects(keys, values).are_in(modules)
+
+
 def test_the_very_objects_count() -> None:
     one, other = torch.zeros(2), torch.zeros(2)
     first = held({"a": one, "b": None}, {}, {"c": other})
@@ -207,11 +211,28 @@ def test_objects_are_held_weakly_or_not() -> None:
     one = torch.zeros(2)
     modules = [held({"a": one}, {}, {}) for _ in range(2)]
     known, values = list(map(weakref.ref, modules)), [weakref.ref(one)] * 2
-    assert hold_same(known, ["a", "a"], values)
-    vars(modules[1])["_parameters"]["a"] = torch.zeros(2)
-    assert not hold_same(known, ["a", "a"], values)
-    vars(modules[1])["_parameters"]["a"] = one
-    assert hold_same(known, ["a", "a"], values)
+    objects = HeldObjects(["a", "a"], values)
+    for _ in range(2):
+        assert objects.are_in(known)
+        vars(modules[1])["_parameters"]["a"] = torch.zeros(2)
+        assert not objects.are_in(known)
+        vars(modules[1])["_parameters"]["a"] = one
+        assert objects.are_in(known)
+        assert not objects.are_in(known[:1])
     del modules[0]
     assert not hold_same(known, ["a"], values[:1])
     assert not any_has(known[:1], "a")
+
+
+def test_objects_that_change_places_are_seen() -> None:
+    tensors = [torch.zeros(1) for _ in range(3)]
+    modules = [held({name: each}, {}, {}) for name, each in zip("abc", tensors, strict=True)]
+    objects = HeldObjects(list("abc"), tensors)
+    assert objects.are_in(modules)
+    # The first has what follows it, the second still has it, and the third has nothing.
+    vars(modules[0])["_parameters"]["b"] = tensors[1]
+    vars(modules[2])["_parameters"].clear()
+    assert not objects.are_in(modules)
+    vars(modules[0])["_parameters"] = {"a": tensors[0]}
+    vars(modules[2])["_parameters"] = {"c": tensors[2]}
+    assert objects.are_in(modules)

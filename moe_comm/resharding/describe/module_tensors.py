@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from moe_comm.resharding.describe.tensor_table import TensorTable, any_has, hold_same
+from moe_comm.resharding.describe.tensor_table import HeldObjects, TensorTable, any_has
 from moe_comm.tensors.memory import num_spanned
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
@@ -181,16 +181,16 @@ class _Listing:
         self._state: ModuleState | None = None
         self._table: TensorTable | None = None
         dicts = list(chain.from_iterable(map(_CONTENTS, module.modules())))
-        self._keys: list[str] = list(chain.from_iterable(dicts))
-        self._held = [
+        held = [
             None if value is None else weakref.ref(value)
             for value in chain.from_iterable(map(dict.values, dicts))
         ]
+        self._held = HeldObjects(list(chain.from_iterable(dicts)), held)
         self._by_name: weakref.ref[TensorDict] | None = None
 
     def is_valid(self, module: torch.nn.Module) -> bool:
         """Return whether no parameter, buffer or submodule was added, removed or replaced since."""
-        return hold_same([module, *self.descendants], self._keys, self._held)
+        return self._held.are_in([module, *self.descendants])
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """The tensors; the same dict for as long as somebody holds it."""

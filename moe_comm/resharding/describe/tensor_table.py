@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = ["TensorTable", "Tensors", "any_has", "hold_same"]
+__all__ = ["HeldObjects", "TensorTable", "Tensors", "any_has"]
 
 Tensors: TypeAlias = "list[torch.Tensor] | list[weakref.ref[torch.Tensor]]"
 
@@ -32,11 +32,24 @@ def any_has(modules: list[Any], key: str) -> bool:
     return _host.any_has(modules, key)
 
 
-def hold_same(modules: list[Any], keys: list[str], values: list[Any]) -> bool:
-    """Return whether the modules still hold, under these names, these very objects."""
-    from moe_comm import _host
+class HeldObjects:
+    """Parameters, buffers and submodules of modules, in order.
 
-    return _host.hold_same(modules, keys, values)
+    Args:
+        keys: Their names.
+        values: Themselves or weak references.
+    """
+
+    def __init__(self, keys: list[str], values: list[Any]) -> None:
+        from moe_comm import _host
+
+        self._held = keys, values, _host.SeenDicts()
+
+    def are_in(self, modules: list[Any]) -> bool:
+        """Return whether the modules still hold, under these names, these very objects."""
+        from moe_comm import _host
+
+        return _host.hold_same(modules, *self._held)
 
 
 def _plain(tensors: Tensors) -> list[torch.Tensor] | None:
