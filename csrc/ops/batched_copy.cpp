@@ -172,9 +172,12 @@ void BatchedCopy::reject(const std::string& message, const group::InterruptCheck
 
 const Window& BatchedCopy::slots(const std::vector<int>& readers, int64_t bytes) {
   const int64_t header_bytes = layout::CopySlots::header_bytes(num_ranks());
+  const int64_t num_needed = std::min((bytes + config_.slot_bytes - 1) / config_.slot_bytes,
+                                      config_.num_slots * static_cast<int64_t>(readers.size()));
   const auto needed_bytes = static_cast<uint64_t>(
-      header_bytes +
-      round_up(std::min(bytes, config_.slot_bytes * config_.num_slots), kSlotAlignment));
+      header_bytes + (num_needed == 1
+                          ? round_up(std::min(bytes, config_.slot_bytes), kSlotAlignment)
+                          : num_needed * config_.slot_bytes));
   auto& window = slots_[readers];
   if (!window || window->bytes() < needed_bytes) {
     window = nullptr;

@@ -18,7 +18,7 @@ namespace moe::ops {
 
 struct BatchedCopyConfig {
   int64_t slot_bytes = 0;  ///< a multiple of 64; 0 for what suits the machine's cache
-  int num_slots = 0;       ///< from a rank to those that receive the same; 0 for the default
+  int num_slots = 0;       ///< for each that receives from a rank; 0 for the default
 };
 
 /// Bytes and times of one run, on this rank.
@@ -74,7 +74,7 @@ class BatchedCopy : public BufferBase {
   int64_t cache_bytes() const { return cache_bytes_; }
   uint64_t take_table_number() { return ++last_table_number_; }
 
-  /// Slots that this rank fills for @p readers: CopySlots, for @p bytes or as many as slots hold.
+  /// Slots that this rank fills for @p readers: CopySlots, for @p bytes, at most num_slots for each.
   /// Nobody may be in a run that used those that there were. @throws CapacityError
   const Window& slots(const std::vector<int>& readers, int64_t bytes);
   /// Peers may still write to what is in front of the slots: the next run gets others.

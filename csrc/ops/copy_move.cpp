@@ -19,6 +19,7 @@ struct CopyRun::Channel {
   bool is_outgoing;
   const CopyStream& stream;
   layout::CopySlots slots;
+  int64_t num_slots;
   int64_t num_slots_needed;
   int64_t num_moved = 0;  ///< slots filled or emptied
 
@@ -33,24 +34,33 @@ struct CopyRun::Part {
 
 std::vector<CopyRun::Channel> CopyRun::open_channels(const PreparedCopies::Route& route) {
   std::vector<Channel> channels;
-  const auto open =
-      [&](const PreparedCopies::SlotStream& slots, bool is_outgoing, std::byte* base) {
-        const int64_t slot_bytes = engine_.config().slot_bytes;
-        channels.push_back({slots.peers,
-                            is_outgoing,
-                            slots.stream,
-                            {base, group_.num_ranks()},
-                            (slots.stream.end() + slot_bytes - 1) / slot_bytes});
-      };
+  const auto open = [&](const PreparedCopies::SlotStream& slots,
+                        bool is_outgoing,
+                        std::byte* base,
+                        const Offer& offer) {
+    const int64_t slot_bytes = engine_.config().slot_bytes;
+    const auto bytes = static_cast<int64_t>(offer.bytes);
+    channels.push_back(
+        {slots.peers,
+         is_outgoing,
+         slots.stream,
+         {base, group_.num_ranks()},
+         // Both ends count them so; those of a single slot may end before it does.
+         std::max<int64_t>(
+             1, (bytes - layout::CopySlots::header_bytes(group_.num_ranks())) / slot_bytes),
+         (slots.stream.end() + slot_bytes - 1) / slot_bytes});
+  };
   // What has come is emptied first, so that its sender can go on.
   auto incoming = route.incoming.begin();
   for_active_peers([&](int peer_rank) {
     for (const layout::OfferedSlots& offered : offered_here_[static_cast<size_t>(peer_rank)])
-      open(
-          *incoming++, false, group_.resolve(peer_rank, offered.slots, site(layout::Phase::kData)));
+      open(*incoming++,
+           false,
+           group_.resolve(peer_rank, offered.slots, site(layout::Phase::kData)),
+           offered.slots);
   });
   for (size_t i = 0; i < own_slots_.size(); ++i)
-    open(route.outgoing[i], true, own_slots_[i]->data());
+    open(route.outgoing[i], true, own_slots_[i]->data(), own_slots_[i]->offer());
   return channels;
 }
 
@@ -68,7 +78,7 @@ int64_t CopyRun::ready_slots(const Channel& channel) const {
   }
   int64_t limit = channel.num_slots_needed;
   for (const int reader : channel.peers)
-    limit = std::min(limit, num_emptied(channel, reader) + engine_.config().num_slots);
+    limit = std::min(limit, num_emptied(channel, reader) + channel.num_slots);
   return limit - channel.num_moved;
 }
 
@@ -78,7 +88,7 @@ bool CopyRun::awaits(const Channel& channel, int peer_rank) const {
   return !channel.is_complete() &&
          std::find(peers.begin(), peers.end(), peer_rank) != peers.end() &&
          (!channel.is_outgoing ||
-          num_emptied(channel, peer_rank) + engine_.config().num_slots <= channel.num_moved);
+          num_emptied(channel, peer_rank) + channel.num_slots <= channel.num_moved);
 }
 
 void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cpu::StoreMode mode) {
@@ -94,7 +104,7 @@ void CopyRun::copy_part(const PreparedCopies::Route& route, const Part& part, cp
   const int64_t slot_bytes = engine_.config().slot_bytes;
   const int64_t begin = part.idx * slot_bytes;
   const int64_t end = std::min(begin + slot_bytes, channel.stream.end());
-  std::byte* slot = channel.slots.data() + part.idx % engine_.config().num_slots * slot_bytes;
+  std::byte* slot = channel.slots.data() + part.idx % channel.num_slots * slot_bytes;
   if (channel.is_outgoing) {
     channel.stream.pack(kernels, begin, end, slot, with_checksums_);
     return;

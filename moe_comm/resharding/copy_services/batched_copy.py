@@ -169,7 +169,7 @@ class BatchedCopy(Destroyable):
         communicator: The ranks; its backend must be "host".
         slot_bytes: Of one slot, a multiple of 64; None for what keeps all slots in the last-level
             cache. Equal on every rank.
-        num_slots: From a rank to those that receive the same, >= 1; None for 4. Equal on every rank.
+        num_slots: For each that receives from a rank, >= 1; None for 4. Equal on every rank.
 
     Raises:
         ValueError: The backend has no heap, or an argument breaks a rule above; on every rank.
