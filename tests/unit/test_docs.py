@@ -237,40 +237,14 @@ def test_public_names_have_docstrings(name: str) -> None:
 
 @pytest.mark.parametrize("name", moe_comm.__all__)
 def test_public_names_are_in_the_api_page(name: str) -> None:
-    headings = re.findall(r"^#+ .*$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert any(re.search(rf"\b{name}\b", heading) for heading in headings), name
+    section = (ROOT / "docs/api.md").read_text().split("\n## Of `moe_comm`\n")[1].split("\n## ")[0]
+    assert f"`{name}`" in section
 
 
 def test_names_of_resharding_are_in_the_api_page() -> None:
     section = (ROOT / "docs/api.md").read_text().split("\n## Resharding\n")[1].split("\n## ")[0]
     shown = set(re.findall(r"`(?:resharding\.)?(\w+)", section))
     assert set(moe_comm.resharding.__all__) - shown == set()
-
-
-def test_api_page_shows_the_real_signatures() -> None:
-    """Parameters of the calls in docs/api.md exist, in that order, with the defaults shown."""
-    owners = {
-        "moe_comm": moe_comm,
-        "buffer": moe_comm.EpBuffer,
-        "comm": moe_comm.Communicator,
-        "resharding": moe_comm.resharding,
-    }
-    calls = [
-        node
-        for block in code_blocks("docs/api.md", "python")
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in owners
-    ]
-    assert len(calls) >= 10
-    for call in calls:
-        owner, name = ast.unparse(call.func).split(".")
-        parameters = inspect.signature(getattr(owners[owner], name)).parameters
-        shown = [str(keyword.arg) for keyword in call.keywords]
-        assert [parameter for parameter in parameters if parameter in shown] == shown, name
-        for keyword in call.keywords:
-            default = parameters[str(keyword.arg)].default
-            if isinstance(keyword.value, ast.Constant) and default is not inspect.Parameter.empty:
-                assert keyword.value.value == default, f"{name}({keyword.arg})"
 
 
 def test_version_is_in_the_changelog_and_the_readme() -> None:
