@@ -5,7 +5,7 @@
 namespace moe::simt::checker {
 
 /// Dispatch and combine, then the same again with the handle, and what they must deliver; bytes
-/// that were moved are those of the formulas of docs/emulator.md.
+/// that were moved are those of the formulas of tests/schedules/README.md.
 void run_operations(Run& run,
                     const KernelCase& shape,
                     int num_rounds,

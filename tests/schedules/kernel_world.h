@@ -117,11 +117,11 @@ class KernelWorld {
   /// after a time-out for whom it waited.
   void run_until_left(kernels::Cause cause, int missing_rank);
 
-  /// Bytes that operations moved, by formula: see docs/emulator.md.
+  /// Bytes that operations moved, by formula: see tests/schedules/README.md.
   struct Traffic {
     int64_t x_loaded = 0;
     int64_t window_stored = 0;  ///< every byte that has a value once, then what the host wrote over
-    int64_t window_stored_across = 0;  ///< from other devices: see docs/emulator.md
+    int64_t window_stored_across = 0;  ///< from other devices: see tests/schedules/README.md
     int64_t window_loaded = 0;         ///< by who copies rows, then by the host
     int64_t counts_loaded = 0;         ///< the same of how many rows experts have: low latency
     int64_t outputs_loaded = 0;

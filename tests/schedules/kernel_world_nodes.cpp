@@ -68,7 +68,7 @@ void KernelWorld::launch_exchange(int rank_idx, const kernels::ExchangeParams& p
     kernels::launch_exchange(shape_of(rank_idx, shape_.num_blocks), params);
 }
 
-/// docs/emulator.md has the formulas.
+/// tests/schedules/README.md has the formulas.
 void KernelWorld::count_puts(int rank_idx,
                              const Step& step,
                              layout::Operation operation,
