@@ -113,8 +113,8 @@ std::vector<uint64_t> PieceChecksums::of_blocks(int64_t block_bytes, const uint6
   std::vector<uint64_t> checksums;
   for (size_t idx = 0; idx < pieces_.size(); ++idx) {
     const int64_t count = num_blocks(idx, block_bytes);
-    checksums.push_back(
-        cpu::finish_checksum(std::accumulate(sums, sums + count, uint64_t{0}), pieces_[idx].shape.bytes));
+    checksums.push_back(cpu::finish_checksum(std::accumulate(sums, sums + count, uint64_t{0}),
+                                             pieces_[idx].shape.bytes));
     sums += count;
   }
   return checksums;
