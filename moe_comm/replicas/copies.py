@@ -68,6 +68,11 @@ class ReplicaCopies(Destroyable):
     @gathers
     def __init__(self, communicator: Communicator) -> None:
         check_communicator(communicator)
+        if communicator.native is None and not communicator.is_destroyed:
+            name = communicator.backend
+            raise ValueError(
+                f"backend must be 'host' to move experts: the {name} backend has no heap"
+            )
         communicator.require_native()
         self.communicator = Communicator(
             communicator.bootstrap,

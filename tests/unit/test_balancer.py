@@ -124,6 +124,18 @@ def test_weights_that_move_in_parts_are_not_trained() -> None:
     on_ranks(2, body)
 
 
+def test_backends_without_a_heap_are_refused_on_every_rank() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(
+            ValueError,
+            match=r"backend must be 'host' to move experts: .*reference backend has no heap",
+        ):
+            ExpertBalancer(comm)
+        comm.all_gather(b"all went on")
+
+    on_ranks(2, body, backend="reference")
+
+
 def test_slots_that_keep_their_experts_hold_all_of_them() -> None:
     def body(comm: Communicator) -> None:
         layer = Layer.of(comm, start_placement(comm.num_ranks))
