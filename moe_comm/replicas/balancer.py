@@ -22,7 +22,7 @@ from moe_comm.replicas.balance_plan import LayerMove, PlacedLayer, plan_moves
 from moe_comm.replicas.copies import ReplicaCopies, Weights
 from moe_comm.replicas.plan import plan_replicas
 from moe_comm.replicas.prefetch import Prefetch
-from moe_comm.replicas.slots import SlotTensors
+from moe_comm.replicas.slots import SlotTensors, addresses_of
 
 __all__ = ["BalanceReport", "ExpertBalancer"]
 
@@ -50,6 +50,21 @@ class BalanceReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Refresh:
+    """Copies that bring the weights of a layer's kept slots to their replicas, any number of times.
+
+    Args:
+        placement: They are right for.
+        addresses: Of the weights, as they were then.
+        copies: None where there are no replicas.
+    """
+
+    placement: Placement
+    addresses: list[int]
+    copies: Prefetch | None
+
+
+@dataclasses.dataclass
 class _Layer:
     """Layer that was added."""
 
@@ -58,12 +73,22 @@ class _Layer:
     bytes_per_expert: int
     num_kept_slots: int
     gradients: Callable[[], Weights] | None
+    refresh: _Refresh | None = None
 
     @property
     def placement(self) -> Placement:
         placement = self.buffer.config.placement
         assert placement is not None  # add_layer checks it, and nothing takes it away
         return placement
+
+    def is_refresh_late(self) -> bool:
+        """Return whether replicas have other slots, or weights other memory, than the last refresh knew."""
+        known = self.refresh
+        return self.num_kept_slots > 0 and (
+            known is None
+            or known.placement is not self.placement
+            or known.addresses != addresses_of(self.weights)
+        )
 
     def find_gradients(self) -> Weights:
         """Those of the weights that require one; zeros where one has none."""
@@ -276,8 +301,7 @@ class ExpertBalancer(Destroyable):
             for layer in self._layers:
                 layer.buffer.count_loads()
         if self._has_stale_replicas:
-            for layer_idx, layer in enumerate(self._layers):
-                self._refresh(layer_idx, layer)
+            self._refresh(range(len(self._layers)))
             self._has_stale_replicas = self._are_owners_ahead = False
         if planned is None and not self._waiting:
             return
@@ -348,7 +372,7 @@ class ExpertBalancer(Destroyable):
                 self._switch(move)
                 moved.append(move)
                 if self._step_bytes is not None:  # weights may have changed on the way
-                    self._refresh(move.layer_idx, layer)
+                    self._refresh([move.layer_idx])
             if self._step_bytes is not None:
                 break
         return moved
@@ -363,18 +387,35 @@ class ExpertBalancer(Destroyable):
             *(move.rows_before, move.rows_after, move.mean_rows),
         )
 
-    def _refresh(self, layer_idx: int, layer: _Layer) -> None:
-        """Bring the weights of kept slots to their replicas. Collective."""
-        if layer.num_kept_slots and layer.placement.has_replicas:
-            plan = plan_replicas(
-                layer.placement.first_slots(layer.num_kept_slots),
-                layer.placement,
-                self.communicator.num_local_ranks,
-            )
+    def _refresh(self, layer_idxs: Sequence[int]) -> None:
+        """Bring the weights of kept slots to their replicas. Collective.
+
+        Copies are prepared anew for layers whose placement or weights moved, on whichever rank.
+        """
+        if not any(self._layers[layer_idx].num_kept_slots for layer_idx in layer_idxs):
+            return
+        own = bytes(self._layers[layer_idx].is_refresh_late() for layer_idx in layer_idxs)
+        with _in_phase("weights of replicas"):
+            said = self.communicator.exchange("ExpertBalancer.step", own)
+        for place, layer_idx in enumerate(layer_idxs):
+            layer = self._layers[layer_idx]
             with _in_phase(f"layer {layer_idx}, weights of replicas"):
-                prefetch = self._copies.prefetch(plan, layer.weights)
-                prefetch.step()
-                prefetch.commit()
+                if any(each[place] for each in said if each):
+                    layer.refresh = self._prepare_refresh(layer)
+                copies = None if layer.refresh is None else layer.refresh.copies
+                if copies is not None:
+                    copies.rewind()
+                    copies.step()
+
+    def _prepare_refresh(self, layer: _Layer) -> _Refresh:
+        placement, copies = layer.placement, None
+        layer.refresh = None
+        addresses = addresses_of(layer.weights)
+        if placement.has_replicas:
+            kept = placement.first_slots(layer.num_kept_slots)
+            plan = plan_replicas(kept, placement, self.communicator.num_local_ranks)
+            copies = self._copies.prefetch(plan, layer.weights)
+        return _Refresh(placement, addresses, copies)
 
     @gathers
     def reduce_gradients(self) -> None:
@@ -447,11 +488,12 @@ class ExpertBalancer(Destroyable):
             if is_late:
                 self._switch(self._waiting[0])
         if any(is_ahead == str(True) for _, is_ahead in states):
-            for layer_idx, layer in enumerate(self._layers):
+            for layer in self._layers:
+                layer.refresh = None  # its copies are for the dead, too
                 if layer.num_kept_slots:
                     living = layer.placement.without_replicas(layer.num_kept_slots, failed_ranks)
                     layer.buffer.switch_placement(living)
-                    self._refresh(layer_idx, layer)
+            self._refresh(range(len(self._layers)))
         self.destroy()
 
     def _digest(self) -> str:

@@ -176,6 +176,13 @@ class Prefetch:
             self.num_steps_done += 1
         return self.is_complete
 
+    def rewind(self) -> None:
+        """Have the next steps move all bytes once more, from what the weights then hold. Local; all ranks do so.
+
+        For prefetches into empty slots alone, which need no `commit`.
+        """
+        self.num_steps_done = 0
+
     def commit(self) -> None:
         """Let the wanted placement hold: slots get what has arrived. Collective.
 

@@ -17,6 +17,7 @@ from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 __all__ = [
     "Piece",
     "SlotTensors",
+    "addresses_of",
     "batches_of",
     "check_step_bytes",
     "pieces_of",
@@ -107,6 +108,18 @@ class SlotTensors:
             check_memory(f"a slot of {name}", view)
             if view.data_ptr() != place:
                 raise ValueError(f"a slot of {name} has moved since its copies were prepared")
+
+
+def addresses_of(tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> list[int]:
+    """Return the addresses of tensors, and of parts of tensors, as `SlotTensors` takes them."""
+    found: list[int] = []
+    for given in tensors:
+        for part in (given,) if isinstance(given, torch.Tensor) else given:
+            if isinstance(part, DTensor):
+                with torch.no_grad():
+                    part = part.to_local()
+            found.append(part.data_ptr())
+    return found
 
 
 class Piece(NamedTuple):

@@ -124,6 +124,47 @@ def test_weights_that_move_in_parts_are_not_trained() -> None:
     on_ranks(2, body)
 
 
+def test_copies_of_replicas_are_prepared_once_per_placement_and_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that one rank alone has put elsewhere are found there."""
+
+    def body(comm: Communicator) -> None:
+        experts = [0, 1, 2, 3, 4] if comm.rank_idx == 0 else [4, 5, 6, 7, 0]
+        kept = start_placement(2).slots[comm.rank_idx][:4]
+        layer = Layer.of(comm, Placement([[0, 1, 2, 3, 4], [4, 5, 6, 7, 0]], num_experts=8))
+        with ExpertBalancer(comm) as balancer:
+            balancer.add_layer(layer.buffer, layer.weights, num_kept_slots=4)
+            prepare = balancer._copies.prefetch
+            prepared = []
+
+            def count(*args: Any, **options: Any) -> Any:
+                prepared.append(args)
+                return prepare(*args, **options)
+
+            monkeypatch.setattr(balancer._copies, "prefetch", count)
+            for step, num_prepared in enumerate((1, 1, 2, 2, 3), 1):
+                if step == 3 and comm.rank_idx == 1:
+                    for weight in layer.weights:
+                        weight.data = weight.data.clone()
+                if step == 5:
+                    experts = [0, 1, 2, 3, 5] if comm.rank_idx == 0 else [4, 5, 6, 7, 1]
+                    layer.buffer.replace_placement(
+                        Placement([[0, 1, 2, 3, 5], [4, 5, 6, 7, 1]], num_experts=8)
+                    )
+                for weight in layer.weights:
+                    for slot, expert in enumerate(kept):
+                        weight[slot] = 100 * step + expert
+                balancer.reduce_gradients()
+                balancer.step()
+                for weight in layer.weights:
+                    for slot, expert in enumerate(experts):
+                        assert bool((weight[slot] == 100 * step + expert).all())
+                assert len(prepared) == num_prepared
+
+    on_ranks(2, body)
+
+
 def test_backends_without_a_heap_are_refused_on_every_rank() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(
