@@ -16,6 +16,7 @@
 #include "layout/rank_sums.h"
 #include "layout/replicas.h"
 #include "layout/row_streams.h"
+#include "layout/token_sets.h"
 #include "layout/window.h"
 #include "layout/wire_format.h"
 #include "layout/workspace.h"
@@ -100,7 +101,8 @@ void count_choices(const Placement& placement,
                                                 choices.row_elements,
                                                 replicas,
                                                 placement,
-                                                reinterpret_cast<int32_t*>(counts.data));
+                                                reinterpret_cast<int32_t*>(counts.data),
+                                                nullptr);
   MOE_CHECK(bad_idx < 0,
             layout::describe_bad_expert(bad_idx,
                                         choices.row_elements,

@@ -11,32 +11,16 @@ Replicas::Replicas(const std::vector<int32_t>& slot_expert,
                    int num_local_ranks_in,
                    const Placement& placement)
     : num_local_ranks(num_local_ranks_in),
-      slots(placement.expert_rank, slot_expert, placement.num_ranks, num_experts) {}
-
-int64_t count_choices(const int64_t* topk_idx,
-                      int64_t num_tokens,
-                      int64_t num_topk,
-                      const Replicas* replicas,
-                      const Placement& placement,
-                      int32_t* counts) {
-  if (replicas == nullptr)
-    return count_choices(topk_idx, num_tokens, num_topk, placement, counts);
-  std::fill_n(counts, placement.num_experts + placement.num_ranks, 0);
-  for (int64_t i = 0; i < num_tokens * num_topk; ++i) {
-    const int64_t expert_idx = topk_idx[i];
-    if (expert_idx >= 0 && expert_idx < replicas->num_experts())
-      ++counts[expert_idx];
-    else if (expert_idx != -1)
-      return i;
-  }
-  int32_t* const to_rank = counts + placement.num_experts;
-  for (int expert_idx = 0; expert_idx < replicas->num_experts(); ++expert_idx)
-    for (const int32_t slot : replicas->slots.of_expert(expert_idx)) {
-      int32_t& most = to_rank[placement.expert_rank[static_cast<size_t>(slot)]];
-      most =
-          static_cast<int32_t>(std::min<int64_t>(num_tokens, int64_t{most} + counts[expert_idx]));
+      slots(placement.expert_rank, slot_expert, placement.num_ranks, num_experts) {
+  for (int expert_idx = 0; expert_idx < num_experts; ++expert_idx) {
+    const auto of_expert = slots.of_expert(expert_idx);
+    if (of_expert.size() > 1) {
+      set_of_expert.push_back(placement.num_ranks + static_cast<int32_t>(shared_experts.size()));
+      shared_experts.push_back(expert_idx);
+    } else {
+      set_of_expert.push_back(placement.expert_rank[static_cast<size_t>(of_expert.front())]);
     }
-  return -1;
+  }
 }
 
 namespace {
@@ -111,52 +95,12 @@ void share_rows(const Replicas& replicas, const Placement& placement, CountMatri
 
 namespace {
 
-/// One rank's choices on their way to slots: those of an expert fill its slots one after the other.
-class SlotRuns {
- public:
-  /// @param counts  What share_rows() made of this rank's counts.
-  SlotRuns(const Replicas& replicas, const int32_t* counts)
-      : slots_(replicas.slots),
-        counts_(counts),
-        left_(static_cast<size_t>(replicas.num_experts())),
-        run_(left_.size()) {
-    for (size_t e = 0; e < left_.size(); ++e)
-      left_[e] = counts_[of_expert(e).front()];
-  }
-
-  int32_t take(int64_t expert_idx) {
-    const auto e = static_cast<size_t>(expert_idx);
-    if (left_[e] == 0)
-      go_on(e);
-    --left_[e];
-    return of_expert(e)[run_[e]];
-  }
-
-  /// Returns whether as many were taken as there are rows.
-  bool is_used_up() {
-    for (size_t e = 0; e < left_.size(); ++e) {
-      if (left_[e] == 0)
-        go_on(e);
-      if (left_[e] != 0)
-        return false;
-    }
-    return true;
-  }
-
- private:
-  std::span<const int32_t> of_expert(size_t e) const {
-    return slots_.of_expert(static_cast<int>(e));
-  }
-  void go_on(size_t e) {
-    const auto slots = of_expert(e);
-    while (left_[e] == 0 && run_[e] + 1 < slots.size())
-      left_[e] = counts_[slots[++run_[e]]];
-  }
-
-  const ReplicaSlots& slots_;
-  const int32_t* counts_;
-  std::vector<int32_t> left_;  ///< by expert, in the slot of the run
-  std::vector<size_t> run_;
+/// One expert's choices of one rank on their way to slots, which they fill one after the other.
+struct SlotRun {
+  int32_t slot;
+  int32_t left;       ///< rows that the slot still gets
+  const int32_t* at;  ///< where that is among the expert's slots
+  const int32_t* last;
 };
 
 }  // namespace
@@ -165,37 +109,25 @@ std::vector<int64_t> choose_slots(const int64_t* topk_idx,
                                   int64_t num_choices,
                                   const Replicas& replicas,
                                   const int32_t* counts) {
-  SlotRuns runs(replicas, counts);
+  std::vector<SlotRun> runs(static_cast<size_t>(replicas.num_experts()));
+  for (int expert_idx = 0; expert_idx < replicas.num_experts(); ++expert_idx) {
+    const auto slots = replicas.slots.of_expert(expert_idx);
+    runs[static_cast<size_t>(expert_idx)] = {
+        slots.front(), counts[slots.front()], slots.data(), &slots.back()};
+  }
   std::vector<int64_t> chosen(static_cast<size_t>(num_choices));
-  for (int64_t i = 0; i < num_choices; ++i)
-    chosen[static_cast<size_t>(i)] = topk_idx[i] < 0 ? -1 : runs.take(topk_idx[i]);
-  return chosen;
-}
-
-bool count_tokens(const int64_t* topk_idx,
-                  int64_t num_tokens,
-                  int64_t num_topk,
-                  const Replicas& replicas,
-                  const Placement& placement,
-                  int32_t* counts) {
-  SlotRuns runs(replicas, counts);
-  int32_t* const to_rank = counts + placement.num_experts;
-  std::fill_n(to_rank, placement.num_ranks, 0);
-  std::vector<int64_t> last_token(static_cast<size_t>(placement.num_ranks), -1);
-  for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx)
-    for (int64_t k = 0; k < num_topk; ++k) {
-      const int64_t expert_idx = *topk_idx++;
-      if (expert_idx < 0 || expert_idx >= replicas.num_experts()) {
-        if (expert_idx == -1)
-          continue;
-        return false;
-      }
-      const int32_t dst_rank = placement.expert_rank[static_cast<size_t>(runs.take(expert_idx))];
-      int64_t& last = last_token[static_cast<size_t>(dst_rank)];
-      to_rank[dst_rank] += last != token_idx;
-      last = token_idx;
+  for (int64_t i = 0; i < num_choices; ++i) {
+    if (topk_idx[i] < 0) {
+      chosen[static_cast<size_t>(i)] = -1;
+      continue;
     }
-  return runs.is_used_up();
+    SlotRun& run = runs[static_cast<size_t>(topk_idx[i])];
+    for (; run.left == 0 && run.at != run.last; run.left = counts[run.slot])
+      run.slot = *++run.at;
+    --run.left;
+    chosen[static_cast<size_t>(i)] = run.slot;
+  }
+  return chosen;
 }
 
 }  // namespace moe::layout

@@ -18,6 +18,8 @@ namespace moe::layout {
 struct Replicas {
   int num_local_ranks = 1;  ///< of a node, consecutive ones
   ReplicaSlots slots;
+  std::vector<int32_t> shared_experts;  ///< those with several slots, ascending
+  std::vector<int32_t> set_of_expert;   ///< [num_experts], see TokenSetMap
 
   /// @param slot_expert  [slots], -1 for an empty one; every expert has a slot.
   Replicas(const std::vector<int32_t>& slot_expert,
@@ -33,16 +35,6 @@ inline int num_ids(const Replicas* replicas, const Placement& placement) {
   return replicas == nullptr ? placement.num_experts : replicas->num_experts();
 }
 
-/// Counts as count_choices() of layout/routing.h where @p replicas is null. Else counts of logical
-/// experts, in the first columns, and at every rank how many tokens may be bound for it at most.
-/// @return the flat index of the first id outside [-1, num_ids()), or -1.
-int64_t count_choices(const int64_t* topk_idx,
-                      int64_t num_tokens,
-                      int64_t num_topk,
-                      const Replicas* replicas,
-                      const Placement& placement,
-                      int32_t* counts);
-
 /// Turns counts of logical experts into counts of slots. Where tokens bound for a rank were, there
 /// are rows then, but for the marks of masks; see count_tokens().
 void share_rows(const Replicas& replicas, const Placement& placement, CountMatrix* counts);
@@ -53,16 +45,5 @@ std::vector<int64_t> choose_slots(const int64_t* topk_idx,
                                   int64_t num_choices,
                                   const Replicas& replicas,
                                   const int32_t* counts);
-
-/// Says in one rank's counts how many of its tokens are bound for every rank, where a token has one
-/// row a rank. Choices may be anything.
-/// @param counts  What share_rows() made of this rank's counts; those of ranks are overwritten.
-/// @return whether the choices are those that were counted.
-bool count_tokens(const int64_t* topk_idx,
-                  int64_t num_tokens,
-                  int64_t num_topk,
-                  const Replicas& replicas,
-                  const Placement& placement,
-                  int32_t* counts);
 
 }  // namespace moe::layout

@@ -256,17 +256,6 @@ std::string describe_bad_counts(const int32_t* counts,
   return "";
 }
 
-bool are_counts_of(const int32_t* counts,
-                   const int64_t* topk_idx,
-                   int64_t num_tokens,
-                   int64_t num_topk,
-                   const Placement& placement) {
-  std::vector<int32_t> counted(
-      static_cast<size_t>(Row::num_counts(placement.num_ranks, placement.num_experts)));
-  return count_choices(topk_idx, num_tokens, num_topk, placement, counted.data()) < 0 &&
-         std::equal(counted.begin(), counted.begin() + placement.num_experts, counts);
-}
-
 bool may_keep(const CountMatrix& counts,
               const int64_t* topk_idx,
               int64_t num_tokens,

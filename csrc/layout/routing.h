@@ -173,13 +173,6 @@ std::string describe_bad_counts(const int32_t* counts,
                                 int num_ranks,
                                 int num_experts);
 
-/// Returns whether @p counts, a row of the count matrix, is of these choices, by expert.
-bool are_counts_of(const int32_t* counts,
-                   const int64_t* topk_idx,
-                   int64_t num_tokens,
-                   int64_t num_topk,
-                   const Placement& placement);
-
 /// Returns whether @p counts may be what was kept of a dispatch in which @p rank_idx chose @p
 /// topk_idx. How many tokens are bound for a rank matters where it receives one row of each.
 bool may_keep(const CountMatrix& counts,

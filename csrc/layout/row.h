@@ -122,8 +122,8 @@ static_assert(sizeof(OperationArguments) == 64);
 ///   [16, 80)    arguments
 ///   [80, 104)   offer of rows: where the sender will receive (dispatch) or lets others pull
 ///               (combine)
-///   [104, 128)  offer of weights to pull (combine), or of choices to read: int64 [num_tokens,
-///               num_topk], logical experts (dispatch by rank, where counts decide on replicas)
+///   [104, 128)  offer of weights to pull (combine), or of a TokenSetMap to read (dispatch by rank,
+///               where counts decide on replicas)
 ///   [128, 144)  needed and available bytes (status kNoCapacity); status kOk, of a device: the
 ///               first 8 are heard_epoch()
 ///   [144, ...)  status kOk: a row of the count matrix, in an uncached dispatch;

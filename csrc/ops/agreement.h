@@ -20,8 +20,8 @@ struct RowMessage {
   int64_t num_tokens = 0;
   const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
   Offer offer;
-  Offer weights_offer;                 ///< or of choices, see layout::Row
-  const std::byte* choices = nullptr;  ///< what is offered there
+  Offer weights_offer;              ///< or of sets of tokens, see layout::Row
+  const std::byte* sets = nullptr;  ///< what is offered there
   layout::RowStatus status = layout::RowStatus::kOk;
   std::string message;  ///< status not kOk: what is wrong, with both values
   uint64_t needed_bytes = 0;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "layout/token_sets.h"
 #include "ops/cpu_engine.h"
 #include "ops/dispatch_rules.h"
 #include "ops/dispatch_steps.h"
@@ -40,7 +41,8 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
                                                   params_.num_topk,
                                                   params_.replicas.get(),
                                                   endpoint_.placement(),
-                                                  counts_.data());
+                                                  counts_.data(),
+                                                  offers_sets() ? &sets_ : nullptr);
     if (bad_idx >= 0)
       reject_if(layout::describe_bad_expert(
           bad_idx,
@@ -58,21 +60,23 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
                     counts_.data(), *params_.replicas, endpoint_.placement(), endpoint_.group()));
     to_rank[num_ranks_] = static_cast<int32_t>(params_.fixed_rows);
     to_rank[num_ranks_ + 1] = static_cast<int32_t>(params_.num_topk);
-    if (params_.replicas != nullptr && arrangement_.is_by_rank())
-      offer_choices();
+    if (!sets_.empty())
+      offer_sets();
   }
 
-  void offer_choices() {
-    const auto bytes = static_cast<uint64_t>(params_.num_tokens * params_.num_topk * 8);
-    if (bytes == 0)
-      return;
+  bool offers_sets() const { return params_.replicas != nullptr && arrangement_.is_by_rank(); }
+
+  void offer_sets() {
+    const uint64_t bytes = sets_.size() * sizeof(uint64_t);
     try {
-      offered_choices_ = exchange_.allocate(bytes);
+      offered_sets_ = exchange_.allocate(bytes);
     } catch (const CapacityError& error) {
       exchange_.reject(arguments(), error);
     }
-    sync::write_shared(offered_choices_->data(), params_.topk_idx, bytes);
+    sync::write_shared(offered_sets_->data(), sets_.data(), bytes);
   }
+
+  void count_tokens(Rows* rows) { exchange_.count_tokens(sets_, *params_.replicas, rows); }
 
   void take_plan() {}
 
@@ -82,22 +86,24 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
     message.num_tokens = params_.num_tokens;
     message.counts = counts_.empty() ? nullptr : counts_.data();
     message.offer = offer;
-    if (offered_choices_ != nullptr) {
-      message.weights_offer = offered_choices_->offer();
-      message.choices = offered_choices_->data();
+    if (exchange_.relay() != nullptr && offers_sets())
+      exchange_.relay()->check_sets_by(*params_.replicas);
+    if (offered_sets_ != nullptr) {
+      message.weights_offer = offered_sets_->offer();
+      message.sets = offered_sets_->data();
     }
     exchange_.publish(message);
-    if (offered_choices_ != nullptr)
-      endpoint_.keep_readable(exchange_.epoch(), std::move(offered_choices_));
+    if (offered_sets_ != nullptr)
+      endpoint_.keep_readable(exchange_.epoch(), std::move(offered_sets_));
   }
 
-  std::shared_ptr<const Plan> make_plan(JudgedCounts judged) const {
+  std::shared_ptr<const Plan> make_plan(JudgedCounts judged) {
     return std::make_shared<Plan>(Plan::make(arrangement_,
                                              std::move(judged.kept),
                                              std::move(judged.asked),
                                              endpoint_.placement(),
                                              endpoint_.rank_idx(),
-                                             choices(),
+                                             take_choices(),
                                              params_.num_tokens,
                                              params_.num_topk));
   }
@@ -233,7 +239,8 @@ class DispatchOperation : public DispatchSteps<CpuEngine, DispatchOperation> {
   bool with_topk_idx_;
   std::vector<int32_t> counts_;  ///< this rank's row of the count matrix, uncached
   std::vector<std::byte*> bases_;
-  std::shared_ptr<Window> offered_choices_;  ///< by rank with replicas, until they are published
+  std::vector<uint64_t> sets_;            ///< by rank with replicas, see layout::TokenSetMap
+  std::shared_ptr<Window> offered_sets_;  ///< until they are published
 };
 
 }  // namespace

@@ -24,6 +24,8 @@ namespace moe::ops {
 ///   - take_plan(): cached: looks at plan_; rejects what is wrong with it
 ///   - publish(offer): writes this rank's row; may let rows follow before a row has been read
 ///   - make_plan(judged): the plan of what is kept, from what count_choices() found
+///   - count_tokens(rows): by rank with replicas, where Engine::kReadsChoices: how many tokens of
+///     every rank are bound for each
 ///   - hear_counts_later(): the same before they are known, where Exchange::kMayHearLater
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
 ///   - settle_overflow(error), settle_shortage(): every rank has found that the operation ends here
@@ -65,9 +67,11 @@ class DispatchSteps {
     return windows_[static_cast<size_t>(endpoint_.rank_idx())];
   }
 
-  /// Choices of this rank, by slot.
-  const int64_t* choices() const {
-    return params_.replicas == nullptr ? params_.topk_idx : chosen_slots_.data();
+  /// Choices of this rank, by slot; once.
+  std::vector<int64_t> take_choices() {
+    if (params_.replicas != nullptr)
+      return std::move(chosen_slots_);
+    return {params_.topk_idx, params_.topk_idx + params_.num_tokens * params_.num_topk};
   }
 
   void reject_if(const std::string& problem) const { exchange_.reject_if(problem, arguments()); }
@@ -199,7 +203,7 @@ class DispatchSteps {
         std::replace(to_rank, to_rank + num_ranks_, layout::CountMatrix::kMasked, 0);
       }
       if (arrangement_.is_by_rank())
-        exchange_.count_tokens(params_.topk_idx, *params_.replicas, rows);
+        mover().count_tokens(rows);
     }
   }
 

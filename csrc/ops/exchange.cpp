@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/text.h"
+#include "layout/token_sets.h"
 
 namespace moe::ops {
 
@@ -72,7 +73,7 @@ void Exchange::publish(const RowMessage& message) {
       std::memcpy(image.data() + sizeof(header), text, sizeof(text));
     else if (message.counts != nullptr)
       std::memcpy(image.data() + sizeof(header), message.counts, count_bytes());
-    relay_->exchange_row(image.data(), message.choices);
+    relay_->exchange_row(image.data(), message.sets);
   }
   store_row(group_.rank_idx(), header, [&](Row& row) {
     if (message.status != RowStatus::kOk)
@@ -148,45 +149,43 @@ Rows Exchange::collect(bool with_counts) {
   return rows;
 }
 
-void Exchange::count_tokens(const int64_t* own_choices,
+void Exchange::count_tokens(const std::vector<uint64_t>& own_sets,
                             const layout::Replicas& replicas,
                             Rows* rows) {
-  constexpr int64_t kBytesWorthAChoice = 32;
-  std::vector<const std::byte*> offered(rows->headers.size());
-  int64_t num_choices = 0;
-  for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
-    const Row& header = rows->headers[static_cast<size_t>(peer_rank)];
-    num_choices += header.num_tokens * rows->counts.num_topk(peer_rank);
-    if (peer_rank != group_.rank_idx() && header.weights_offer.bytes > 0)
-      offered[static_cast<size_t>(peer_rank)] =
-          resolve(watched_rank(peer_rank), header.weights_offer);
+  const auto num_ranks = static_cast<size_t>(group_.num_ranks());
+  std::vector<const std::byte*> offered(num_ranks);
+  int64_t num_bytes = 0;
+  for (size_t r = 0; r < num_ranks; ++r) {
+    const auto peer_rank = static_cast<int>(r);
+    const Offer& offer = rows->headers[r].weights_offer;
+    num_bytes += static_cast<int64_t>(offer.bytes);
+    if (peer_rank != group_.rank_idx() && offer.bytes > 0)
+      offered[r] = resolve(watched_rank(peer_rank), offer);
   }
   std::atomic<int> other_rank{-1};
   const auto count = [&](int peer_rank) {
     const Row& header = rows->headers[static_cast<size_t>(peer_rank)];
-    const int64_t num_topk = rows->counts.num_topk(peer_rank);
-    std::vector<int64_t> read;
+    const auto map = layout::TokenSetMap::make(replicas, endpoint_.placement(), header.num_tokens);
+    const uint64_t bytes = header.weights_offer.bytes;
+    std::vector<uint64_t> read;
     if (peer_rank != group_.rank_idx()) {
-      read.resize(static_cast<size_t>(header.num_tokens * num_topk));
-      const uint64_t bytes = read.size() * sizeof(int64_t);
-      if (bytes > header.weights_offer.bytes)
+      if (!map.may_have(bytes, rows->counts.num_topk(peer_rank)))
         return false;
+      read.resize(bytes / sizeof(uint64_t));
       if (bytes > 0)
         sync::read_shared(read.data(), offered[static_cast<size_t>(peer_rank)], bytes);
     }
-    return layout::count_tokens(peer_rank == group_.rank_idx() ? own_choices : read.data(),
-                                header.num_tokens,
-                                num_topk,
+    return layout::count_tokens(peer_rank == group_.rank_idx() ? own_sets : read,
+                                map,
                                 replicas,
                                 endpoint_.placement(),
                                 rows->counts.row(peer_rank));
   };
-  endpoint_.for_tokens(
-      group_.num_ranks(), num_choices * kBytesWorthAChoice, [&](int64_t first, int64_t end) {
-        for (auto peer_rank = static_cast<int>(first); peer_rank < end; ++peer_rank)
-          if (!count(peer_rank))
-            other_rank = peer_rank;
-      });
+  endpoint_.for_tokens(group_.num_ranks(), num_bytes, [&](int64_t first, int64_t end) {
+    for (auto peer_rank = static_cast<int>(first); peer_rank < end; ++peer_rank)
+      if (!count(peer_rank))
+        other_rank = peer_rank;
+  });
   if (other_rank < 0)
     return;
   // A rank that has given up may have used the memory for something else.

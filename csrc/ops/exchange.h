@@ -46,10 +46,11 @@ class Exchange : public BufferOperation {
   /// Whether collect() may be put off until the operation has been handed out.
   static constexpr bool kMayHearLater = false;
 
-  /// See layout::count_tokens(): those of every rank, from the choices that it offered with its
-  /// row.
-  /// @param own_choices  Of this rank.
-  void count_tokens(const int64_t* own_choices, const layout::Replicas& replicas, Rows* rows);
+  /// See layout::count_tokens(): those of every rank, from the sets that it offered with its row.
+  /// @param own_sets  Of this rank.
+  void count_tokens(const std::vector<uint64_t>& own_sets,
+                    const layout::Replicas& replicas,
+                    Rows* rows);
 
   /// Publishes what a rank that was short could get, and waits for the same of @p short_ranks.
   /// On several nodes every rank calls expect_second_offers() first.

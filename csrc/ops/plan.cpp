@@ -34,15 +34,15 @@ Plan Plan::make(const layout::Arrangement& arrangement,
                 AskedRows asked,
                 const layout::Placement& placement,
                 int rank_idx,
-                const int64_t* topk_idx,
+                std::vector<int64_t> topk_idx,
                 int64_t num_tokens,
                 int64_t num_topk) {
   Plan plan;
   static_cast<PlanHeader&>(plan) = PlanHeader::make(
       arrangement, std::move(counts), std::move(asked), placement, rank_idx, num_tokens, num_topk);
   plan.slots.resize(static_cast<size_t>(num_tokens * plan.num_slots));
-  plan.topk_idx.assign(topk_idx, topk_idx + num_tokens * num_topk);
-  layout::assign_slots(topk_idx,
+  plan.topk_idx = std::move(topk_idx);
+  layout::assign_slots(plan.topk_idx.data(),
                        num_tokens,
                        num_topk,
                        plan.counts,

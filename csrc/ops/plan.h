@@ -82,7 +82,7 @@ struct Plan : PlanHeader {
                    AskedRows asked,
                    const layout::Placement& placement,
                    int rank_idx,
-                   const int64_t* topk_idx,
+                   std::vector<int64_t> topk_idx,
                    int64_t num_tokens,
                    int64_t num_topk);
 };

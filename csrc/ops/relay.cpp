@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cpu/crc32c.h"
+#include "layout/token_sets.h"
 #include "ops/exchange.h"
 
 namespace moe::ops {
@@ -34,8 +35,8 @@ int Relay::rail_rank(int node_idx) const {
 
 namespace {
 
-/// Of the choices that come behind a row.
-uint64_t choice_bytes(const std::byte* image) {
+/// Of the sets of tokens that come behind a row.
+uint64_t set_bytes(const std::byte* image) {
   Row header;
   std::memcpy(&header, image, sizeof(header));
   const bool is_dispatch =
@@ -45,12 +46,12 @@ uint64_t choice_bytes(const std::byte* image) {
 
 }  // namespace
 
-void Relay::exchange_row(const std::byte* image, const std::byte* choices) {
+void Relay::exchange_row(const std::byte* image, const std::byte* sets) {
   const auto bytes =
       static_cast<uint64_t>(Row::stride(group_.num_ranks(), endpoint_.config().num_experts));
   send_to_all(image, bytes);
-  if (choices != nullptr)
-    send_to_all(choices, choice_bytes(image));
+  if (sets != nullptr)
+    send_to_all(sets, set_bytes(image));
   for (const int node_idx : nodes_) {
     Rail::Buffer theirs = buffer(bytes);
     const Transfer transfer = receive(node_idx, theirs, bytes);
@@ -95,10 +96,10 @@ void Relay::pump() {
 void Relay::relay(Incoming incoming) {
   const int src_rank = rail_rank(incoming.node_idx);
   if (incoming.is_row) {
-    if (incoming.choices == nullptr)
+    if (incoming.sets == nullptr)
       check_row(src_rank, incoming.buffer.get());
-    if (choice_bytes(incoming.buffer.get()) > 0)
-      relay_choices(std::move(incoming));
+    if (set_bytes(incoming.buffer.get()) > 0)
+      relay_sets(std::move(incoming));
     else
       exchange_.store_row(src_rank, incoming.buffer.get());
     return;
@@ -116,34 +117,49 @@ std::vector<int32_t> Relay::counts_of(const std::byte* image) const {
 }
 
 /// Has them received, then offers them in the heap with their row.
-void Relay::relay_choices(Incoming incoming) {
+void Relay::relay_sets(Incoming incoming) {
   const int src_rank = rail_rank(incoming.node_idx);
   std::byte* const image = incoming.buffer.get();
   Row header;
   std::memcpy(&header, image, sizeof(header));
-  const std::vector<int32_t> counts = counts_of(image);
-  const int64_t num_topk = counts.back();
-  const uint64_t bytes = choice_bytes(image);
-  if (incoming.choices == nullptr) {
-    if (bytes != static_cast<uint64_t>(header.num_tokens * num_topk) * sizeof(int64_t))
+  const uint64_t bytes = set_bytes(image);
+  if (incoming.sets == nullptr) {
+    const layout::TokenSetMap most{group_.num_ranks(),
+                                   endpoint_.config().num_experts,
+                                   layout::TokenSetMap::words_of(header.num_tokens)};
+    if (bytes > most.bytes(layout::TokenSetMap::most_planes(counts_of(image).back())))
       throw std::runtime_error(describe_other_choices(src_rank));
-    incoming.choices = buffer(bytes);
-    incoming.transfer = receive(incoming.node_idx, incoming.choices, bytes);
+    incoming.sets = buffer(bytes);
+    incoming.transfer = receive(incoming.node_idx, incoming.sets, bytes);
     incoming_.push_back(std::move(incoming));
     return;
   }
-  if (!layout::are_counts_of(counts.data(),
-                             reinterpret_cast<const int64_t*>(incoming.choices.get()),
-                             header.num_tokens,
-                             num_topk,
-                             endpoint_.placement()))
-    throw std::runtime_error(describe_other_choices(src_rank));
+  if (replicas_ != nullptr)
+    check_sets(src_rank, incoming);
   const std::shared_ptr<Window> window = exchange_.allocate(bytes);
-  sync::write_shared(window->data(), incoming.choices.get(), bytes);
+  sync::write_shared(window->data(), incoming.sets.get(), bytes);
   endpoint_.keep_readable(exchange_.epoch(), window);
   header.weights_offer = window->offer();
   std::memcpy(image, &header, sizeof(header));
   exchange_.store_row(src_rank, image);
+}
+
+void Relay::check_sets(int src_rank, const Incoming& incoming) const {
+  Row header;
+  std::memcpy(&header, incoming.buffer.get(), sizeof(header));
+  const uint64_t bytes = set_bytes(incoming.buffer.get());
+  const std::vector<int32_t> counts = counts_of(incoming.buffer.get());
+  const auto map = layout::TokenSetMap::make(*replicas_, endpoint_.placement(), header.num_tokens);
+  std::vector<uint64_t> sets(bytes / sizeof(uint64_t));
+  std::memcpy(sets.data(), incoming.sets.get(), bytes);
+  // Whatever the shares will be: all to the first slots.
+  std::vector<int32_t> first(counts.size());
+  for (int expert_idx = 0; expert_idx < replicas_->num_experts(); ++expert_idx)
+    first[static_cast<size_t>(replicas_->slots.of_expert(expert_idx).front())] =
+        counts[static_cast<size_t>(expert_idx)];
+  if (!map.may_have(bytes, counts.back()) ||
+      !layout::count_tokens(sets, map, *replicas_, endpoint_.placement(), first.data()))
+    throw std::runtime_error(describe_other_choices(src_rank));
 }
 
 /// Counts from which memory is laid out, before any rank of this node sees them. What they say

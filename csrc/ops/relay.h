@@ -32,10 +32,12 @@ class Relay {
   int rail_rank(int node_idx) const;
 
   /// Sends this rank's row, an image of Row::stride() bytes, and asks for those of the rail. Of one
-  /// operation the first messages. A row that offers choices is followed by them; the ranks of a
-  /// node find them on the one that relays the row, which offers them in its place.
-  /// @param choices  What the row offers, or null.
-  void exchange_row(const std::byte* image, const std::byte* choices);
+  /// operation the first messages. A row that offers sets of tokens is followed by them; the ranks
+  /// of a node find them on the one that relays the row, which offers them in its place.
+  /// @param sets  What the row offers, or null.
+  void exchange_row(const std::byte* image, const std::byte* sets);
+  /// Before that: checks sets that arrive against their row, before any rank of this node sees it.
+  void check_sets_by(const layout::Replicas& replicas) { replicas_ = &replicas; }
   void send_second_offer(const layout::SecondOffer& second);
   /// Asks for the second offers of those of @p short_ranks that are on this rank's rail.
   void expect_second_offers(const std::vector<int>& short_ranks);
@@ -76,8 +78,8 @@ class Relay {
     int node_idx;
     Transfer transfer;
     Rail::Buffer buffer;
-    bool is_row;           ///< else a second offer
-    Rail::Buffer choices;  ///< what moves then: of the row in `buffer`; or null
+    bool is_row;        ///< else a second offer
+    Rail::Buffer sets;  ///< what moves then: of the row in `buffer`; or null
   };
   struct Outgoing {
     int node_idx;
@@ -91,7 +93,8 @@ class Relay {
     uint32_t message_idx;
   };
   void relay(Incoming incoming);
-  void relay_choices(Incoming incoming);
+  void relay_sets(Incoming incoming);
+  void check_sets(int src_rank, const Incoming& incoming) const;
   /// A row of the count matrix.
   std::vector<int32_t> counts_of(const std::byte* image) const;
   void check_row(int src_rank, const std::byte* image) const;
@@ -114,6 +117,7 @@ class Relay {
   std::vector<uint32_t> num_sent_;
   std::vector<uint32_t> num_received_;
   std::vector<Unchecked> unchecked_;
+  const layout::Replicas* replicas_ = nullptr;
 };
 
 }  // namespace moe::ops

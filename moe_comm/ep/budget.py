@@ -30,6 +30,7 @@ __all__ = [
     "receive_window_bytes",
     "round_window_bytes",
     "scale_region_bytes",
+    "token_sets_bytes",
     "window_sizes",
     "workspace_bytes",
     "worst_case_recv_rows",
@@ -410,7 +411,7 @@ def window_sizes(
     can_grow: bool = False,
     spans_devices: bool = False,
     rank_reduction: bool = False,
-    offers_choices: bool = False,
+    num_balanced_experts: int = 0,
 ) -> WindowSizes:
     """Bytes of every kind of window.
 
@@ -435,8 +436,8 @@ def window_sizes(
         can_grow: Not LOW_LATENCY.
         spans_devices: See `receive_window_bytes`.
         rank_reduction: As in `EpConfig`, on GPUs; the CPU takes nothing for it.
-        offers_choices: Peers read K int64 ids a token, of `depth` operations, which RANK_MAJOR balances
-            replicas by. On several nodes each further node takes as much again.
+        num_balanced_experts: Experts with several slots, where RANK_MAJOR balances them: peers read sets of
+            tokens, a bit each, of `depth` operations. On several nodes each further node takes as much again.
     """
     has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
     if layout == "low_latency" and has_capacity:
@@ -488,8 +489,16 @@ def window_sizes(
         sums=sums,
         control=round_window_bytes(workspace_bytes(num_ranks, num_experts, depth))
         + round_window_bytes(_sizes().CONTROL_BLOCK_BYTES)
-        + offers_choices * depth * round_window_bytes(num_tokens * num_topk * 8),
+        + depth * token_sets_bytes(num_ranks, num_tokens, num_topk, num_balanced_experts),
     )
+
+
+def token_sets_bytes(num_ranks: int, num_tokens: int, num_topk: int, num_experts: int) -> int:
+    """Most bytes that a rank offers with its row in RANK_MAJOR, where so many experts have several slots."""
+    if num_experts == 0:
+        return 0
+    num_sets = num_ranks + num_topk.bit_length() * num_experts
+    return round_window_bytes(num_sets * -(-num_tokens // 64) * 8)
 
 
 def live_heap_bytes(

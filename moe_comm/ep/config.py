@@ -357,10 +357,11 @@ class EpConfig:
             can_grow=capacity is not None and capacity.on_overflow == "grow",
             spans_devices=spans_devices,
             rank_reduction=self.rank_reduction,
-            offers_choices=layout is Layout.RANK_MAJOR
-            and self.replica_rule == "balanced"
-            and self.placement is not None
-            and self.placement.has_replicas,
+            num_balanced_experts=0
+            if layout is not Layout.RANK_MAJOR
+            or self.replica_rule != "balanced"
+            or self.placement is None
+            else sum(len(of_expert) > 1 for of_expert in self.placement.slots_of_expert),
         )
 
     def heap_bytes(

@@ -34,7 +34,8 @@ SLOTS_AT = 20 * 128 // 8
 IDS_AT = SLOTS_AT + 20 * 2
 IDS_OF_QUANTIZED_AT = (20 * 64 + 128 + 20 * 8 * 8) // 8
 
-# Rows by rank, which every rank finds the places of in the choices of all.
+# Rows by rank, whose places every rank finds from sets of tokens of all: of 4 ranks, then of shared experts.
+SHARED_SETS_AT = 4
 REPLICATED: dict[str, Any] = {
     "dispatch": {"layout": Layout.RANK_MAJOR},
     "placement": moe_comm.Placement([[0, 1, 6], [2, 3, 4], [4, 5, 0], [6, 7, 2]], NUM_EXPERTS),
@@ -137,13 +138,17 @@ DAMAGES = {
         },
         **EVERYWHERE,
     ),
-    "choice of no expert": _Damage(
-        False, 1, _set(7, lambda _: 1 << 40), "offers choices that are not those", **REPLICATED
-    ),
-    "choice of another expert": _Damage(
+    "choice of a token that is not there": _Damage(
         False,
         1,
-        _set(7, lambda expert: (expert + 1) % NUM_EXPERTS),
+        _set(SHARED_SETS_AT, lambda tokens: tokens ^ 1 << 40),
+        "offers choices that are not those",
+        **REPLICATED,
+    ),
+    "more tokens for a rank than choices": _Damage(
+        False,
+        1,
+        _set(0, lambda _: (1 << 63) - 1),
         "offers choices that are not those",
         **REPLICATED,
     ),

@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "core/math.h"
 #include "core/sync.h"
+#include "layout/token_sets.h"
 
 namespace moe::simt::checker {
 
@@ -68,7 +69,8 @@ void HostLayer::choose_slots(const layout::Replicas& replicas,
                           of_rank.num_topk,
                           &replicas,
                           placement,
-                          counts.row(rank_idx));
+                          counts.row(rank_idx),
+                          nullptr);
   }
   layout::share_rows(replicas, placement, &counts);
   for (int rank_idx = 0; rank_idx < placement.num_ranks; ++rank_idx) {

@@ -84,8 +84,9 @@ def test_memory_goes_by_slots() -> None:
     placed = dataclasses.replace(plain, placement=Placement(slots, 1000))
     for layout in Layout:
         found, expected = (each.window_sizes(2, layout=layout) for each in (placed, as_many))
-        if layout is Layout.RANK_MAJOR:  # what ranks chose in the four operations in flight
-            expected = dataclasses.replace(expected, control=expected.control + 4 * 128 * 2 * 8)
+        if layout is Layout.RANK_MAJOR:  # of 2 ranks and, for 1 and 2 times, of 400 experts
+            of_one = budget.round_window_bytes((2 + 2 * 400) * 128 // 8)
+            expected = dataclasses.replace(expected, control=expected.control + 4 * of_one)
         assert found == expected != plain.window_sizes(2, layout=layout)
     found, expected = (each.rail_region_bytes(2, 1) for each in (placed, as_many))
     assert found == expected > plain.rail_region_bytes(2, 1)

@@ -23,9 +23,10 @@ from moe_comm import (
 from moe_comm.ep.backends.routing import Placement as Slots
 from moe_comm.ep.backends.routing import replicas_of
 from moe_comm.ep.backends.simt import SimtBackend, use_device
-from moe_comm.ep.budget import round_window_bytes
+from moe_comm.ep.budget import round_window_bytes, token_sets_bytes
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.ep.replica_spec import choose_slots, share
+from moe_comm.testing.cases import seeded
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.described_tensors import needs_described_tensors
 from tests.helpers.rank_threads import on_ranks
@@ -48,6 +49,7 @@ from tests.helpers.replica_ranks import (
     random_placement,
 )
 
+MANY_TOKENS = 200  # more than a word of a set has bits
 BACKENDS = ["host", "simt", "reference"]
 
 
@@ -155,7 +157,12 @@ def test_choices_that_peers_read_go_back() -> None:
             idle_bytes = comm.heap_stats().live_bytes
         # Those of as many operations as may be in flight are kept.
         num_tokens = [len(inputs(seed, 3)[0][comm.rank_idx]) for seed in range(4)]
-        kept_bytes = sum(round_window_bytes(number * NUM_TOPK * 8) for number in num_tokens)
+        num_shared = sum(len(slots) > 1 for slots in placement.slots_of_expert)
+        kept = [
+            round_window_bytes((3 + num_shared) * -(-number // 64) * 8) for number in num_tokens
+        ]
+        assert max(kept) <= token_sets_bytes(3, NUM_MAX_TOKENS, NUM_TOPK, num_shared)
+        kept_bytes = sum(kept)
         assert kept_bytes > 0
         assert [each - idle_bytes for each in live_bytes[8:]] == [kept_bytes] * 4
 
@@ -168,6 +175,8 @@ def test_ranks_without_memory_for_choices_say_so() -> None:
     def body(comm: Communicator) -> None:
         config = dataclasses.replace(config_of(placement), num_max_tokens_per_rank=None)
         with EpBuffer(comm, config) as buffer:
+            num_left = (2 << 20) - comm.heap_stats().live_bytes - (64 << 10)
+            held = comm.empty(num_left if comm.rank_idx else 1, dtype=torch.uint8)
             num_tokens = 1 << 17 if comm.rank_idx else 1
             x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
             topk_idx = torch.full((num_tokens, NUM_TOPK), -1)
@@ -175,8 +184,36 @@ def test_ranks_without_memory_for_choices_say_so() -> None:
                 buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR)
             assert caught.value.ranks == (1,)
             buffer.dispatch(x[:1], topk_idx[:1], layout=Layout.RANK_MAJOR)
+            del held
 
     on_ranks(2, body, max_heap_bytes=2 << 20)
+
+
+@pytest.mark.parametrize("num_local_ranks", [2, 4])
+def test_tokens_that_choose_an_expert_several_times_are_bound_once(num_local_ranks: int) -> None:
+    placement = random_placement(3, 4)
+
+    def body(comm: Communicator) -> None:
+        generator = seeded("repeated choices", 0)
+        config = dataclasses.replace(
+            config_of(placement), num_topk=5, num_max_tokens_per_rank=MANY_TOKENS
+        )
+        with EpBuffer(comm, config) as buffer:
+            for num_drawn in (1, 2, NUM_EXPERTS):
+                numbers = (MANY_TOKENS, 64, 0, 7)
+                drawn = [torch.rand(number, 5, generator=generator) for number in numbers]
+                topk_idx = [(each**3 * (num_drawn + 1)).to(torch.int64) - 1 for each in drawn]
+                x = [torch.rand(number, HIDDEN, generator=generator) for number in numbers]
+                x = [rows.to(torch.bfloat16) for rows in x]
+                result = buffer.dispatch(
+                    x[comm.rank_idx], topk_idx[comm.rank_idx], layout=Layout.RANK_MAJOR
+                )
+                spec = definition(
+                    placement, "balanced", topk_idx, num_local_ranks, Layout.RANK_MAJOR
+                )
+                check_received(result, spec.received(comm.rank_idx, x))
+
+    on_ranks(4, body, num_local_ranks=num_local_ranks)
 
 
 def test_a_backend_that_cannot_balance_by_rank_says_so() -> None:

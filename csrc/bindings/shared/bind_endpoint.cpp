@@ -122,7 +122,7 @@ ops::Plan plan_of_tensors(const ops::EndpointBase& endpoint,
                               std::move(asked_rows),
                               endpoint.placement(),
                               endpoint.rank_idx(),
-                              ids,
+                              {ids, ids + choices.num_rows * choices.row_elements},
                               choices.num_rows,
                               choices.row_elements);
   if (hash != 0)
