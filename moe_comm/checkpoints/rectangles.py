@@ -91,20 +91,20 @@ class _Rows(NamedTuple):
 
     Args:
         offset: Of the first run.
-        count: Of runs.
+        num_runs: Number of runs.
         run_bytes: Of each.
         step: From one to the next; `run_bytes` or more.
     """
 
     offset: int
-    count: int
+    num_runs: int
     run_bytes: int
     step: int
 
     @property
     def num_bytes(self) -> int:
         """Of the runs alone."""
-        return self.count * self.run_bytes
+        return self.num_runs * self.run_bytes
 
 
 def _rows(rectangle: Rectangle) -> Iterator[_Rows]:
@@ -166,13 +166,13 @@ def _write_rows(descriptor: int, memory: memoryview, rectangle: Rectangle, crc: 
         if not memory:
             break
         if rows.step == rows.run_bytes:
-            rows = rows._replace(count=1, run_bytes=rows.num_bytes)
+            rows = rows._replace(num_runs=1, run_bytes=rows.num_bytes)
         most = max(1, _CACHED_BYTES // rows.run_bytes) * rows.run_bytes
         for first in range(0, rows.num_bytes, most):
             # What the checksum has read is in the cache when it is written.
             some = memory[first : min(first + most, rows.num_bytes)]
             offset = rows.offset + first // rows.run_bytes * rows.step
-            if rows.count == 1:
+            if rows.num_runs == 1:
                 crc = _write_checked(descriptor, some, offset, crc)
                 continue
             crc = crc32c(some, crc)
@@ -257,21 +257,21 @@ def _read_rows(descriptor: int, memory: memoryview, rectangle: Rectangle) -> Non
         its, memory = memory[: rows.num_bytes], memory[rows.num_bytes :]
         if rows.step == rows.run_bytes:
             _read_all(descriptor, its, rows.offset)
-        elif rows.count > 1 and rows.step - rows.run_bytes <= _MAX_GAP_BYTES:
+        elif rows.num_runs > 1 and rows.step - rows.run_bytes <= _MAX_GAP_BYTES:
             # Whole rows, of which a part is kept while they are in the cache.
-            most = min(rows.count, max(1, _CACHED_BYTES // rows.step))
+            most = min(rows.num_runs, max(1, _CACHED_BYTES // rows.step))
             if spare is None:
                 spare = torch.empty(most * rows.step, dtype=torch.uint8, device="cpu")
             whole = spare.view(most, rows.step)
-            kept = torch.frombuffer(its, dtype=torch.uint8).view(rows.count, rows.run_bytes)
-            for first in range(0, rows.count, most):
-                count = min(most, rows.count - first)
+            kept = torch.frombuffer(its, dtype=torch.uint8).view(rows.num_runs, rows.run_bytes)
+            for first in range(0, rows.num_runs, most):
+                count = min(most, rows.num_runs - first)
                 num_bytes = (count - 1) * rows.step + rows.run_bytes
                 offset = rows.offset + first * rows.step
                 _read_all(descriptor, _memory(spare)[:num_bytes], offset)
                 kept[first : first + count] = whole[:count, : rows.run_bytes]
         else:
-            for number in range(rows.count):
+            for number in range(rows.num_runs):
                 run = its[number * rows.run_bytes : (number + 1) * rows.run_bytes]
                 _read_all(descriptor, run, rows.offset + number * rows.step)
 
