@@ -6,12 +6,12 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
 
-from moe_comm.arguments import as_int
+from moe_comm.arguments import as_int, shown
 
 __all__ = ["EMPTY_SLOT", "REPLICA_RULES", "Placement", "ReplicaRule"]
 
@@ -49,6 +49,9 @@ class Placement:
 
     def __init__(self, slots: Sequence[Sequence[int]], num_experts: int) -> None:
         num_experts = as_int("num_experts", num_experts, 1)
+        for rank_idx, of_rank in enumerate(slots):
+            if not isinstance(of_rank, Iterable):
+                raise TypeError(f"slots[{rank_idx}] must be a list, got {shown(of_rank)}")
         held = tuple(
             tuple(as_int(f"slots[{rank_idx}][{slot_idx}]", expert_idx) for slot_idx, expert_idx in
                   enumerate(of_rank))

@@ -278,8 +278,9 @@ class ExpertBalancer(Destroyable):
             self._check_alive()
             check_bool("rebalance", rebalance)
             self._check_layers()
+            loads: list[int] = []
             if rebalance or (step >= self._due_step and not self._waiting):
-                planned = self._plan()
+                planned, loads = self._plan()
             stated = (
                 f"step {step} of {len(self._layers)} layers, rebalance={rebalance}, "
                 f"placements {self._digest()}, {len(self._waiting)} to move, "
@@ -287,7 +288,7 @@ class ExpertBalancer(Destroyable):
             )
             if planned is not None:
                 planned_digest = _digest_of([move.placement for move in planned])
-                stated += f", plan of {len(planned)} moves {planned_digest}"
+                stated += f", plan of {len(planned)} moves {planned_digest} from loads of {loads} in layers"
             return stated
 
         with _in_phase("agreement"):
@@ -305,7 +306,11 @@ class ExpertBalancer(Destroyable):
             self._has_stale_replicas = self._are_owners_ahead = False
         if planned is None and not self._waiting:
             return
-        moved = self._move_layers()
+        try:
+            moved = self._move_layers()
+        except (ValueError, TypeError):
+            self._abandon()  # on every rank: what was prepared may never fit again
+            raise
         self._report = BalanceReport(
             step=step,
             is_planned=planned is not None,
@@ -330,7 +335,8 @@ class ExpertBalancer(Destroyable):
                     f"{self._moving_from.slots} and is {found.slots}"
                 )
 
-    def _plan(self) -> list[LayerMove]:
+    def _plan(self) -> tuple[list[LayerMove], list[int]]:
+        """Plan from the loads, and say how many rows each layer has had."""
         layers = []
         for layer_idx, layer in enumerate(self._layers):
             with _in_phase(f"layer {layer_idx}, loads"):
@@ -343,12 +349,13 @@ class ExpertBalancer(Destroyable):
                     num_kept_slots=layer.num_kept_slots,
                 )
             )
-        return plan_moves(
+        moves = plan_moves(
             layers,
             ranks_per_node=self.communicator.num_local_ranks,
             price_per_byte=self._price,
             scatter=self._scatter,
         )
+        return moves, [int(layer.loads.sum()) for layer in layers]
 
     def _move_layers(self) -> list[LayerMove]:
         """Move as many layers as a step may, and return those that have been switched."""

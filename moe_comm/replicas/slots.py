@@ -52,20 +52,22 @@ class SlotTensors:
             raise TypeError(f"{name} must be a list of one or more tensors, got {shown(tensors)}")
         self.views: list[list[torch.Tensor]] = []
         self.shapes: list[SlotShape] = []
+        self._given: list[tuple[torch.Tensor, int]] = []
         for tensor_idx, given in enumerate(tensors):
             parts = list(given) if isinstance(given, list | tuple) else [given]
             views: list[torch.Tensor] = []
             for part_idx, part in enumerate(parts):
                 this = f"{name}[{tensor_idx}]"
                 check_kind(this, part, torch.Tensor)
-                if isinstance(part, DTensor):
-                    part = parts[part_idx] = part.to_local()
+                as_given = part
+                part = parts[part_idx] = _local_part(part)
                 if part.layout is not torch.strided or part.device.type != "cpu" or not part.dim():
                     raise TypeError(
                         f"{this} must be a dense tensor [num_local_slots, ...] on the CPU, got "
                         f"{part.layout} of shape {tuple(part.shape)} on {part.device}"
                     )
                 check_memory(this, part)
+                self._given.append((as_given, part.data_ptr()))
                 views += part.detach().unbind(0)
                 self._check_equal(this, views, part)
             if len(views) != num_slots:
@@ -103,23 +105,28 @@ class SlotTensors:
         Raises:
             ValueError: One has been moved or freed.
         """
-        places = (view for views in self.views for view in views)
-        for view, place in zip(places, self._places, strict=True):
+        places = [view for views in self.views for view in views]
+        for view in places:
             check_memory(f"a slot of {name}", view)
-            if view.data_ptr() != place:
+        # Views keep memory that their tensor has been taken from.
+        owners = [(_local_part(given), place) for given, place in self._given]
+        for tensor, place in [*owners, *zip(places, self._places, strict=True)]:
+            if tensor.data_ptr() != place:
                 raise ValueError(f"a slot of {name} has moved since its copies were prepared")
 
 
 def addresses_of(tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> list[int]:
     """Return the addresses of tensors, and of parts of tensors, as `SlotTensors` takes them."""
-    found: list[int] = []
-    for given in tensors:
-        for part in (given,) if isinstance(given, torch.Tensor) else given:
-            if isinstance(part, DTensor):
-                with torch.no_grad():
-                    part = part.to_local()
-            found.append(part.data_ptr())
-    return found
+    return [
+        _local_part(part).data_ptr()
+        for given in tensors
+        for part in ((given,) if isinstance(given, torch.Tensor) else given)
+    ]
+
+
+@torch.no_grad()
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Piece(NamedTuple):

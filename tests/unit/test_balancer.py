@@ -336,6 +336,27 @@ def test_ranks_that_do_different_things_are_told_and_go_on() -> None:
     on_ranks(2, body)
 
 
+def test_weights_in_another_place_are_moved_by_the_next_step() -> None:
+    def body(comm: Communicator) -> None:
+        layer = Layer.of(comm, start_placement(2))
+        with ExpertBalancer(comm, num_steps=1, step_bytes=BYTES_PER_EXPERT) as balancer:
+            balancer.add_layer(layer.buffer, layer.weights)
+            layer.run(0, 0)
+            balancer.step()
+            if comm.rank_idx == 1:
+                for weights in layer.weights:
+                    weights.data = weights.clone()
+            with pytest.raises(ValueError, match="rank 1: a slot of weights has moved"):
+                while layer.buffer.config.placement == start_placement(2):
+                    balancer.step()
+            assert layer.buffer.config.placement == start_placement(2)
+            while layer.buffer.config.placement == start_placement(2):
+                balancer.step()
+            layer.check_weights()
+
+    on_ranks(2, body)
+
+
 def test_a_rank_that_cannot_move_is_named_and_nothing_has_changed() -> None:
     def body(comm: Communicator) -> None:
         layer = Layer.of(comm, start_placement(2))

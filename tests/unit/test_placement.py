@@ -63,6 +63,8 @@ def test_what_is_no_placement(slots: list[list[int]], num_experts: int, message:
 def test_slots_hold_ints(slots: list[list[object]]) -> None:
     with pytest.raises(TypeError, match=r"slots\[0\]\[\d\] must be an int"):
         Placement(slots, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"slots\[1\] must be a list, got None"):
+        Placement([[0], None], 1)  # type: ignore[list-item]
 
 
 def test_what_is_no_table() -> None:

@@ -86,8 +86,8 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
         "node_reduction": str(config.node_reduction),
         "rank_reduction": str(config.rank_reduction),
         # A placement says where experts lie, and in which slots.
-        "expert_rank": str(expert_rank.tolist() if config.placement is None else None),
         "placement": str(None if config.placement is None else config.placement.slots),
+        "expert_rank": str(expert_rank.tolist() if config.placement is None else None),
         "replica_rule": config.replica_rule,
     }
 
