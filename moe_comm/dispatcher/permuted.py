@@ -21,8 +21,8 @@ from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.routing_map import dense_of_topk, list_choices
 from moe_comm.peers.missed_calls import Telling
-from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
+from moe_comm.tensors.torch_hooks import needs_dispatcher
 
 __all__ = [
     "PermutedCombine",
@@ -305,7 +305,7 @@ def check_no_transform() -> None:
 
 def _is_seen(routing_map: torch.Tensor, probs: torch.Tensor | None) -> bool:
     """Return whether the operators that list the choices of a map may be looked at."""
-    return torch.compiler.is_compiling() or is_watched(routing_map, probs)
+    return torch.compiler.is_compiling() or needs_dispatcher(routing_map, probs)
 
 
 def _listed(listed: torch.Tensor | None, plan: Plan) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from moe_comm.arguments import as_dense
 from moe_comm.ep.backends.native_dtypes import DLPACK_TYPES
 from moe_comm.ep.config import EpConfig
-from moe_comm.tensors.onlookers import is_watched
+from moe_comm.tensors.torch_hooks import needs_dispatcher
 
 __all__ = ["dense_of_topk", "list_choices", "routing_map_of_topk", "topk_of_routing_map"]
 
@@ -188,7 +188,7 @@ _BYTE = DLPACK_TYPES[torch.uint8]
 
 def _is_plain(ids: torch.Tensor, values: torch.Tensor | None = None) -> bool:
     """Return whether a native call may take the place of operators that nobody looks at."""
-    if torch.compiler.is_compiling() or not ids.is_cpu or is_watched(ids, values):
+    if torch.compiler.is_compiling() or not ids.is_cpu or needs_dispatcher(ids, values):
         return False
     return values is None or (
         values.is_cpu

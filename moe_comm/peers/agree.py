@@ -22,11 +22,11 @@ __all__ = [
     "encode_problem",
     "first_line",
     "make_together",
+    "mismatched_transfers",
     "name_ranks",
     "raise_different",
     "raise_together",
     "raise_unequal",
-    "unlike_ends",
 ]
 
 KeyT = TypeVar("KeyT")
@@ -224,7 +224,7 @@ def raise_unequal(what: str, said: Sequence[str | None], shown: Callable[[str], 
             )
 
 
-def unlike_ends(
+def mismatched_transfers(
     sent: Mapping[KeyT, SentT],
     received: Mapping[KeyT, ReceivedT],
     stated: Callable[[SentT | ReceivedT], object] = lambda end: end,
@@ -241,7 +241,7 @@ def unlike_ends(
         `sent`, then what is received alone.
 
     Example:
-        `unlike_ends({1: 8, 2: 4}, {2: 5, 3: 6}) == [(1, 8, None), (2, 4, 5), (3, None, 6)]`.
+        `mismatched_transfers({1: 8, 2: 4}, {2: 5, 3: 6}) == [(1, 8, None), (2, 4, 5), (3, None, 6)]`.
     """
     unlike: list[tuple[KeyT, SentT | None, ReceivedT | None]] = []
     for key, there in sent.items():

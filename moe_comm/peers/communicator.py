@@ -486,7 +486,7 @@ class Communicator(ElasticRanks, Destroyable):
             reject: Of the buffer whose operation it has called, as `EpBuffer.reject`; None for none.
         """
         for missed in missed_calls.take():
-            error = missed.told_by(call)
+            error = missed.as_peer_error(call)
             # Every rank raises it, this one did so before.
             with contextlib.suppress(TypeError, ValueError):
                 if missed.operation == missed_calls.GATHER:

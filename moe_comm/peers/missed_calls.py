@@ -49,7 +49,7 @@ class MissedCall(NamedTuple):
     kind: type[TypeError | ValueError]
     text: str
 
-    def told_by(self, call: str) -> Exception:
+    def as_peer_error(self, call: str) -> Exception:
         """The error as peers get it; `call` is what this rank did next."""
         return self.kind(f"{self.text}; this is told by its next call, {call}")
 
@@ -141,9 +141,9 @@ def tells_peers(
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                if _is_out_of_the_function(error):
+                if _raised_inside(error):
                     raise
-                unbound = _with_what_to_write(error)
+                unbound = _with_hint(error)
                 try:
                     tell(unbound, args, kwargs)
                     raise unbound from None
@@ -156,13 +156,13 @@ def tells_peers(
     return decorate
 
 
-def _is_out_of_the_function(error: TypeError) -> bool:
+def _raised_inside(error: TypeError) -> bool:
     """Return whether an error has passed another frame than that of the call."""
     trace = error.__traceback__
     return trace is None or trace.tb_next is not None
 
 
-def _with_what_to_write(error: TypeError) -> TypeError:
+def _with_hint(error: TypeError) -> TypeError:
     for name, instead in _MOVED_ARGUMENTS.items():
         if str(error).endswith(f"unexpected keyword argument '{name}'"):
             return TypeError(f"{error}: {instead}")

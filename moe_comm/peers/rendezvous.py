@@ -479,7 +479,7 @@ class JoiningRanks:
                 found: ResultT = value
                 return found
             if state != "wait":
-                self._hear_everybody()
+                self._wait_until_all_know()
             if state == "late":
                 raise PeerTimeoutError(f"grow: {value}", operation="grow")
             if state == "joiner":
@@ -488,7 +488,7 @@ class JoiningRanks:
                 raise RuntimeError(f"grow: the rendezvous failed on the lowest rank: {value}")
             time.sleep(POLL_S)
 
-    def _hear_everybody(self) -> None:
+    def _wait_until_all_know(self) -> None:
         """Return once every living rank knows what the lowest one found.
 
         A rank that knows it gives up, and a rank that hears of that first would take it for a failure.

@@ -184,12 +184,12 @@ def test_gradients_do_not_depend_on_how_many_rows_a_leaf_has(
     assert run_ranks(depend_on_tensors, 2, shape_of, detached_on) == [has_gradient] * 2
 
 
-def skip_without_rows(context: RankContext, face: str, leaf: str, is_watched: bool) -> None:
+def skip_without_rows(context: RankContext, face: str, leaf: str, needs_dispatcher: bool) -> None:
     """Expert e multiplies by e + 2; all tokens go to expert 0, and rank 1 has rows of its own making."""
     for step in range(2):
         x = torch.ones(2, HIDDEN, requires_grad=True)
         topk_idx = torch.zeros(2, 1, dtype=torch.int64)
-        watch = identity_hooks() if is_watched else contextlib.nullcontext()
+        watch = identity_hooks() if needs_dispatcher else contextlib.nullcontext()
         with watch:
             rows, combine = FACES[face](context, x, topk_idx)
             if context.rank_idx == 0:
@@ -207,14 +207,14 @@ def identity_hooks() -> contextlib.AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda kept: kept)
 
 
-@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("needs_dispatcher", [False, True])
 @pytest.mark.parametrize("leaf", ["zeros", "zeros_like"])
 @pytest.mark.parametrize("face", FACES)
-def test_a_rank_without_rows_may_pass_a_leaf(face: str, leaf: str, is_watched: bool) -> None:
-    run_ranks(skip_without_rows, 2, face, leaf, is_watched, timeout_s=60.0)
+def test_a_rank_without_rows_may_pass_a_leaf(face: str, leaf: str, needs_dispatcher: bool) -> None:
+    run_ranks(skip_without_rows, 2, face, leaf, needs_dispatcher, timeout_s=60.0)
 
 
-def checkpoint_experts(context: RankContext, face: str, is_watched: bool) -> torch.Tensor:
+def checkpoint_experts(context: RankContext, face: str, needs_dispatcher: bool) -> torch.Tensor:
     """A re-entrant checkpoint of experts and combine, whose inputs are the rows of each expert."""
     scale = torch.tensor([2.0, 3.0, 4.0, 5.0])
     x = torch.ones(4, HIDDEN, requires_grad=True)
@@ -227,17 +227,17 @@ def checkpoint_experts(context: RankContext, face: str, is_watched: bool) -> tor
         scaled = [rows * scale[first + e] for e, rows in enumerate(rows_of_experts)]
         return combine(torch.cat(scaled))
 
-    with identity_hooks() if is_watched else contextlib.nullcontext():
+    with identity_hooks() if needs_dispatcher else contextlib.nullcontext():
         y = checkpoint(experts, *rows.split(num_rows), use_reentrant=True)
         y.sum().backward()
     assert x.grad is not None
     return x.grad[:, 0]
 
 
-@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("needs_dispatcher", [False, True])
 @pytest.mark.parametrize("face", ["TokenDispatcher", "functions"])
-def test_rows_of_each_expert_may_be_checkpointed(face: str, is_watched: bool) -> None:
-    for gradient_of_x in run_ranks(checkpoint_experts, 2, face, is_watched, timeout_s=60.0):
+def test_rows_of_each_expert_may_be_checkpointed(face: str, needs_dispatcher: bool) -> None:
+    for gradient_of_x in run_ranks(checkpoint_experts, 2, face, needs_dispatcher, timeout_s=60.0):
         assert gradient_of_x.tolist() == [2.0, 3.0, 4.0, 4.0]
 
 

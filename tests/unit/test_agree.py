@@ -12,11 +12,11 @@ from moe_comm.peers.agree import (
     agree,
     decode_problem,
     encode_problem,
+    mismatched_transfers,
     name_ranks,
     raise_different,
     raise_together,
     raise_unequal,
-    unlike_ends,
 )
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 
@@ -145,7 +145,13 @@ def test_the_first_error_is_kept_until_it_is_raised() -> None:
 
 
 def test_ends_that_are_not_alike() -> None:
-    assert unlike_ends({}, {}) == []
-    assert unlike_ends({1: 8, 5: 4}, {5: 4, 1: 8}) == []
-    assert unlike_ends({1: 8, 2: 4}, {3: 6, 2: 5}) == [(1, 8, None), (2, 4, 5), (3, None, 6)]
-    assert unlike_ends({1: "aa", 2: "b"}, {1: [2, 2], 2: [1, 1]}, len) == [(2, "b", [1, 1])]
+    assert mismatched_transfers({}, {}) == []
+    assert mismatched_transfers({1: 8, 5: 4}, {5: 4, 1: 8}) == []
+    assert mismatched_transfers({1: 8, 2: 4}, {3: 6, 2: 5}) == [
+        (1, 8, None),
+        (2, 4, 5),
+        (3, None, 6),
+    ]
+    assert mismatched_transfers({1: "aa", 2: "b"}, {1: [2, 2], 2: [1, 1]}, len) == [
+        (2, "b", [1, 1])
+    ]

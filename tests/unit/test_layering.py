@@ -238,7 +238,7 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.peers.gather_objects",
         "moe_comm.peers.heap_stats",
         "moe_comm.tensors.memory",
-        "moe_comm.tensors.onlookers",
+        "moe_comm.tensors.torch_hooks",
         "moe_comm.tensors.memory_overlap",
         "moe_comm.peers.missed_calls",
         "moe_comm.peers.node_layout",

@@ -27,7 +27,7 @@ def test_what_is_kept_of_an_error_holds_no_frame() -> None:
     former = miss()
     assert former() is None
     (missed,) = missed_calls.take()
-    told = missed.told_by("dispatch")
+    told = missed.as_peer_error("dispatch")
     assert isinstance(told, TypeError)
     assert str(told) == "no buffer but Held; this is told by its next call, dispatch"
 

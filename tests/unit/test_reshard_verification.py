@@ -335,6 +335,6 @@ def test_a_hash_of_checksums_alone_would_miss_it(monkeypatch: pytest.MonkeyPatch
             all_received |= theirs_received
         return [pair for pair in all_sent if all_sent[pair] != all_received.get(pair)]
 
-    monkeypatch.setattr(verification, "_odd_pairs", without_ids)
+    monkeypatch.setattr(verification, "_mismatched_pairs", without_ids)
     with pytest.raises(AssertionError):
         test_pieces_that_change_places_are_found(_swap_rows, 2)

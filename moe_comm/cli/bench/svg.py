@@ -20,8 +20,8 @@ __all__ = [
     "axis_label",
     "bar",
     "foot",
-    "foot_height",
     "head",
+    "notes_height",
     "text_at",
     "vertical",
 ]
@@ -107,7 +107,7 @@ def foot(notes: Sequence[str], bottom: float, palette: Palette) -> Iterator[str]
         yield text_at(MARGIN, bottom + 46 + FOOT_LINE * idx, note, palette.muted, size=12)
 
 
-def foot_height(notes: Sequence[str]) -> int:
+def notes_height(notes: Sequence[str]) -> int:
     """Pixels that `foot` takes."""
     return 38 + FOOT_LINE * len(notes)
 

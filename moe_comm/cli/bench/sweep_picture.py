@@ -18,8 +18,8 @@ from moe_comm.cli.bench.svg import (
     axis_label,
     bar,
     foot,
-    foot_height,
     head,
+    notes_height,
     text_at,
     vertical,
 )
@@ -71,7 +71,7 @@ def draw_sweep(rows: Sequence[BenchRow], environment: str, palette: Palette) -> 
 
     title = "Dispatch + combine by number of tokens"
     words = " ".join([*map(_in_words, sizes), *notes])
-    lines = [*head(title, words, bottom + foot_height(notes), palette)]
+    lines = [*head(title, words, bottom + notes_height(notes), palette)]
     lines.append(text_at(MARGIN, 58, "tokens", palette.text, weight=600))
     lines.append(text_at(TIME_LEFT, 58, "time, microseconds", palette.text, weight=600))
     lines.append(text_at(PARTS_LEFT, 58, "made of", palette.text, weight=600))

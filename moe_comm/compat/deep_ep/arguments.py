@@ -99,13 +99,13 @@ def in_order_of_lineage(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
 def _fits(names: tuple[str, ...], given: tuple[Any, ...]) -> bool:
     """Return whether every value may be meant for the name at its place."""
 
-    def may_be(name: str, value: Any) -> bool:
+    def could_be(name: str, value: Any) -> bool:
         if name in (*_FP8_SWITCHES, "use_nvfp4", "use_ue8m0_for_sf", *_ENDS):
             return type(value) in (bool, int)
         dtype = _DTYPE_OF_STATISTICS.get(name, torch.float32)
         return value is None or (isinstance(value, torch.Tensor) and value.dtype is dtype)
 
-    return len(given) <= len(names) and all(map(may_be, names, given))
+    return len(given) <= len(names) and all(map(could_be, names, given))
 
 
 def check_ints(minimum: int, **values: Any) -> None:

@@ -27,8 +27,8 @@ from moe_comm.ep.gradients import (
 )
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.validation import SUMMABLE
-from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
+from moe_comm.tensors.torch_hooks import needs_dispatcher
 
 __all__ = [
     "clone_of_inference",
@@ -94,7 +94,7 @@ class _Dispatch(Function):
         tensors = ctx.saved_tensors
         rows = (*shape, dtype, weights_dtype)
         handle = None if parts is None else DispatchHandle(*parts)
-        if handle is None or is_watched(grad_rows, grad_weights):
+        if handle is None or needs_dispatcher(grad_rows, grad_weights):
             if handle is not None:
                 tensors = operators.tensors_of(handle)
             grad_x, grad_weights = operators.DISPATCH_BACKWARD(
@@ -145,7 +145,7 @@ class _Combine(Function):
         # Read once: where saved tensors are computed anew, they are handed out only once.
         saved = ctx.saved_tensors
         expert_out, topk_weights, *handle = saved if is_weighted else (None, None, *saved)
-        if local is None or is_watched(grad_y):
+        if local is None or needs_dispatcher(grad_y):
             grad_expert_out, grad_weights = operators.COMBINE_BACKWARD(
                 *(grad_y, expert_out, topk_weights, *(handle or operators.tensors_of(local))),
                 *(num_rows, hidden, dtype),
@@ -165,7 +165,7 @@ class _Combine(Function):
 
 
 # `Function.apply` looks at every argument for what functorch has left behind, which the operators
-# and `has_onlookers` have done: past it, the node is made at once.
+# and `has_torch_hooks` have done: past it, the node is made at once.
 _apply_dispatch: Callable[..., tuple[torch.Tensor, ...]] = super(Function, _Dispatch).apply
 _apply_combine: Callable[..., tuple[torch.Tensor]] = super(Function, _Combine).apply
 

@@ -18,8 +18,8 @@ from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
 from moe_comm.ep.options import DispatchOptions, check_options, encode_dispatch
 from moe_comm.peers.missed_calls import Telling, keep
-from moe_comm.tensors.onlookers import is_watched
 from moe_comm.tensors.quantization import Quantization
+from moe_comm.tensors.torch_hooks import needs_dispatcher
 
 __all__ = ["combine", "dispatch"]
 
@@ -90,7 +90,7 @@ def dispatch(
         DispatchOptions,
         (layout, expert_alignment, quantization, capacity, (), "auto", False, word),
     )
-    if (is_traced or is_watched(data, topk_idx, topk_weights, scales)) and (
+    if (is_traced or needs_dispatcher(data, topk_idx, topk_weights, scales)) and (
         _is_operand(data)
         and _is_operand(topk_idx)
         and _is_operand(topk_weights, is_optional=True)
@@ -205,7 +205,7 @@ def combine(
     # Where tensors of the dispatch are of a subclass, those of its handle may be, too.
     parts = handle.tensors() if isinstance(handle, TensorHandle) else ()
     if not (
-        (is_traced or is_watched(expert_out, topk_weights, *parts))
+        (is_traced or needs_dispatcher(expert_out, topk_weights, *parts))
         and _is_operand(expert_out)
         and _is_operand(topk_weights, is_optional=True)
         and isinstance(handle, DispatchHandle)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from moe_comm.arguments import as_utf8
-from moe_comm.peers.agree import raise_together, unlike_ends
+from moe_comm.peers.agree import mismatched_transfers, raise_together
 from moe_comm.peers.gather_objects import gather_objects
 
 __all__ = ["Transfer", "agree"]
@@ -97,7 +97,7 @@ def _differences(src: int, dst: int, sent: list[Transfer], received: list[Transf
     sent_by_id = {task_id: rest for task_id, *rest in sent}
     received_by_id = {task_id: rest for task_id, *rest in received}
     lines = []
-    unlike = unlike_ends(sent_by_id, received_by_id)
+    unlike = mismatched_transfers(sent_by_id, received_by_id)
     for task_id, there, here in sorted(unlike, key=lambda ends: ends[0] or 0):
         sends, receives = _text(there), _text(here)
         if here is None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import check_resolved
-from moe_comm.peers.agree import unlike_ends
+from moe_comm.peers.agree import mismatched_transfers
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.agreement import Transfer, agree
@@ -269,7 +269,7 @@ def _match_pairs(
     pairs = match_local_ops_by_task_id(sends, recvs, backend_name, rank)
     sent = {recv.task_id: send.tensor for send, recv in pairs}
     received = {recv.task_id: recv.tensor for _, recv in pairs}
-    for task_id, *_ in unlike_ends(sent, received, _bytes_and_dtype):
+    for task_id, *_ in mismatched_transfers(sent, received, _bytes_and_dtype):
         raise RuntimeError(
             f"{backend_name} copy service, rank {rank}: task {task_id} sends "
             f"{tuple(sent[task_id].shape)} of {sent[task_id].dtype} and receives "

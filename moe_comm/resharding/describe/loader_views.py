@@ -246,7 +246,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.append((name, tensor))
         return made
 
-    def handed_out(
+    def in_turn(
         self, named: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand out one after the other, and remember which a loader has."""
@@ -638,7 +638,7 @@ def loader_views(
     named = recorder.tensors(specs)
     with torch.no_grad(), recorder, recorder.in_this_thread():
         try:
-            load_weights(recorder.handed_out(named))
+            load_weights(recorder.in_turn(named))
         except Exception as error:
             raise recorder.refusal or ValueError(
                 f"{recorder.current}: the loader refuses it: {type(error).__name__}: {error}"

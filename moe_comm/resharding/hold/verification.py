@@ -229,7 +229,7 @@ def prove_refit(
         _expect_blocks(plan, sources(), hooks, blocks, bootstrap, sent.pieces())
     skipped = {key for _, _, keys, _ in gathered for key in keys}
     skipped |= {key for _, keys, *_ in gathered for key in keys if _format_at(blocks, key) is None}
-    odd_pairs = _odd_pairs(bootstrap, sent, received, skipped)
+    odd_pairs = _mismatched_pairs(bootstrap, sent, received, skipped)
     if odd_pairs:
         with torch.no_grad():
             parts = _taken_apart(plan, odd_pairs, bootstrap.rank_idx)
@@ -452,7 +452,7 @@ def _raise_stale(gathered: list[str | None]) -> None:
         )
 
 
-def _odd_pairs(
+def _mismatched_pairs(
     bootstrap: Bootstrap, sent: _End, received: _End, skipped: set[_Key]
 ) -> list[tuple[int, int]]:
     """(source, destination) of the pairs whose checksums are not all the same on both ends."""

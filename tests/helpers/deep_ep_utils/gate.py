@@ -39,7 +39,7 @@ def get_unbalanced_scores(
         factor = (
             1.0 if ratio == 1 else _factor_for(num_tokens, num_experts, num_ranks, num_topk, ratio)
         )
-        return _liking_rank_0(num_tokens, num_experts, num_ranks, factor)
+        return _skewed_to_rank_0(num_tokens, num_experts, num_ranks, factor)
     in_rank = _ranks_of_tokens(num_tokens, num_experts // num_ranks, num_ranks, num_topk, ratio)
     chosen = _experts_in(in_rank, num_experts // num_ranks, num_topk)
     scores = torch.rand(num_tokens, num_experts, dtype=torch.float32)
@@ -47,7 +47,7 @@ def get_unbalanced_scores(
     return torch.where(chosen, _LEAST_CHOSEN_SCORE + scores * (1 - _LEAST_CHOSEN_SCORE), low)
 
 
-def _liking_rank_0(
+def _skewed_to_rank_0(
     num_tokens: int, num_experts: int, num_ranks: int, factor: float
 ) -> torch.Tensor:
     scores = torch.rand(num_tokens, num_experts, dtype=torch.float32)
@@ -62,7 +62,7 @@ def _factor_for(
     low, high = 1.0, _LARGEST_FACTOR
     for _ in range(_NUM_BISECTIONS):
         factor = (low + high) / 2
-        scores = _liking_rank_0(num_tokens, num_experts, num_ranks, factor)
+        scores = _skewed_to_rank_0(num_tokens, num_experts, num_ranks, factor)
         rank_idx = scores.topk(num_topk).indices // (num_experts // num_ranks)
         in_rank = torch.zeros(num_tokens, num_ranks, dtype=torch.bool).scatter_(1, rank_idx, True)
         first, *others = in_rank.sum(0).tolist()

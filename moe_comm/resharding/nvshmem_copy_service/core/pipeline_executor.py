@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.peers.agree import unlike_ends
+from moe_comm.peers.agree import mismatched_transfers
 from moe_comm.resharding.nvshmem_copy_service.core.kernel_launcher import KernelLauncher
 from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
 from moe_comm.resharding.nvshmem_copy_service.memory.double_buffer_manager import (
@@ -173,7 +173,7 @@ class PipelineExecutor:
             self.buffer_manager.exchange(i, schedule["send"], schedule["recv"])
             self._note_arrival(i, schedule["recv"])
         self._unpack(schedules, len(schedules) - 1)
-        self._let_producer_go_on()
+        self._release_producer()
 
     def _pack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
         batch = schedules[iteration]["send"] if iteration < len(schedules) else None
@@ -232,7 +232,7 @@ class PipelineExecutor:
         """
         sends = {r.task_id: r for r in send_requests if r.dest_pe == self.my_pe}
         receives = {r.task_id: r for r in receive_requests if r.src_pe == self.my_pe}
-        unlike = unlike_ends(sends, receives, operator.attrgetter("size"))
+        unlike = mismatched_transfers(sends, receives, operator.attrgetter("size"))
         if odd := sorted(task_id for task_id, *ends in unlike if None in ends):
             raise ValueError(
                 f"PE {self.my_pe} sends itself {len(sends)} tasks and receives {len(receives)} from "
@@ -269,7 +269,7 @@ class PipelineExecutor:
         if producer is not None:
             stream.wait_stream(producer)
 
-    def _let_producer_go_on(self) -> None:
+    def _release_producer(self) -> None:
         """Let the caller's later work see what was unpacked, and not overwrite what is packed."""
         producer = self._current_stream()
         if producer is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["are_plain", "has_onlookers", "is_watched"]
+__all__ = ["are_plain", "has_torch_hooks", "needs_dispatcher"]
 
 _PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
@@ -25,8 +25,8 @@ _saved_tensors_hooks: Callable[[bool], object] = getattr(
 )
 
 
-def has_onlookers() -> bool:
-    """Return whether anything that this thread has turned on may look at operators: see `is_watched`."""
+def has_torch_hooks() -> bool:
+    """Return whether anything that this thread has turned on may look at operators: see `needs_dispatcher`."""
     return (
         _num_dispatch_modes() > 0
         or _has_transforms()
@@ -37,15 +37,15 @@ def has_onlookers() -> bool:
 
 
 def are_plain(*tensors: torch.Tensor | None) -> bool:
-    """Return whether all are ordinary tensors, which look at no operator: see `is_watched`."""
+    """Return whether all are ordinary tensors, which look at no operator: see `needs_dispatcher`."""
     return _PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
-def is_watched(*tensors: torch.Tensor | None) -> bool:
+def needs_dispatcher(*tensors: torch.Tensor | None) -> bool:
     """Return whether anything may look at operators, which then have to be called as such.
 
     They are for compilers, for modes and subclasses of tensors (selective checkpointing is one), for
     profilers, and for hooks on what autograd saves, which a handle that is no tensor would go
     around. A call through them costs more than a small exchange.
     """
-    return has_onlookers() or not are_plain(*tensors)
+    return has_torch_hooks() or not are_plain(*tensors)
