@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "group/message.h"
-#include "group/pace.h"
+#include "group/wait_policy.h"
 
 namespace moe::group {
 

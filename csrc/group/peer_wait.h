@@ -6,8 +6,8 @@
 
 #include "core/sync.h"
 #include "group/deadlock_watch.h"
-#include "group/pace.h"
 #include "group/peers.h"
+#include "group/wait_policy.h"
 
 // What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
 // order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "group/pace.h"
+#include "group/wait_policy.h"
 
 // What a rank takes the others for while survivors of failures agree: one byte per rank.
 

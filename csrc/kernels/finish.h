@@ -80,17 +80,17 @@ MOE_DEVICE bool finish_rows(const Buffer& buffer, const Tables& tables, int32_t*
 /// pulled by everybody (combine), for what follows in the stream, and for this block. Other blocks
 /// of the kernel may wait for the same.
 /// @param scratch  shared, a word per warp
-/// @param is_booked  in WaitTotals, by one block
+/// @param counts_waits  in WaitTotals, by one block
 /// @return the same on every thread: false when the kernel is to leave.
 MOE_DEVICE bool await_done(const Buffer& buffer,
                            const Tables& tables,
                            layout::Operation operation,
                            int32_t* scratch,
-                           bool is_booked = true) {
+                           bool counts_waits = true) {
   const uint64_t epoch = device::load(tables.epoch);
   const layout::Workspace own = workspace(buffer, buffer.rank_idx);
   WaitSite site{layout::Phase::kData, static_cast<int32_t>(operation), epoch};
-  site.is_booked = is_booked;
+  site.counts_waits = counts_waits;
   const bool all_done = block_await_flags(
       buffer,
       site,

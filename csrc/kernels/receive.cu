@@ -12,13 +12,13 @@ namespace moe::kernels {
 namespace {
 
 /// A block waits until the rows are here.
-/// @param is_booked  by one block of the rank: its threads wait for the others
+/// @param counts_waits  by one block of the rank: its threads wait for the others
 /// @return the same on every thread: false where the kernel is to leave, or nothing moves.
-MOE_DEVICE bool await_rows(const ReceiveParams& params, bool is_booked) {
+MOE_DEVICE bool await_rows(const ReceiveParams& params, bool counts_waits) {
   auto* const scratch = reinterpret_cast<int32_t*>(device::shared_memory());
   if (block_has_left(params.buffer, scratch) || device::load(params.tables.may_move) == 0)
     return false;
-  return await_done(params.buffer, params.tables, params.operation, scratch, is_booked);
+  return await_done(params.buffer, params.tables, params.operation, scratch, counts_waits);
 }
 
 // Grid: one block, whose threads wait for a rank each. Where rows are copied, any number of blocks:
@@ -40,8 +40,8 @@ MOE_KERNEL void receive(const ReceiveParams params) {
 template <bool kBulk>
 MOE_KERNEL void receive_copies(const ReceiveParams params) {
   device::await_prerequisites();
-  const bool is_booked = device::block_idx() == 0;
-  if (!await_rows(params, is_booked))
+  const bool counts_waits = device::block_idx() == 0;
+  if (!await_rows(params, counts_waits))
     return;
   if constexpr (kBulk && device::kHasBulkCopies) {
     const CopyShape shape = CopyShape::make(params, device::num_threads());

@@ -19,7 +19,7 @@ struct WaitSite {
   int32_t operation = 0;  ///< layout::Operation
   uint64_t epoch = 0;     ///< of the operation that waits
   /// In WaitTotals; not where several threads wait for one rank at a time.
-  bool is_booked = true;
+  bool counts_waits = true;
 };
 
 /// Returns whether an earlier kernel of the buffer left early. All threads of the block call and
@@ -112,7 +112,7 @@ MOE_DEVICE void leave(const Buffer& buffer,
 class WaitMeter {
  public:
   MOE_DEVICE WaitMeter(const Buffer& buffer, const WaitSite& site, int peer_rank, uint64_t start_ns)
-      : totals_(buffer.waits == nullptr || !site.is_booked ? nullptr : buffer.waits + peer_rank),
+      : totals_(buffer.waits == nullptr || !site.counts_waits ? nullptr : buffer.waits + peer_rank),
         start_ns_(start_ns) {
     if (totals_ == nullptr)
       return;

@@ -74,8 +74,8 @@ class BatchedCopy : public BufferBase {
   int64_t cache_bytes() const { return cache_bytes_; }
   uint64_t take_table_number() { return ++last_table_number_; }
 
-  /// Slots that this rank fills for @p readers: CopySlots, for @p bytes, at most num_slots for each.
-  /// Nobody may be in a run that used those that there were. @throws CapacityError
+  /// Slots that this rank fills for @p readers: CopySlots, for @p bytes, at most num_slots for
+  /// each. Nobody may be in a run that used those that there were. @throws CapacityError
   const Window& slots(const std::vector<int>& readers, int64_t bytes);
   /// Peers may still write to what is in front of the slots: the next run gets others.
   void quarantine_slots();

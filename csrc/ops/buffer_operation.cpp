@@ -41,7 +41,7 @@ BufferOperation::BufferOperation(BufferBase& buffer,
 }
 
 BufferOperation::BufferOperation(BufferBase& buffer,
-                                 LeftOperation left,
+                                 RemainingOperation left,
                                  const group::InterruptCheck& interrupt_check)
     : group_(buffer.group()),
       operation_(left.operation),
@@ -57,8 +57,8 @@ BufferOperation::BufferOperation(BufferBase& buffer,
   group_.show_presence(buffer_.buffer_number(), epoch_, operation_);
 }
 
-LeftOperation BufferOperation::leave() {
-  LeftOperation left{operation_, epoch_, is_epoch_known_, step_, std::move(offered_)};
+RemainingOperation BufferOperation::leave() {
+  RemainingOperation left{operation_, epoch_, is_epoch_known_, step_, std::move(offered_)};
   enter(nullptr);
   close();
   return left;

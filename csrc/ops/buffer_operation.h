@@ -34,7 +34,7 @@ int find_closed_peer(const group::Group& group, uint64_t epoch, ClosedEpoch&& cl
 }
 
 /// An operation of which a part has ended well: what it goes on with.
-struct LeftOperation {
+struct RemainingOperation {
   layout::Operation operation = layout::Operation::kNone;
   uint64_t epoch = 0;
   bool is_epoch_known = true;
@@ -82,10 +82,10 @@ class BufferOperation {
                   layout::Operation operation,
                   const group::InterruptCheck& interrupt_check);
   BufferOperation(BufferBase& buffer,
-                  LeftOperation left,
+                  RemainingOperation left,
                   const group::InterruptCheck& interrupt_check);
   /// Ends this part. What is left belongs to the caller, who completes the epoch.
-  LeftOperation leave();
+  RemainingOperation leave();
   virtual ~BufferOperation() = default;
 
   /// Publishes @p row, whose status is not kOk, and throws what the rows of all ranks say.

@@ -40,8 +40,8 @@ struct CombineOutcome {
   bool was_copied_in = false;      ///< x lay outside the heap
   int32_t gradients = 0;           ///< as in DispatchOutcome
   std::vector<int64_t> waited_ns;  ///< [num_ranks]
-  std::shared_ptr<CallerJoin> verdict;  ///< as in DispatchOutcome
-  std::shared_ptr<CallerJoin> end;      ///< as in DispatchOutcome
+  std::shared_ptr<DeferredJoin> verdict;  ///< as in DispatchOutcome
+  std::shared_ptr<DeferredJoin> end;      ///< as in DispatchOutcome
 };
 
 /// Pulls and adds, for every token of this rank, the rows its experts made.

@@ -51,8 +51,8 @@ class CombineSteps {
     }
     exchange_.enter("rows");
     mover().publish(message);
-    if constexpr (Exchange::kMayHearLater) {
-      if (exchange_.hears_later(message.arguments)) {
+    if constexpr (Exchange::kMayDefer) {
+      if (exchange_.defers_agreement(message.arguments)) {
         outcome_.gradients = params_.gradients;  // to which no rank can add
         return mover().outcome();
       }

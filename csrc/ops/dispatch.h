@@ -8,7 +8,7 @@
 #include "layout/capacity.h"
 #include "layout/replicas.h"
 #include "layout/window.h"
-#include "ops/caller_join.h"
+#include "ops/deferred_join.h"
 #include "ops/endpoint.h"
 #include "ops/plan.h"
 
@@ -89,12 +89,12 @@ struct DispatchOutcome {
   std::shared_ptr<void> status;
   layout::ScaleMap scale_map;
   int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
-  std::vector<int64_t> waited_ns;          ///< [num_ranks]; CallerJoin::waited_ns() comes on top
+  std::vector<int64_t> waited_ns;          ///< [num_ranks]; DeferredJoin::waited_ns() comes on top
   std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
   /// Waits for the words of the ranks where the caller is a stream and the host has not heard them.
   /// Null where it has heard.
-  std::shared_ptr<CallerJoin> verdict;
-  std::shared_ptr<CallerJoin> end;  ///< or null; last, so that it goes first
+  std::shared_ptr<DeferredJoin> verdict;
+  std::shared_ptr<DeferredJoin> end;  ///< or null; last, so that it goes first
 };
 
 /// Order of the rows of a call on @p endpoint.

@@ -26,7 +26,7 @@ namespace moe::ops {
 ///   - make_plan(judged): the plan of what is kept, from what count_choices() found
 ///   - count_tokens(rows): by rank with replicas, where Engine::kReadsChoices: how many tokens of
 ///     every rank are bound for each
-///   - hear_counts_later(): the same before they are known, where Exchange::kMayHearLater
+///   - defer_counts(): the same before they are known, where Exchange::kMayDefer
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
 ///   - settle_overflow(error), settle_shortage(): every rank has found that the operation ends here
 ///   - move(rows): the data, until what this engine's caller waits for is there; no rows where they
@@ -94,9 +94,9 @@ class DispatchSteps {
     mover().count_choices();
     window_ = is_low_latency() ? fixed_window() : endpoint_.guess_window();
     say();
-    if (is_low_latency() && hears_later()) {
-      if constexpr (Exchange::kMayHearLater)
-        foresee();
+    if (is_low_latency() && defers_agreement()) {
+      if constexpr (Exchange::kMayDefer)
+        assume_static_shape();
       return {};
     }
     Rows rows = exchange_.collect(true);
@@ -111,7 +111,7 @@ class DispatchSteps {
     mover().take_plan();
     window_ = params_.window ? params_.window : allocate(needed(endpoint_.rank_idx()));
     say();
-    if (hears_later())
+    if (defers_agreement())
       return {};
     Rows rows = exchange_.collect(false);
     take_headers(rows);
@@ -145,11 +145,11 @@ class DispatchSteps {
   }
 
   /// Returns whether this engine hands the operation out before it has heard the other ranks.
-  bool hears_later() {
-    if constexpr (Exchange::kMayHearLater) {
+  bool defers_agreement() {
+    if constexpr (Exchange::kMayDefer) {
       // One that is received later is told of when it is.
       const bool is_left = params_.is_async && !endpoint_.has_graphs();
-      if (!is_left && exchange_.hears_later(arguments())) {
+      if (!is_left && exchange_.defers_agreement(arguments())) {
         outcome_.gradients = params_.gradients;  // to which no rank can add
         return true;
       }
@@ -157,13 +157,13 @@ class DispatchSteps {
     return false;
   }
 
-  /// Settles what no count decides of a low-latency dispatch. mover().hear_counts_later() says more
+  /// Settles what no count decides of a low-latency dispatch. mover().defer_counts() says more
   /// when the rows have been heard.
-  void foresee() {
+  void assume_static_shape() {
     windows_.resize(static_cast<size_t>(num_ranks_));
     windows_[static_cast<size_t>(endpoint_.rank_idx())] = low_latency_window(endpoint_, params_);
     endpoint_.remember_need(needed(endpoint_.rank_idx()));
-    plan_ = mover().hear_counts_later();
+    plan_ = mover().defer_counts();
   }
 
   void take_headers(const Rows& rows) {

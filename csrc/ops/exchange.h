@@ -44,7 +44,7 @@ class Exchange : public BufferOperation {
   /// found wrong or where rows disagree; the epoch is then consumed and the buffer stays usable.
   Rows collect(bool with_counts);
   /// Whether collect() may be put off until the operation has been handed out.
-  static constexpr bool kMayHearLater = false;
+  static constexpr bool kMayDefer = false;
 
   /// See layout::count_tokens(): those of every rank, from the sets that it offered with its row.
   /// @param own_sets  Of this rank.

@@ -32,7 +32,7 @@ PulledRow pulled_by(const Plan& plan, PulledRow pulled, int src_rank) {
 }
 
 /// Bytes of one message: rows, then the weights of the rows that were asked for.
-/// @param first_request  As in Wanted.
+/// @param first_request  As in NodeRequest.
 int64_t chunk_bytes(const PulledRow& pulled,
                     const PullChunks& chunks,
                     const std::vector<int64_t>& first_request,
@@ -79,7 +79,7 @@ InternodeCombine::InternodeCombine(Endpoint& endpoint,
       addition_(addition),
       wanted_(static_cast<size_t>(nodes_.num_nodes())) {
   for (const int node_idx : relay_.nodes()) {
-    Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
+    NodeRequest& wanted = wanted_[static_cast<size_t>(node_idx)];
     wanted.num_requested = num_requested(pulled_, endpoint.rank_idx(), node_idx);
     wanted.chunks = cut_rows(pulled_, wanted.num_requested);
     PendingRows pending;
@@ -165,7 +165,7 @@ std::vector<Rail::Buffer> InternodeCombine::list_slots() {
     if (slot == Slot::kNone || node_of(slot) == own_node_)
       continue;
     const auto node_idx = static_cast<size_t>(node_of(slot));
-    Wanted& wanted = wanted_[node_idx];
+    NodeRequest& wanted = wanted_[node_idx];
     const int64_t request_idx = num_listed[node_idx]++;
     assert(request_idx < wanted.num_requested);
     requested_[i] = {request_idx, request_idx};
@@ -203,7 +203,7 @@ void InternodeCombine::list_weight(int64_t slot_idx, std::byte* weight) const {
 }
 
 void InternodeCombine::ask_for_chunks(int node_idx) {
-  Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
+  NodeRequest& wanted = wanted_[static_cast<size_t>(node_idx)];
   while (wanted.num_asked_chunks < wanted.chunks.num_chunks() &&
          std::ssize(wanted.kept) < InternodeCut::kChunksInFlight) {
     const auto bytes = static_cast<uint64_t>(
@@ -219,7 +219,7 @@ void InternodeCombine::ask_for_chunks(int node_idx) {
 bool InternodeCombine::take_chunks() {
   bool has_come = false;
   for (const int node_idx : relay_.nodes()) {
-    Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
+    NodeRequest& wanted = wanted_[static_cast<size_t>(node_idx)];
     while (true) {
       const int64_t next_idx = wanted.num_here / wanted.chunks.rows_per_chunk;
       if (wanted.num_here == wanted.chunks.num_rows || next_idx == wanted.num_asked_chunks)
@@ -261,7 +261,7 @@ int64_t InternodeCombine::find_ready_end() {
 
 void InternodeCombine::drop_passed_chunks() {
   for (const int node_idx : relay_.nodes()) {
-    Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
+    NodeRequest& wanted = wanted_[static_cast<size_t>(node_idx)];
     while (!wanted.kept.empty() && wanted.num_passed >= std::min((wanted.num_passed_chunks + 1) *
                                                                      wanted.chunks.rows_per_chunk,
                                                                  wanted.chunks.num_rows)) {
@@ -274,7 +274,7 @@ void InternodeCombine::drop_passed_chunks() {
 
 InternodeCombine::Place InternodeCombine::find(int64_t token_idx, int64_t slot_pos) const {
   const auto slot_idx = static_cast<size_t>(token_idx * plan_.num_slots + slot_pos);
-  const Wanted& wanted = wanted_[static_cast<size_t>(node_of(plan_.slots[slot_idx]))];
+  const NodeRequest& wanted = wanted_[static_cast<size_t>(node_of(plan_.slots[slot_idx]))];
   const auto [request_idx, row_idx] = requested_[slot_idx];
   const int64_t chunk_idx = row_idx / wanted.chunks.rows_per_chunk;
   const int64_t first_row = chunk_idx * wanted.chunks.rows_per_chunk;
@@ -469,7 +469,7 @@ bool InternodeCombine::is_finished() const {
 void InternodeCombine::wait() {
   std::vector<std::pair<int, Relay::Transfer>> awaited;
   for (const int node_idx : relay_.nodes()) {
-    const Wanted& wanted = wanted_[static_cast<size_t>(node_idx)];
+    const NodeRequest& wanted = wanted_[static_cast<size_t>(node_idx)];
     const int64_t next_idx = wanted.num_here / wanted.chunks.rows_per_chunk;
     if (wanted.num_here < wanted.chunks.num_rows && next_idx < wanted.num_asked_chunks)
       awaited.emplace_back(

@@ -83,7 +83,7 @@ class InternodeCombine {
     int64_t row_idx = 0;  ///< the same, or that of the token's sum
   };
   /// Rows of this rank's tokens on another node.
-  struct Wanted {
+  struct NodeRequest {
     int64_t num_requested = 0;
     layout::PullChunks chunks;
     std::vector<int64_t> first_request;  ///< of every sum, then the end; empty without an Addition
@@ -100,7 +100,7 @@ class InternodeCombine {
     layout::PulledRow pulled;
     int64_t num_requested = 0;
     layout::PullChunks chunks;           ///< with an Addition known once the request is here
-    std::vector<int64_t> first_request;  ///< as in Wanted
+    std::vector<int64_t> first_request;  ///< as in NodeRequest
     int64_t num_sent_chunks = 0;
     Chunk request;  ///< slots, int64 [num_requested]; with an Addition a SumRequest
     bool is_request_here = false;
@@ -158,7 +158,7 @@ class InternodeCombine {
   const PullBases& bases_;
   const std::optional<Addition> addition_;
   std::vector<Requested> requested_;  ///< of every slot on another node
-  std::vector<Wanted> wanted_;        ///< by node
+  std::vector<NodeRequest> wanted_;   ///< by node
   std::vector<PendingRows> pending_;  ///< other nodes that take part
   int64_t num_passed_tokens_ = 0;
 };

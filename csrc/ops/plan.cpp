@@ -1,6 +1,6 @@
 #include "ops/plan.h"
 
-#include "ops/caller_join.h"
+#include "ops/deferred_join.h"
 
 namespace moe::ops {
 

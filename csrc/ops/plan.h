@@ -10,7 +10,7 @@
 
 namespace moe::ops {
 
-class CallerJoin;
+class DeferredJoin;
 
 /// Part of a plan that the host knows, wherever its slots lie. Immutable once made, but that what
 /// follows from counts may come later.
@@ -34,7 +34,7 @@ struct PlanHeader {
   uint64_t hash = 0;
   /// Verdict that counts come with later: who reads num_recv_topk, counts, or rows received or
   /// asked per expert, joins it before or sees that it has ended. Else null.
-  std::shared_ptr<CallerJoin> verdict;
+  std::shared_ptr<DeferredJoin> verdict;
 
   static PlanHeader make(const layout::Arrangement& arrangement,
                          layout::CountMatrix counts,

@@ -26,7 +26,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
 
   void begin() {
     endpoint_.wait_for_caller(params_.caller_mark.get());
-    exchange_.tell_late_error(ops::combine_arguments(params_));
+    exchange_.report_deferred_error(ops::combine_arguments(params_));
     // Where nobody has heard of the dispatch yet, kernels refuse this with it.
     if (!plan_.awaits_counts())
       exchange_.reject_if(find_failure(plan_), ops::combine_arguments(params_));
@@ -72,7 +72,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
     exchange_.enter("done");
     outcome_.end = exchange_.finish();
     outcome_.waited_ns = endpoint_.take_waited_ns();
-    outcome_.verdict = exchange_.judge_later();
+    outcome_.verdict = exchange_.defer_agreement();
     exchange_.withdraw_offers();
     for (const auto& window : copied_in_)
       WindowRing::end_use(*window);

@@ -49,23 +49,23 @@ void strided_copies(Device& device,
 
   StridedCopy* copy_table = nullptr;
   int64_t* first_piece = nullptr;
-  const auto lay = [&](Carver carver) {
-    copy_table = carver.take<StridedCopy>(params.num_copies);
-    first_piece = carver.take<int64_t>(params.num_copies + 1);
-    return carver.bytes();
+  const auto lay = [&](Suballocator suballocator) {
+    copy_table = suballocator.take<StridedCopy>(params.num_copies);
+    first_piece = suballocator.take<int64_t>(params.num_copies + 1);
+    return suballocator.bytes();
   };
-  const int64_t table_bytes = lay(Carver(nullptr));
+  const int64_t table_bytes = lay(Suballocator(nullptr));
   // Both are kept until the stream is done with them, whichever thread drops them.
   const auto staging = device.allocate_host(table_bytes);
   const auto tables = device.allocate_unset(table_bytes);
-  lay(Carver(staging.get()));
+  lay(Suballocator(staging.get()));
   std::copy(copies.begin(), copies.end(), copy_table);
   first_piece[0] = 0;
   for (size_t i = 0; i < copies.size(); ++i)
     first_piece[i + 1] =
         first_piece[i] + kernels::num_pieces(copies[i].source_shape.bytes, params.piece_bytes);
   const int64_t num_pieces = first_piece[copies.size()];
-  lay(Carver(tables.get()));
+  lay(Suballocator(tables.get()));
   stream.copy(tables.get(), staging.get(), table_bytes);
   params.copies = copy_table;
   params.first_piece = first_piece;

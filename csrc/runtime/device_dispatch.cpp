@@ -34,7 +34,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
 
   void begin() {
     endpoint_.wait_for_caller(params_.caller_mark.get());
-    exchange_.tell_late_error(arguments());
+    exchange_.report_deferred_error(arguments());
     // Sizes of a cached dispatch follow from counts, and windows of the heap are not to be as many
     // as operations may be in flight.
     const bool is_of_heap = params_.window && !WindowRing::owns(*params_.window);
@@ -100,7 +100,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     return plan;
   }
 
-  std::shared_ptr<const DevicePlan> hear_counts_later() {
+  std::shared_ptr<const DevicePlan> defer_counts() {
     launches_.foresee_plan();
     launches_.made_plan()->hash = ops::PlanHeader::hash_of_epoch(exchange_.epoch());
     are_counts_late_ = true;
@@ -174,7 +174,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     } else {
       exchange_.enter("done");
       outcome_.end = exchange_.finish();
-      outcome_.verdict = exchange_.judge_later(std::move(take_counts_));
+      outcome_.verdict = exchange_.defer_agreement(std::move(take_counts_));
       if (are_counts_late_)
         launches_.made_plan()->verdict = outcome_.verdict;
     }

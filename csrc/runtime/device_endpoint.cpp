@@ -10,10 +10,10 @@
 #include "layout/rank_sums.h"
 #include "layout/window.h"
 #include "ops/dispatch_rules.h"
+#include "runtime/deferred_agreement.h"
 #include "runtime/device_plan.h"
 #include "runtime/device_replicas.h"
 #include "runtime/dispatch_launches.h"
-#include "runtime/late_verdict.h"
 #include "runtime/polling.h"
 #include "runtime/receive_phase.h"
 
@@ -36,8 +36,8 @@ constexpr int64_t kPlansAtOnce = 2;  ///< for each operation in flight: handles 
 constexpr int64_t kHostBytesAtOnce = 64 << 10;
 constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
 
-/// See ops::CallerJoin.
-class StreamJoin : public ops::CallerJoin {
+/// See ops::DeferredJoin.
+class StreamJoin : public ops::DeferredJoin {
  public:
   StreamJoin(std::shared_ptr<Stream> caller, std::shared_ptr<Event> end)
       : caller_(std::move(caller)), end_(std::move(end)) {}
@@ -70,7 +70,7 @@ class StreamJoin : public ops::CallerJoin {
 /// Mark of the caller's stream as an operation of the progress thread was called.
 struct CallerMark {
   std::shared_ptr<Event> end;
-  std::shared_ptr<LateVerdict> verdict;  ///< of another buffer's operation before it, or null
+  std::shared_ptr<DeferredAgreement> verdict;  ///< of another buffer's operation before it, or null
 };
 
 /// @throws std::runtime_error  what a rank said was wrong, on every rank.
@@ -360,17 +360,17 @@ void DeviceEndpoint::connect_nodes(int64_t area_bytes,
 void DeviceEndpoint::make_tables() {
   const int64_t count = num_ranks();
   const int num_experts = config().num_experts;
-  const auto lay = [&](Carver carver) {
-    buffer_.workspaces = carver.take<std::byte*>(count);
-    buffer_.is_active = carver.take<uint8_t>(count);
-    buffer_.is_elsewhere = carver.take<uint8_t>(count);
-    buffer_.expert_rank = carver.take<int32_t>(num_experts);
-    buffer_.experts_by_rank = carver.take<int32_t>(num_experts);
-    buffer_.first_of_rank = carver.take<int32_t>(count + 1);
-    return carver.bytes();
+  const auto lay = [&](Suballocator suballocator) {
+    buffer_.workspaces = suballocator.take<std::byte*>(count);
+    buffer_.is_active = suballocator.take<uint8_t>(count);
+    buffer_.is_elsewhere = suballocator.take<uint8_t>(count);
+    buffer_.expert_rank = suballocator.take<int32_t>(num_experts);
+    buffer_.experts_by_rank = suballocator.take<int32_t>(num_experts);
+    buffer_.first_of_rank = suballocator.take<int32_t>(count + 1);
+    return suballocator.bytes();
   };
-  constants_ = device_->allocate(lay(Carver(nullptr)));
-  lay(Carver(constants_.get()));
+  constants_ = device_->allocate(lay(Suballocator(nullptr)));
+  lay(Suballocator(constants_.get()));
   state_ = device_->allocate(sizeof(BufferState));
   report_ = device_->allocate_host(sizeof(WaitReport));
   waits_ = device_->allocate_host(count * static_cast<int64_t>(sizeof(kernels::WaitTotals)));
@@ -397,29 +397,29 @@ void DeviceEndpoint::make_tables() {
   buffer_.stall_limit_ns = static_cast<uint64_t>(group().stall_timeout_ns());
   buffer_.arrival_limit_ns = static_cast<uint64_t>(group().arrival_timeout_ns());
 
-  const auto lay_tables = [&](Carver carver) {
-    tables_.epoch = carver.take<uint64_t>(1);
-    tables_.may_move = carver.take<int32_t>(1);
-    tables_.peers = carver.take<kernels::Peer>(2 * count);
-    tables_.stream_starts = carver.take<int64_t>(num_experts + count);
-    tables_.num_rows = carver.take<int64_t>(2);
-    tables_.status = carver.take<int32_t>(2);
-    return carver.bytes();
+  const auto lay_tables = [&](Suballocator suballocator) {
+    tables_.epoch = suballocator.take<uint64_t>(1);
+    tables_.may_move = suballocator.take<int32_t>(1);
+    tables_.peers = suballocator.take<kernels::Peer>(2 * count);
+    tables_.stream_starts = suballocator.take<int64_t>(num_experts + count);
+    tables_.num_rows = suballocator.take<int64_t>(2);
+    tables_.status = suballocator.take<int32_t>(2);
+    return suballocator.bytes();
   };
-  tables_memory_ = device_->allocate(lay_tables(Carver(nullptr)));
-  lay_tables(Carver(tables_memory_.get()));
+  tables_memory_ = device_->allocate(lay_tables(Suballocator(nullptr)));
+  lay_tables(Suballocator(tables_memory_.get()));
 }
 
 void DeviceEndpoint::upload_constants() {
   const int64_t count = num_ranks();
   const int64_t num_experts = config().num_experts;
-  Carver carver(staging_.get());
-  auto* const bases = carver.take<std::byte*>(count);
-  auto* const is_active = carver.take<uint8_t>(count);
-  auto* const is_elsewhere = carver.take<uint8_t>(count);
-  auto* const expert_rank = carver.take<int32_t>(num_experts);
-  auto* const experts_by_rank = carver.take<int32_t>(num_experts);
-  auto* const first_of_rank = carver.take<int32_t>(count + 1);
+  Suballocator suballocator(staging_.get());
+  auto* const bases = suballocator.take<std::byte*>(count);
+  auto* const is_active = suballocator.take<uint8_t>(count);
+  auto* const is_elsewhere = suballocator.take<uint8_t>(count);
+  auto* const expert_rank = suballocator.take<int32_t>(num_experts);
+  auto* const experts_by_rank = suballocator.take<int32_t>(num_experts);
+  auto* const first_of_rank = suballocator.take<int32_t>(count + 1);
   int32_t num_listed = 0;
   for (int rank_idx = 0; rank_idx < num_ranks(); ++rank_idx) {
     bases[rank_idx] = areas_[static_cast<size_t>(rank_idx)];
@@ -527,7 +527,7 @@ std::shared_ptr<const void> DeviceEndpoint::mark_caller() {
   if (is_host_caller())
     return nullptr;
   return std::make_shared<CallerMark>(
-      CallerMark{caller_stream().record(), LateVerdict::of_another(*this)});
+      CallerMark{caller_stream().record(), DeferredAgreement::of_another(*this)});
 }
 
 void DeviceEndpoint::wait_for_caller(const void* mark) {
@@ -587,8 +587,8 @@ void DeviceEndpoint::make_caller_wait(const Event& end) {
   caller_stream().wait(end);
 }
 
-std::shared_ptr<ops::CallerJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller,
-                                                             std::shared_ptr<Event> end) {
+std::shared_ptr<ops::DeferredJoin> DeviceEndpoint::join_caller(std::shared_ptr<Stream> caller,
+                                                               std::shared_ptr<Event> end) {
   return std::make_shared<StreamJoin>(std::move(caller), std::move(end));
 }
 
@@ -620,8 +620,8 @@ void DeviceEndpoint::settle_receive(const group::InterruptCheck& interrupt_check
 /// All before it where the memory of this one may be none but theirs: without windows for
 /// low-latency rows all is of the heap, and behind graphs or across nodes what follows needs to
 /// know what came before.
-std::exception_ptr DeviceEndpoint::hear_before(uint64_t number,
-                                               const group::InterruptCheck& interrupt_check) {
+std::exception_ptr DeviceEndpoint::settle_earlier(uint64_t number,
+                                                  const group::InterruptCheck& interrupt_check) {
   const bool runs_ahead = windows_.bytes() > 0 && !has_graphs() && internode_ == nullptr;
   const uint64_t num_in_flight = runs_ahead ? mailboxes_.size() : 1;
   return verdicts_.take_heard(number - std::min(number, num_in_flight), interrupt_check);

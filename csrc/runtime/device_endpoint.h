@@ -27,7 +27,7 @@
 
 namespace moe::runtime {
 
-class LateVerdict;
+class DeferredAgreement;
 class ReceivePhase;
 
 /// Kinds of memory of captured operations; see CapturedMemory.
@@ -116,8 +116,8 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// stream.
   void make_caller_wait(const Event& end);
   /// Puts off until somebody joins that @p caller waits for @p end.
-  static std::shared_ptr<ops::CallerJoin> join_caller(std::shared_ptr<Stream> caller,
-                                                      std::shared_ptr<Event> end);
+  static std::shared_ptr<ops::DeferredJoin> join_caller(std::shared_ptr<Stream> caller,
+                                                        std::shared_ptr<Event> end);
 
   /// The last operation is a dispatch that has sent and is yet to receive.
   void leave_to_receive(std::shared_ptr<ReceivePhase> phase);
@@ -128,21 +128,21 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// runs ahead of them.
   static constexpr uint64_t kMostInFlight = 32;
   /// Operations whose rows the host has not heard.
-  VerdictRing<LateVerdict>& verdicts() { return verdicts_; }
-  const VerdictRing<LateVerdict>& verdicts() const { return verdicts_; }
+  VerdictRing<DeferredAgreement>& verdicts() { return verdicts_; }
+  const VerdictRing<DeferredAgreement>& verdicts() const { return verdicts_; }
   /// Numbers of operations of this rank: from 1 on, one after the other.
   uint64_t take_operation_number() { return ++last_number_; }
   /// Before operation @p number: waits for the one whose mailbox it gets. See
   /// VerdictRing::take_heard().
-  std::exception_ptr hear_before(uint64_t number, const group::InterruptCheck& interrupt_check);
+  std::exception_ptr settle_earlier(uint64_t number, const group::InterruptCheck& interrupt_check);
   Mailbox& take_mailbox(uint64_t number);
   /// The last, among the operations that the host has heard. Of the thread that hears them.
   const RefusedOperation& last_refused() const { return last_refused_; }
   void note_refused(RefusedOperation refused) { last_refused_ = std::move(refused); }
   /// An operation was found wrong that peers may hear of in the next one only: there the host hears
   /// rows at once, as does who refuses it, so that one call is enough.
-  void hear_next_now() { hears_now_.store(true, std::memory_order_relaxed); }
-  bool take_hears_now() { return hears_now_.exchange(false, std::memory_order_relaxed); }
+  void force_eager_once() { is_eager_.store(true, std::memory_order_relaxed); }
+  bool take_eager_once() { return is_eager_.exchange(false, std::memory_order_relaxed); }
 
   /// State that kernels of this buffer share, as it is now.
   kernels::Buffer buffer() const;
@@ -328,9 +328,9 @@ class DeviceEndpoint : public ops::EndpointBase {
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;
   std::shared_ptr<ReceivePhase> receive_phase_;  ///< under phase_mutex_; null for none
-  VerdictRing<LateVerdict> verdicts_;
+  VerdictRing<DeferredAgreement> verdicts_;
   RefusedOperation last_refused_;
-  std::atomic<bool> hears_now_{false};
+  std::atomic<bool> is_eager_{false};
   CapturedMemory captured_;
   size_t num_captured_ = 0;                        ///< operations
   std::vector<std::shared_ptr<const void>> kept_;  ///< by captured operations

@@ -8,7 +8,7 @@
 #include "core/rank_list.h"
 #include "core/text.h"
 #include "ops/dispatch_rules.h"
-#include "runtime/late_verdict.h"
+#include "runtime/deferred_agreement.h"
 #include "runtime/receive_phase.h"
 
 namespace moe::runtime {
@@ -25,12 +25,12 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
   endpoint_.settle_receive(interrupt_check);
   number_ = endpoint_.take_operation_number();
-  late_error_ = endpoint_.hear_before(number_, interrupt_check);
+  deferred_error_ = endpoint_.settle_earlier(number_, interrupt_check);
   // What the progress thread runs is behind what was called before it; see wait_for_caller().
   if (!endpoint_.is_on_progress_thread())
-    if (const auto verdict = LateVerdict::of_another(endpoint_))
+    if (const auto verdict = DeferredAgreement::of_another(endpoint_))
       verdict->hear_for(endpoint_, interrupt_check);
-  hears_now_ = endpoint_.take_hears_now();
+  is_eager_ = endpoint_.take_eager_once();
   group_.check_abort();
   // An operation that the host did not wait for may have left since.
   check_left();
@@ -52,14 +52,14 @@ bool DeviceExchange::knows_epoch() {
 }
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
-                               ops::LeftOperation left,
+                               ops::RemainingOperation left,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, std::move(left), interrupt_check),
       endpoint_(endpoint),
       has_launched_(true) {}
 
 DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
-                               LeftRows left,
+                               RemainingRows left,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, std::move(left.operation), interrupt_check),
       endpoint_(endpoint),
@@ -97,22 +97,22 @@ void DeviceExchange::publish(ExchangeParams params) {
   endpoint_.launch_exchange(params);
 }
 
-bool DeviceExchange::hears_later(const layout::OperationArguments& arguments) {
+bool DeviceExchange::defers_agreement(const layout::OperationArguments& arguments) {
   hears_later_ = !endpoint_.is_host_caller() && !endpoint_.device().is_shared() &&
-                 !endpoint_.is_on_progress_thread() && !hears_now_ &&
+                 !endpoint_.is_on_progress_thread() && !is_eager_ &&
                  layout::GradientWord::is_final(arguments.gradients, arguments.all_needs());
   return hears_later_;
 }
 
-std::shared_ptr<ops::CallerJoin> DeviceExchange::judge_later(TakeCounts take_counts) {
+std::shared_ptr<ops::DeferredJoin> DeviceExchange::defer_agreement(TakeCounts take_counts) {
   if (!hears_later_)
     return nullptr;
   step_ = Phase::kRows;
   // The next operations may take windows of the buffer again, in the order of the stream.
   for (auto& window : offered_)
     window = WindowRing::memory_of(std::move(window));
-  const auto verdict = LateVerdict::make(
-      endpoint_, LeftRows{leave(), number_, mailbox_, ticket_, std::move(take_counts)});
+  const auto verdict = DeferredAgreement::make(
+      endpoint_, RemainingRows{leave(), number_, mailbox_, ticket_, std::move(take_counts)});
   endpoint_.verdicts().push(verdict);
   return verdict;
 }
@@ -122,7 +122,7 @@ void DeviceExchange::await_former() const {
   }
 }
 
-void DeviceExchange::hear_late() {
+void DeviceExchange::finish_deferred() {
   // A row that stands for that of such a peer says nothing.
   if (knows_epoch())
     check_closed();
@@ -135,15 +135,15 @@ void DeviceExchange::hear_late() {
   }
 }
 
-void DeviceExchange::tell_late_error(const layout::OperationArguments& arguments) {
-  if (late_error_ == nullptr)
+void DeviceExchange::report_deferred_error(const layout::OperationArguments& arguments) {
+  if (deferred_error_ == nullptr)
     return;
   reject(arguments,
          RowStatus::kInvalidArgument,
          concat("refuses this ",
                 layout::operation_name(operation_),
                 ", as an operation before it was found wrong: ",
-                error_text(late_error_)));
+                error_text(deferred_error_)));
 }
 
 ops::Rows DeviceExchange::collect(bool with_counts) {
@@ -155,8 +155,8 @@ void DeviceExchange::hear_former() {
   if (endpoint_.verdicts().is_empty())
     return;
   const std::exception_ptr error = endpoint_.verdicts().take_all(interrupt_check_);
-  if (late_error_ == nullptr)
-    late_error_ = error;
+  if (deferred_error_ == nullptr)
+    deferred_error_ = error;
   group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
 }
 
@@ -204,9 +204,9 @@ ops::Rows DeviceExchange::hear(bool with_counts) {
   if (const auto error = refusal ? refusal : ops::find_disagreement(rows, group_)) {
     settle(OperationStatus::kRejected, refusal ? endpoint_.last_refused().text : error_text(error));
     // What the caller has not been told comes first.
-    std::rethrow_exception(late_error_ ? late_error_ : error);
+    std::rethrow_exception(deferred_error_ ? deferred_error_ : error);
   }
-  if (mailbox_->status() == OperationStatus::kRejected || late_error_ != nullptr)
+  if (mailbox_->status() == OperationStatus::kRejected || deferred_error_ != nullptr)
     throw std::logic_error(
         concat("kernels of epoch ", epoch_, " were to refuse what the host finds right"));
   step_ = Phase::kData;
@@ -257,8 +257,8 @@ void DeviceExchange::exchange_rejection(const ops::RowMessage& row) {
   try {
     collect(false);
   } catch (...) {
-    if (late_error_ != nullptr && !group_.is_aborted())
-      std::rethrow_exception(late_error_);
+    if (deferred_error_ != nullptr && !group_.is_aborted())
+      std::rethrow_exception(deferred_error_);
     throw;
   }
 }
@@ -288,7 +288,7 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
 }
 
 void DeviceExchange::settle(OperationStatus status, std::string cause) {
-  endpoint_.hear_next_now();
+  endpoint_.force_eager_once();
   if (status != OperationStatus::kShort)
     endpoint_.note_refused({epoch_, std::move(cause)});
   if (mailbox_->status() != status)
@@ -301,7 +301,7 @@ void DeviceExchange::settle(OperationStatus status, std::string cause) {
   consume();
 }
 
-std::shared_ptr<ops::CallerJoin> DeviceExchange::finish() {
+std::shared_ptr<ops::DeferredJoin> DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
     auto end = endpoint_.leave_running();
     // What the caller puts into its stream until it asks for the results runs beside the rows.
@@ -324,7 +324,7 @@ void DeviceExchange::await_stream() {
   group_.check_abort();
 }
 
-std::shared_ptr<ops::CallerJoin> DeviceExchange::receive_later(
+std::shared_ptr<ops::DeferredJoin> DeviceExchange::receive_later(
     const kernels::ReceiveParams& params) {
   // The caller's inputs are read until then.
   if (endpoint_.is_host_caller())

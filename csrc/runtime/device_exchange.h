@@ -20,8 +20,8 @@ namespace moe::runtime {
 using TakeCounts = std::function<std::exception_ptr(ops::Rows, uint64_t)>;
 
 /// An operation whose exchange was launched, and whose rows the host has yet to hear.
-struct LeftRows {
-  ops::LeftOperation operation;
+struct RemainingRows {
+  ops::RemainingOperation operation;
   uint64_t number = 0;               ///< of the operation, on this rank
   const Mailbox* mailbox = nullptr;  ///< the endpoint's
   uint64_t ticket = 0;
@@ -49,18 +49,18 @@ class RowArrivals {
 /// exception after it took its epoch and before every rank knows the same end.
 class DeviceExchange : public ops::BufferOperation {
  public:
-  static constexpr bool kMayHearLater = true;
+  static constexpr bool kMayDefer = true;
 
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,
                  const group::InterruptCheck& interrupt_check);
   /// Goes on behind receive_later().
   DeviceExchange(DeviceEndpoint& endpoint,
-                 ops::LeftOperation left,
+                 ops::RemainingOperation left,
                  const group::InterruptCheck& interrupt_check);
-  /// Goes on behind judge_later().
+  /// Goes on behind defer_agreement().
   DeviceExchange(DeviceEndpoint& endpoint,
-                 LeftRows left,
+                 RemainingRows left,
                  const group::InterruptCheck& interrupt_check);
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
@@ -81,19 +81,20 @@ class DeviceExchange : public ops::BufferOperation {
   ops::Rows collect(bool with_counts);
 
   /// Returns whether the caller, a stream, gets its results before the host has heard the rows of
-  /// this operation, of which it needs nothing: then judge_later() takes the place of collect().
-  /// Not where a peer may say more of gradients, or may have to tell of the operation before.
-  bool hears_later(const layout::OperationArguments& arguments);
-  /// Leaves what the rows say to a later call. Null unless hears_later().
-  std::shared_ptr<ops::CallerJoin> judge_later(TakeCounts take_counts = nullptr);
+  /// this operation, of which it needs nothing: then defer_agreement() takes the place of
+  /// collect(). Not where a peer may say more of gradients, or may have to tell of the operation
+  /// before.
+  bool defers_agreement(const layout::OperationArguments& arguments);
+  /// Leaves what the rows say to a later call. Null unless defers_agreement().
+  std::shared_ptr<ops::DeferredJoin> defer_agreement(TakeCounts take_counts = nullptr);
 
-  /// Hears what a LateVerdict is about.
-  void hear_late();
+  /// Hears what a DeferredAgreement is about.
+  void finish_deferred();
 
   /// Refuses this operation where one before was wrong and this rank's caller has not been told:
   /// every rank hears so in place of this one, and calls stay matched: who knew is in this call by
   /// now.
-  void tell_late_error(const layout::OperationArguments& arguments);
+  void report_deferred_error(const layout::OperationArguments& arguments);
 
   /// Second offers of @p short_ranks, in their order; @p own is this rank's where it is one of
   /// them.
@@ -109,11 +110,11 @@ class DeviceExchange : public ops::BufferOperation {
   /// Everything launched: results are there for the caller when this returns (where it is the
   /// host), or once its stream comes to what it puts there from now on.
   /// @return on the progress thread of a caller that is a stream: what is to be joined first.
-  std::shared_ptr<ops::CallerJoin> finish();
+  std::shared_ptr<ops::DeferredJoin> finish();
 
   /// In place of finish(): ends when this rank's rows are sent, where the caller is the host, and
   /// leaves it to the phase to receive. @return what is to be joined.
-  std::shared_ptr<ops::CallerJoin> receive_later(const kernels::ReceiveParams& params);
+  std::shared_ptr<ops::DeferredJoin> receive_later(const kernels::ReceiveParams& params);
   /// The rest, where the caller is the host. @return nanoseconds waited for every rank in it.
   std::vector<int64_t> receive(const kernels::ReceiveParams& params);
 
@@ -151,8 +152,8 @@ class DeviceExchange : public ops::BufferOperation {
   uint64_t ticket_ = 0;
   bool has_launched_ = false;
   bool hears_later_ = false;
-  bool hears_now_ = false;         ///< peers may refuse this operation
-  std::exception_ptr late_error_;  ///< of an operation before
+  bool is_eager_ = false;              ///< peers may refuse this operation
+  std::exception_ptr deferred_error_;  ///< of an operation before
   TakeCounts take_counts_;
   group::GoneWatch gone_;
   RowArrivals arrivals_;

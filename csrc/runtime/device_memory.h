@@ -9,10 +9,11 @@ namespace moe::runtime {
 
 /// Cuts one allocation into arrays: first measured with a null base, then placed.
 ///
-/// Example: Carver sizes(nullptr); lay(sizes); allocate(sizes.bytes()); Carver places(memory);
-class Carver {
+/// Example: Suballocator sizes(nullptr); lay(sizes); allocate(sizes.bytes()); Suballocator
+/// places(memory);
+class Suballocator {
  public:
-  explicit Carver(std::byte* base) : base_(base) {}
+  explicit Suballocator(std::byte* base) : base_(base) {}
 
   /// The next array, aligned to 64 bytes; null while measuring.
   template <typename T>

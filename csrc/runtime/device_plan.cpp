@@ -24,18 +24,18 @@ std::shared_ptr<std::byte> allocate_memory(DeviceEndpoint& endpoint,
 
 }  // namespace
 
-int64_t DevicePlan::lay(Carver carver,
+int64_t DevicePlan::lay(Suballocator suballocator,
                         const DeviceEndpoint& endpoint,
                         layout::RowLayout layout,
                         int64_t num_tokens,
                         int64_t num_topk) {
   const int num_ranks = endpoint.num_ranks();
-  slots =
-      carver.take<int64_t>(num_tokens * layout::num_slots_per_token(layout, num_topk, num_ranks));
-  topk_idx = carver.take<int64_t>(num_tokens * num_topk);
-  device_counts = carver.take<int32_t>(int64_t{num_ranks} *
-                                       Row::num_counts(num_ranks, endpoint.config().num_experts));
-  return carver.bytes();
+  slots = suballocator.take<int64_t>(num_tokens *
+                                     layout::num_slots_per_token(layout, num_topk, num_ranks));
+  topk_idx = suballocator.take<int64_t>(num_tokens * num_topk);
+  device_counts = suballocator.take<int32_t>(
+      int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
+  return suballocator.bytes();
 }
 
 std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
@@ -47,19 +47,21 @@ std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
   auto plan = std::make_shared<DevicePlan>();
   plan->memory = allocate_memory(
       endpoint, memory_bytes(endpoint, layout, num_tokens, num_topk), contents, num_rows);
-  plan->lay(Carver(plan->memory.get()), endpoint, layout, num_tokens, num_topk);
+  plan->lay(Suballocator(plan->memory.get()), endpoint, layout, num_tokens, num_topk);
   return plan;
 }
 
-int64_t DispatchTables::lay(Carver carver, const DeviceEndpoint& endpoint, const int32_t* counts) {
+int64_t DispatchTables::lay(Suballocator suballocator,
+                            const DeviceEndpoint& endpoint,
+                            const int32_t* counts) {
   const int num_ranks = endpoint.num_ranks();
   const int64_t num_local = endpoint.num_local_experts();
-  tables.expert_offsets = carver.take<int32_t>(num_local + 1);
-  tables.num_tokens_per_expert = carver.take<int64_t>(num_local);
+  tables.expert_offsets = suballocator.take<int32_t>(num_local + 1);
+  tables.num_tokens_per_expert = suballocator.take<int64_t>(num_local);
   if (counts == nullptr)
-    tables.counts = carver.take<int32_t>(int64_t{num_ranks} *
-                                         Row::num_counts(num_ranks, endpoint.config().num_experts));
-  return carver.bytes();
+    tables.counts = suballocator.take<int32_t>(
+        int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
+  return suballocator.bytes();
 }
 
 DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
@@ -70,7 +72,7 @@ DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
   made.tables = endpoint.tables();
   made.tables.counts = counts;
   made.memory = allocate_memory(endpoint, memory_bytes(endpoint, counts), contents, num_rows);
-  made.lay(Carver(made.memory.get()), endpoint, counts);
+  made.lay(Suballocator(made.memory.get()), endpoint, counts);
   return made;
 }
 

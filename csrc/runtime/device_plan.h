@@ -38,11 +38,11 @@ struct DevicePlan : ops::PlanHeader {
                               layout::RowLayout layout,
                               int64_t num_tokens,
                               int64_t num_topk) {
-    return DevicePlan().lay(Carver(nullptr), endpoint, layout, num_tokens, num_topk);
+    return DevicePlan().lay(Suballocator(nullptr), endpoint, layout, num_tokens, num_topk);
   }
 
  private:
-  int64_t lay(Carver carver,
+  int64_t lay(Suballocator suballocator,
               const DeviceEndpoint& endpoint,
               layout::RowLayout layout,
               int64_t num_tokens,
@@ -67,11 +67,11 @@ struct DispatchTables {
                                  int64_t num_rows = 0);
   /// Bytes of the memory of such tables.
   static int64_t memory_bytes(const DeviceEndpoint& endpoint, const int32_t* counts) {
-    return DispatchTables().lay(Carver(nullptr), endpoint, counts);
+    return DispatchTables().lay(Suballocator(nullptr), endpoint, counts);
   }
 
  private:
-  int64_t lay(Carver carver, const DeviceEndpoint& endpoint, const int32_t* counts);
+  int64_t lay(Suballocator suballocator, const DeviceEndpoint& endpoint, const int32_t* counts);
 };
 
 /// The plan of a dispatch from its count matrix and this rank's choices, as ops::Plan::make().

@@ -17,14 +17,14 @@ struct TableArrays {
   int32_t* rank_begin;
   int32_t* shared_slots;
 
-  static TableArrays take(Carver& carver, int num_ranks, int num_slots) {
+  static TableArrays take(Suballocator& suballocator, int num_ranks, int num_slots) {
     TableArrays arrays{};
-    arrays.slot_rank = carver.take<int32_t>(num_slots);
-    arrays.slot_expert = carver.take<int32_t>(num_slots);
-    arrays.expert_begin = carver.take<int32_t>(num_slots + 1);
-    arrays.expert_slots = carver.take<int32_t>(num_slots);
-    arrays.rank_begin = carver.take<int32_t>(num_ranks + 1);
-    arrays.shared_slots = carver.take<int32_t>(num_slots);
+    arrays.slot_rank = suballocator.take<int32_t>(num_slots);
+    arrays.slot_expert = suballocator.take<int32_t>(num_slots);
+    arrays.expert_begin = suballocator.take<int32_t>(num_slots + 1);
+    arrays.expert_slots = suballocator.take<int32_t>(num_slots);
+    arrays.rank_begin = suballocator.take<int32_t>(num_ranks + 1);
+    arrays.shared_slots = suballocator.take<int32_t>(num_slots);
     return arrays;
   }
 
@@ -41,10 +41,10 @@ struct TableArrays {
 }  // namespace
 
 int64_t DeviceReplicas::memory_bytes(int num_ranks, int num_slots) {
-  Carver carver(nullptr);
-  TableArrays::take(carver, num_ranks, num_slots);
-  carver.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
-  return carver.bytes();
+  Suballocator suballocator(nullptr);
+  TableArrays::take(suballocator, num_ranks, num_slots);
+  suballocator.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
+  return suballocator.bytes();
 }
 
 std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replicas& replicas,
@@ -55,17 +55,17 @@ std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replica
   const int num_experts = replicas.num_experts();
   const auto made = std::make_shared<DeviceReplicas>(DeviceReplicas{replicas, nullptr, {}});
 
-  Carver sizes(nullptr);
+  Suballocator sizes(nullptr);
   TableArrays::take(sizes, num_ranks, num_slots);
   const auto staging = device.allocate_host(sizes.bytes());
-  Carver staged(staging.get());
+  Suballocator staged(staging.get());
   TableArrays::take(staged, num_ranks, num_slots)
       .copy(replicas.slots.table(), num_experts, num_slots);
 
   made->memory = device.allocate(memory_bytes(num_ranks, num_slots));
   upload(made->memory.get(), staging.get(), sizes.bytes());
-  Carver carver(made->memory.get());
-  const TableArrays arrays = TableArrays::take(carver, num_ranks, num_slots);
+  Suballocator suballocator(made->memory.get());
+  const TableArrays arrays = TableArrays::take(suballocator, num_ranks, num_slots);
   made->kernels.table = {num_ranks,
                          arrays.slot_rank,
                          arrays.slot_expert,
@@ -75,7 +75,7 @@ std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replica
                          arrays.shared_slots};
   made->kernels.num_experts = num_experts;
   made->kernels.num_local_ranks = replicas.num_local_ranks;
-  made->kernels.run_begins = carver.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
+  made->kernels.run_begins = suballocator.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
   made->kernels.logical = made->kernels.run_begins + num_slots;
   return made;
 }

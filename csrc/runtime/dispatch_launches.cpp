@@ -75,11 +75,12 @@ int64_t DispatchLaunches::scratch_bytes(const DeviceEndpoint& endpoint,
 }
 
 int64_t DispatchLaunches::lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices) {
-  Carver carver(memory);
-  choices->chunk_counts = carver.take<int32_t>(int64_t{choices->num_chunks} * num_totals);
-  choices->place_in_chunk = carver.take<int32_t>(choices->num_tokens * int64_t{choices->num_slots});
-  choices->bad_choice = carver.take<int64_t>(choices->num_chunks);
-  return carver.bytes();
+  Suballocator suballocator(memory);
+  choices->chunk_counts = suballocator.take<int32_t>(int64_t{choices->num_chunks} * num_totals);
+  choices->place_in_chunk =
+      suballocator.take<int32_t>(choices->num_tokens * int64_t{choices->num_slots});
+  choices->bad_choice = suballocator.take<int64_t>(choices->num_chunks);
+  return suballocator.bytes();
 }
 
 void DispatchLaunches::take_plan(const DevicePlan& plan) {

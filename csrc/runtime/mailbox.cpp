@@ -13,15 +13,15 @@ using layout::Row;
 
 Mailbox::Mailbox(Device& device, int num_ranks, int num_experts)
     : row_stride_(Row::stride(num_ranks, num_experts)) {
-  const auto lay = [&](Carver carver) {
-    carver.take<kernels::HostRead>(1);
-    carver.take<std::byte>(num_ranks * row_stride_);
-    message_ = carver.take<char>(Row::kMessageBytes);
-    ranks_ = carver.take<std::byte>(num_ranks);
-    return carver.bytes();
+  const auto lay = [&](Suballocator suballocator) {
+    suballocator.take<kernels::HostRead>(1);
+    suballocator.take<std::byte>(num_ranks * row_stride_);
+    message_ = suballocator.take<char>(Row::kMessageBytes);
+    ranks_ = suballocator.take<std::byte>(num_ranks);
+    return suballocator.bytes();
   };
-  memory_ = device.allocate_host(lay(Carver(nullptr)));
-  lay(Carver(memory_.get()));
+  memory_ = device.allocate_host(lay(Suballocator(nullptr)));
+  lay(Suballocator(memory_.get()));
 }
 
 const Row& Mailbox::row(int rank_idx) const {

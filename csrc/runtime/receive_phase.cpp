@@ -16,7 +16,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
  public:
   HostReceive(DeviceEndpoint& endpoint,
               const kernels::ReceiveParams& params,
-              ops::LeftOperation left)
+              ops::RemainingOperation left)
       : endpoint_(endpoint), params_(params), left_(std::move(left)) {}
 
   void start() override {
@@ -69,7 +69,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
 
   DeviceEndpoint& endpoint_;
   kernels::ReceiveParams params_;
-  ops::LeftOperation left_;
+  ops::RemainingOperation left_;
   bool has_run_ = false;
   ops::Pending<std::vector<int64_t>> pending_;
 };
@@ -79,7 +79,7 @@ class StreamReceive final : public ReceivePhase {
  public:
   StreamReceive(DeviceEndpoint& endpoint,
                 const kernels::ReceiveParams& params,
-                ops::LeftOperation left)
+                ops::RemainingOperation left)
       : endpoint_(endpoint),
         params_(params),
         left_(std::move(left)),
@@ -116,10 +116,10 @@ class StreamReceive final : public ReceivePhase {
  private:
   DeviceEndpoint& endpoint_;
   kernels::ReceiveParams params_;
-  ops::LeftOperation left_;
+  ops::RemainingOperation left_;
   std::shared_ptr<Stream> caller_;
   std::mutex mutex_;
-  std::shared_ptr<ops::CallerJoin> end_;  ///< null until the kernel was launched
+  std::shared_ptr<ops::DeferredJoin> end_;  ///< null until the kernel was launched
 };
 
 /// Part of a graph: the kernel belongs where the caller joins, or before the next operation of the
@@ -175,16 +175,16 @@ std::shared_ptr<ReceivePhase> ReceivePhase::captured(DeviceEndpoint& endpoint,
 
 std::shared_ptr<ReceivePhase> ReceivePhase::make(DeviceEndpoint& endpoint,
                                                  const kernels::ReceiveParams& params,
-                                                 ops::LeftOperation left) {
+                                                 ops::RemainingOperation left) {
   if (endpoint.is_host_caller())
     return std::make_shared<HostReceive>(endpoint, params, std::move(left));
   return std::make_shared<StreamReceive>(endpoint, params, std::move(left));
 }
 
-std::shared_ptr<ops::CallerJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {
-  ops::CallerJoin* const end = phase.get();
-  return std::shared_ptr<ops::CallerJoin>(
-      end, [phase = std::move(phase)](ops::CallerJoin*) { phase->drop(); });
+std::shared_ptr<ops::DeferredJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {
+  ops::DeferredJoin* const end = phase.get();
+  return std::shared_ptr<ops::DeferredJoin>(
+      end, [phase = std::move(phase)](ops::DeferredJoin*) { phase->drop(); });
 }
 
 }  // namespace moe::runtime

@@ -20,7 +20,7 @@ class DeviceEndpoint;
 /// it: done flags are raised by those who send. The tables that it reads are the next operation's
 /// too, so that one starts it first, as do recover() and destroy(); windows that peers may still
 /// write to are kept until then. Thread-safe.
-class ReceivePhase : public ops::CallerJoin {
+class ReceivePhase : public ops::DeferredJoin {
  public:
   /// Phase of a captured operation: a plan's status says what came of it, and nobody waits.
   static std::shared_ptr<ReceivePhase> captured(DeviceEndpoint& endpoint,
@@ -28,7 +28,7 @@ class ReceivePhase : public ops::CallerJoin {
   /// @param left  The operation; peers write to what it has offered.
   static std::shared_ptr<ReceivePhase> make(DeviceEndpoint& endpoint,
                                             const kernels::ReceiveParams& params,
-                                            ops::LeftOperation left);
+                                            ops::RemainingOperation left);
 
   /// Starts it, unless somebody has. Does not wait.
   virtual void start() = 0;
@@ -39,7 +39,7 @@ class ReceivePhase : public ops::CallerJoin {
   virtual void drop() noexcept {}
 
   /// End of @p phase, for the outcome.
-  static std::shared_ptr<ops::CallerJoin> end_of(std::shared_ptr<ReceivePhase> phase);
+  static std::shared_ptr<ops::DeferredJoin> end_of(std::shared_ptr<ReceivePhase> phase);
 };
 
 }  // namespace moe::runtime

@@ -16,7 +16,7 @@ namespace moe::runtime {
 
 /// Operations of one buffer whose rows the host had not heard when their calls returned, in their
 /// order. One thread issues operations, and it alone takes any out; the rest is thread-safe.
-/// @tparam Verdict  LateVerdict, which knows the endpoint that has the ring
+/// @tparam Verdict  DeferredAgreement, which knows the endpoint that has the ring
 template <typename Verdict>
 class VerdictRing {
  public:
@@ -41,7 +41,7 @@ class VerdictRing {
   // Without waiting for anybody.
   /// Hears what has come.
   void hear() const;
-  /// See LateVerdict::look(): of the operation that the others are behind.
+  /// See DeferredAgreement::look(): of the operation that the others are behind.
   void look(int64_t now_ns) const;
   /// Returns whether all have come.
   bool is_complete() const;

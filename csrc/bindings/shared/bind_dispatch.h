@@ -262,7 +262,7 @@ void bind_dispatch(py::module_& module,
     return std::static_pointer_cast<PlanT>(std::const_pointer_cast<ops::PlanHeader>(self.plan()));
   };
   // What a caller with a backward looks at: each by itself takes as long as all of them.
-  const auto brought_of = [plan_of](SubmittedDispatch& submitted, bool with_counts) -> py::object {
+  const auto outputs_of = [plan_of](SubmittedDispatch& submitted, bool with_counts) -> py::object {
     return py::make_tuple(plan_of(submitted),
                           submitted.x(),
                           submitted.topk_weights(),
@@ -273,7 +273,7 @@ void bind_dispatch(py::module_& module,
   // Of a plan that is None pybind11 would make sure in a second reading of all arguments.
   endpoint_class.def(
       "dispatch",
-      [brought_of](std::shared_ptr<EndpointT> endpoint,
+      [outputs_of](std::shared_ptr<EndpointT> endpoint,
                    py::handle x,
                    py::handle x_sf,
                    py::handle topk_idx,
@@ -303,9 +303,9 @@ void bind_dispatch(py::module_& module,
         SubmittedDispatch& submitted = *made;
         const py::object handed_out = py::cast(std::move(made));
         const bool is_map = call.listed != nullptr;
-        const bool is_looked_at = !call.params.is_async && (is_map || call.params.gradients != 0);
+        const bool needs_outputs = !call.params.is_async && (is_map || call.params.gradients != 0);
         return py::make_tuple(handed_out,
-                              is_looked_at ? brought_of(submitted, is_map) : py::none());
+                              needs_outputs ? outputs_of(submitted, is_map) : py::none());
       });
 }
 

@@ -36,7 +36,7 @@ py::object vector_tensor(std::vector<Value> values,
 }
 
 /// Before the host reads what it learns with @p verdict; null for what it knows.
-inline void await_verdict(const std::shared_ptr<ops::CallerJoin>& verdict) {
+inline void await_verdict(const std::shared_ptr<ops::DeferredJoin>& verdict) {
   if (!verdict)
     return;
   const py::gil_scoped_release no_gil;

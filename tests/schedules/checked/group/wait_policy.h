@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// group/pace.h of the checker.
+// group/wait_policy.h of the checker.
 
 namespace moe::group {
 

@@ -1,4 +1,4 @@
-#include "runtime/late_verdict.h"
+#include "runtime/deferred_agreement.h"
 
 #include <unistd.h>
 
@@ -19,7 +19,7 @@ constexpr int64_t kPatienceNs =
 /// The latest operation of every caller's stream of this process, by device and handle.
 struct StreamVerdicts {
   std::mutex mutex;
-  std::map<std::pair<int32_t, void*>, std::weak_ptr<LateVerdict>> latest;
+  std::map<std::pair<int32_t, void*>, std::weak_ptr<DeferredAgreement>> latest;
 };
 
 StreamVerdicts& stream_verdicts() {
@@ -33,7 +33,7 @@ std::pair<int32_t, void*> stream_of(const DeviceEndpoint& endpoint) {
 
 }  // namespace
 
-LateVerdict::LateVerdict(DeviceEndpoint& endpoint, LeftRows left)
+DeferredAgreement::DeferredAgreement(DeviceEndpoint& endpoint, RemainingRows left)
     : endpoint_(endpoint),
       group_(&endpoint.group()),
       start_ns_(sync::now_ns()),
@@ -43,8 +43,9 @@ LateVerdict::LateVerdict(DeviceEndpoint& endpoint, LeftRows left)
       left_(std::move(left)),
       former_(endpoint.verdicts().newest()) {}
 
-std::shared_ptr<LateVerdict> LateVerdict::make(DeviceEndpoint& endpoint, LeftRows left) {
-  const std::shared_ptr<LateVerdict> made(new LateVerdict(endpoint, std::move(left)));
+std::shared_ptr<DeferredAgreement> DeferredAgreement::make(DeviceEndpoint& endpoint,
+                                                           RemainingRows left) {
+  const std::shared_ptr<DeferredAgreement> made(new DeferredAgreement(endpoint, std::move(left)));
   StreamVerdicts& verdicts = stream_verdicts();
   const std::lock_guard<std::mutex> lock(verdicts.mutex);
   std::erase_if(verdicts.latest, [](const auto& entry) { return entry.second.expired(); });
@@ -52,28 +53,28 @@ std::shared_ptr<LateVerdict> LateVerdict::make(DeviceEndpoint& endpoint, LeftRow
   return made;
 }
 
-std::shared_ptr<LateVerdict> LateVerdict::of_another(const DeviceEndpoint& endpoint) {
+std::shared_ptr<DeferredAgreement> DeferredAgreement::of_another(const DeviceEndpoint& endpoint) {
   if (endpoint.is_host_caller())
     return nullptr;
   StreamVerdicts& verdicts = stream_verdicts();
   const std::lock_guard<std::mutex> lock(verdicts.mutex);
   const auto entry = verdicts.latest.find(stream_of(endpoint));
-  std::shared_ptr<LateVerdict> verdict;
+  std::shared_ptr<DeferredAgreement> verdict;
   if (entry != verdicts.latest.end())
     verdict = entry->second.lock();
   // Operations of this buffer are in one order on every rank.
   return verdict == nullptr || &verdict->endpoint_ == &endpoint ? nullptr : verdict;
 }
 
-void LateVerdict::hear_for(const DeviceEndpoint& endpoint,
-                           const group::InterruptCheck& interrupt_check) {
+void DeferredAgreement::hear_for(const DeviceEndpoint& endpoint,
+                                 const group::InterruptCheck& interrupt_check) {
   await_judged(interrupt_check);
   // Of an abort the caller hears in the operation that it is in.
   if (group_ == &endpoint.group() && endpoint.group().is_aborted())
     is_told_.store(true, std::memory_order_relaxed);
 }
 
-void LateVerdict::join(const group::InterruptCheck& interrupt_check) {
+void DeferredAgreement::join(const group::InterruptCheck& interrupt_check) {
   if (!is_judged_.load(std::memory_order_acquire)) {
     const auto active = endpoint_.device().activate_for_now();
     await_judged(interrupt_check);
@@ -83,7 +84,7 @@ void LateVerdict::join(const group::InterruptCheck& interrupt_check) {
     std::rethrow_exception(error_);
 }
 
-bool LateVerdict::is_complete() {
+bool DeferredAgreement::is_complete() {
   if (is_judged_.load(std::memory_order_acquire))
     return true;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -94,20 +95,20 @@ bool LateVerdict::is_complete() {
   return endpoint_.group().is_aborted() || has_ticket();
 }
 
-bool LateVerdict::has_ticket() const {
+bool DeferredAgreement::has_ticket() const {
   return left_.mailbox->has_ticket(left_.ticket);
 }
 
-uint64_t LateVerdict::epoch() const {
+uint64_t DeferredAgreement::epoch() const {
   return first_epoch_ != 0 ? first_epoch_ : left_.mailbox->epoch();
 }
 
-std::shared_ptr<LateVerdict> LateVerdict::former() const {
+std::shared_ptr<DeferredAgreement> DeferredAgreement::former() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return former_ == nullptr || former_->has_ended() ? nullptr : former_;
 }
 
-void LateVerdict::look(int64_t now_ns) {
+void DeferredAgreement::look(int64_t now_ns) {
   if (const auto former = this->former(); former != nullptr && !former->hear_if_there())
     return;
   try_alone([&] {
@@ -133,7 +134,7 @@ void LateVerdict::look(int64_t now_ns) {
   });
 }
 
-bool LateVerdict::hear_if_there() {
+bool DeferredAgreement::hear_if_there() {
   if (has_ended())
     return true;
   if (const auto former = this->former(); former != nullptr && !former->hear_if_there())
@@ -146,9 +147,9 @@ bool LateVerdict::hear_if_there() {
   return has_ended();
 }
 
-void LateVerdict::try_alone(const std::function<void()>& body) {
+void DeferredAgreement::try_alone(const std::function<void()>& body) {
   struct Turn {
-    LateVerdict& verdict;
+    DeferredAgreement& verdict;
     ~Turn() {
       const std::lock_guard<std::mutex> lock(verdict.mutex_);
       verdict.busy_ = std::thread::id();
@@ -165,7 +166,7 @@ void LateVerdict::try_alone(const std::function<void()>& body) {
   body();
 }
 
-void LateVerdict::await_judged(const group::InterruptCheck& interrupt_check) {
+void DeferredAgreement::await_judged(const group::InterruptCheck& interrupt_check) {
   constexpr auto kAnswerEvery = std::chrono::milliseconds(50);
   if (is_judged_.load(std::memory_order_acquire))
     return;
@@ -195,7 +196,7 @@ void LateVerdict::await_judged(const group::InterruptCheck& interrupt_check) {
 
 /// @throws what a handler of a signal raised: the caller hears that, whoever asks later hears of
 /// the abort it has led to.
-void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
+void DeferredAgreement::judge(const group::InterruptCheck& interrupt_check) {
   bool is_interrupted = false;
   const group::InterruptCheck check = [&] {
     if (!interrupt_check)
@@ -212,7 +213,7 @@ void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
     const group::Group::OperationScope scope(endpoint_.group());
     DeviceExchange exchange(endpoint_, std::move(left_), check);
     ops::run_to_end(exchange, [&exchange] {
-      exchange.hear_late();
+      exchange.finish_deferred();
       return true;
     });
     finish(nullptr, false);
@@ -232,7 +233,7 @@ void LateVerdict::judge(const group::InterruptCheck& interrupt_check) {
   }
 }
 
-void LateVerdict::finish(std::exception_ptr error, bool is_told) {
+void DeferredAgreement::finish(std::exception_ptr error, bool is_told) {
   const std::lock_guard<std::mutex> lock(mutex_);
   former_ = nullptr;
   is_abort_ = error != nullptr && group_->is_aborted();

@@ -20,11 +20,11 @@ namespace moe::runtime {
 /// Its kernels were launched, and move nothing where some rank found something wrong or rows
 /// disagree. The host hears so when somebody asks, or in the call behind which it has come; every
 /// operation between is refused on every rank (layout::Row::heard_epoch()), as is that call where
-/// nobody had been told; see DeviceExchange::tell_late_error(). The operations of a buffer are
-/// judged in their order. Thread-safe.
-class LateVerdict final : public ops::CallerJoin {
+/// nobody had been told; see DeviceExchange::report_deferred_error(). The operations of a buffer
+/// are judged in their order. Thread-safe.
+class DeferredAgreement final : public ops::DeferredJoin {
  public:
-  static std::shared_ptr<LateVerdict> make(DeviceEndpoint& endpoint, LeftRows left);
+  static std::shared_ptr<DeferredAgreement> make(DeviceEndpoint& endpoint, RemainingRows left);
 
   /// Blocks the host until it knows.
   void join(const group::InterruptCheck& interrupt_check) override;
@@ -46,7 +46,7 @@ class LateVerdict final : public ops::CallerJoin {
   std::exception_ptr take_untold_error() { return is_told_.exchange(true) ? nullptr : error_; }
 
   /// The operation of another buffer that the caller's stream of @p endpoint is behind, or null.
-  static std::shared_ptr<LateVerdict> of_another(const DeviceEndpoint& endpoint);
+  static std::shared_ptr<DeferredAgreement> of_another(const DeviceEndpoint& endpoint);
   /// Before an operation of @p endpoint that is behind this one. Else the host could wait in one
   /// operation for a peer that waits in the other, and nobody would see that they wait for each
   /// other.
@@ -60,9 +60,9 @@ class LateVerdict final : public ops::CallerJoin {
   bool hear_if_there();
 
  private:
-  LateVerdict(DeviceEndpoint& endpoint, LeftRows left);
+  DeferredAgreement(DeviceEndpoint& endpoint, RemainingRows left);
   /// The operation before, null once this one may be judged.
-  std::shared_ptr<LateVerdict> former() const;
+  std::shared_ptr<DeferredAgreement> former() const;
   /// Runs @p body, which has left_ and arrivals_ for itself; not where another thread does.
   void try_alone(const std::function<void()>& body);
   void judge(const group::InterruptCheck& interrupt_check);
@@ -77,13 +77,13 @@ class LateVerdict final : public ops::CallerJoin {
   const pid_t process_id_;
   const uint64_t number_;
   const uint64_t first_epoch_;
-  LeftRows left_;         ///< of the thread that is busy
+  RemainingRows left_;    ///< of the thread that is busy
   RowArrivals arrivals_;  ///< the same
 
   mutable std::mutex mutex_;  ///< not held while somebody waits: handlers of signals may come here
   std::condition_variable changed_;
-  std::shared_ptr<LateVerdict> former_;  ///< until this one is judged
-  std::thread::id busy_;                 ///< nobody, or who looks at it or judges it
+  std::shared_ptr<DeferredAgreement> former_;  ///< until this one is judged
+  std::thread::id busy_;                       ///< nobody, or who looks at it or judges it
   std::atomic<bool> is_judged_{false};
   std::atomic<bool> is_told_{false};
   std::exception_ptr error_;  ///< once it is judged

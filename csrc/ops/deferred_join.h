@@ -10,9 +10,9 @@ namespace moe::ops {
 /// The end of an operation that runs on in a stream, which the caller is still to wait for. A
 /// caller that looks at the results joins it; where the caller is a stream, so does the thread that
 /// drops them, before their memory goes. Thread-safe.
-class CallerJoin {
+class DeferredJoin {
  public:
-  virtual ~CallerJoin() = default;
+  virtual ~DeferredJoin() = default;
   /// Makes later work of the caller's stream run after the end; where the caller is the
   /// host, blocks until the end. Idempotent. @throws what ended it, the same every time.
   virtual void join(const group::InterruptCheck& interrupt_check) = 0;
