@@ -17,13 +17,13 @@ from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.describe.layouts import resolve_layouts
 from moe_comm.resharding.describe.metadata import ParameterMetadata, ViewLayout
 from moe_comm.resharding.describe.tensor_layout import Holder
+from moe_comm.resharding.plan.holders import named_holders
+from moe_comm.resharding.plan.name_matching import source_name_of
 from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
 from moe_comm.resharding.plan.rank_metadata import (
     RankMetadata,
     decode_rank_metadata,
     encode_rank_metadata,
-    named_holders,
-    source_name_of,
 )
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id

@@ -22,13 +22,13 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout, Shape
 from moe_comm.resharding.hold.refit_models import Model, unwrap_models
+from moe_comm.resharding.plan.holders import named_holders
 from moe_comm.resharding.plan.joined_pieces import strides_in
+from moe_comm.resharding.plan.name_matching import told_apart
 from moe_comm.resharding.plan.planner import encoded_side
 from moe_comm.resharding.plan.rank_metadata import (
     RankMetadata,
     decode_rank_metadata,
-    named_holders,
-    told_apart,
 )
 from moe_comm.tensors.memory import check_memory
 

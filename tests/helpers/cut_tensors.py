@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement, ParameterMetadata
 from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
-from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata, encode_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import (
+    decode_rank_metadata,
+    encode_rank_metadata,
+)
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 
 

@@ -22,7 +22,10 @@ from moe_comm.resharding.plan.planner import (
     build_plan_from_rosters,
     index_metadata_rosters,
 )
-from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata, encode_rank_metadata
+from moe_comm.resharding.plan.rank_metadata import (
+    decode_rank_metadata,
+    encode_rank_metadata,
+)
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.plan.transfer_op import pack_task_id
 from tests.helpers.cut_tensors import Part, Side, cut, execute, numbered, part, plans_of

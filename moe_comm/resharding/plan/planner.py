@@ -38,18 +38,20 @@ from moe_comm.resharding.describe.module_tensors import (
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.plan.assignment import Assignment
 from moe_comm.resharding.plan.batches import batch_cuts, check_number, cut_into_batches
+from moe_comm.resharding.plan.holders import (
+    HoldersByName,
+    holders_of_metadata,
+    holders_of_ranks,
+)
 from moe_comm.resharding.plan.joined_pieces import Block, block_of, join_blocks, strides_in
+from moe_comm.resharding.plan.name_matching import told_apart
 from moe_comm.resharding.plan.plan_check import verify_plan
 from moe_comm.resharding.plan.rank_metadata import (
-    HoldersByName,
     Own,
     RankMetadata,
     decode_rank_metadata,
     encode_rank_metadata,
-    holders_of_metadata,
-    holders_of_ranks,
     resolved_name,
-    told_apart,
 )
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
