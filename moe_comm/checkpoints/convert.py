@@ -93,13 +93,18 @@ class NewFormat:
         """Of floats; None where they keep theirs."""
         return _DTYPES.get(self.target)
 
+    @property
+    def is_quantizing(self) -> bool:
+        """True where some weights are to become FP8 with scale factors."""
+        return self.target in ("fp8_block128", "mxfp8")
+
     def quantizes(self, name: str, spec: TensorSpec) -> bool:
         """Return whether a tensor becomes FP8 with scale factors.
 
         Raises:
             ValueError: It is to, and its sizes are none of the format; names it.
         """
-        if self.target not in ("fp8_block128", "mxfp8") or not re.search(self.quantized, name):
+        if not self.is_quantizing or not re.search(self.quantized, name):
             return False
         if spec.dtype not in NUMBERS:
             return False
@@ -149,7 +154,7 @@ def convert_checkpoint(
         after: Version of the folder behind which it is entered; None for the latest.
 
     Raises:
-        ValueError: A tensor cannot become this; names it.
+        ValueError: A tensor cannot become this; names it. Or no tensor is quantized, and some are to be.
         CheckpointError: As of `save_checkpoint`; then the version is not there.
     """
     check_version_name(version)
@@ -173,6 +178,11 @@ def convert_checkpoint(
         else:
             # Of what was FP8 and is not to be again, bfloat16 holds all that it had.
             wholes[name] = TensorSpec(spec.shape, torch.bfloat16 if name in scales else spec.dtype)
+    if new_format.is_quantizing and not any(name + SCALE_SUFFIX in wholes for name in specs):
+        raise ValueError(
+            f"{source.folder}: expected tensors of floats to quantize to {new_format.target}, whose names have "
+            f"{new_format.quantized!r} in them, but of {len(specs)} names, such as {min(specs, default='')!r}, none has"
+        )
     new = NewVersion(folder, version, after)
     try:
         save = secrets.token_hex(8)
