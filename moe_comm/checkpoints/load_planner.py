@@ -71,7 +71,10 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         if not self.allow_unread:
             read = {name for plan in global_plan for name in plan.planner_data}
             unread = sorted(self.metadata.state_dict_metadata.keys() - read)
-            _raise_problems([f"{name}: no rank reads it" for name in unread])
+            _raise_problems(
+                [f"{name}: no rank reads it" for name in unread],
+                "CheckingLoadPlanner(allow_unread=True) leaves what no rank reads",
+            )
         return super().create_global_plan(global_plan)
 
     def _holes(self, plan: LoadPlan) -> list[str]:
@@ -111,8 +114,8 @@ def _misfits(name: str, found: TensorStorageMetadata, wanted: torch.Tensor) -> l
     return [f"{name}: expected {wanted.dtype}, got {found.properties.dtype}: {reason}"]
 
 
-def _raise_problems(problems: Sequence[str]) -> None:
+def _raise_problems(problems: Sequence[str], *hints: str) -> None:
     if problems:
         more = len(problems) - _MAX_PROBLEMS
         lines = [*problems[:_MAX_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
-        raise ValueError("the checkpoint does not fit: " + "; ".join(lines))
+        raise ValueError("the checkpoint does not fit: " + "; ".join((*lines, *hints)))

@@ -116,6 +116,12 @@ def find_checkpoint(folder: Path, version: str | None) -> Path:
     if known is None:
         if version is None and ((folder / INDEX).exists() or (folder / SINGLE_FILE).exists()):
             return folder
+        manifest = folder / MANIFEST
+        if version is None and manifest.exists() and "base" in read_json(manifest):
+            raise CheckpointError(
+                f"{folder} is a delta, which is read by way of the folder of its versions: expected folder "
+                f"{folder.resolve().parent} and version {folder.resolve().name}"
+            )
         wanted = "a version" if version is None else f"version {version}"
         raise CheckpointError(
             f"{folder}: expected {wanted} of a checkpoint, but there is no {VERSIONS}, as of a save "

@@ -217,7 +217,8 @@ class NewVersion:
             return
         if known is not None and self.version in known.names:
             raise CheckpointError(
-                f"{self._folder}: version {self.version} is there already, of {known.names}"
+                f"{self._folder}: version {self.version} is there already, of {known.names}: "
+                "give the new one another name"
             )
         # One of a save that ended before it was entered is replaced; anything else is not ours.
         if not (self._final / MANIFEST).exists():
