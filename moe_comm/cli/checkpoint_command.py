@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import typer
+from rich import filesize
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -96,7 +97,9 @@ def show(
             for heading in ("tensor", "dtype", "shape", "file"):
                 table.add_column(heading)
             for each in said["tensors"]:
-                table.add_row(each["name"], each["dtype"], str(each["shape"]), each["file"])
+                table.add_row(
+                    each["name"], each["dtype"], str(each["shape"]).replace(" ", ""), each["file"]
+                )
             console.print(FoldedTable(table))
 
 
@@ -131,21 +134,29 @@ def _text_of(said: dict[str, Any]) -> str:
     if said["versions"]:
         lines.append(f"versions: {', '.join(said['versions'])}; the latest is {said['latest']}")
     total = sum(said["files"].values())
-    whole = f"{said['num_tensors']} tensors in {len(said['files'])} files, {total / 1e9:.3f} GB"
+    whole = f"{_contents(said['num_tensors'], len(said['files']))}, {filesize.decimal(total)}"
     if said["builds_on"]:
         own = sum(size for name, size in said["files"].items() if "/" not in name)
-        whole += f", of which the delta itself has {own / 1e9:.3f} GB"
+        whole += f", of which the delta itself has {filesize.decimal(own)}"
         lines.append(f"a delta over {', over '.join(said['builds_on'])}")
     lines.append(whole)
     lines += [
-        f"{code}: {counted['tensors']} tensors, {counted['bytes'] / 1e9:.3f} GB"
+        f"{code}: {_number(counted['tensors'], 'tensor')}, {filesize.decimal(counted['bytes'])}"
         for code, counted in sorted(said["dtypes"].items())
     ]
     if said["has_checksums"]:
-        lines.append(f"written by {said['num_ranks']} ranks, with checksums")
+        lines.append(f"written by {_number(said['num_ranks'], 'rank')}, with checksums")
     else:
         lines.append("without checksums: not written by save_checkpoint")
     return "\n".join(lines)
+
+
+def _contents(num_tensors: int, num_files: int) -> str:
+    return f"{_number(num_tensors, 'tensor')} in {_number(num_files, 'file')}"
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @checkpoint_app.command("verify", epilog=example("moe-comm checkpoint verify runs/moe"))
@@ -177,7 +188,7 @@ def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> 
         if as_json:
             typer.echo(json.dumps(said, indent=1))
             return
-        whole = f"{said['num_tensors']} tensors in {said['num_files']} files"
+        whole = _contents(said["num_tensors"], said["num_files"])
         typer.echo(
             f"{found.folder}: {whole} are whole: {num_bytes} bytes have their checksums"
             if found.manifest is not None
@@ -250,7 +261,11 @@ def _with_progress(what: str, total: int, counts: Iterable[int]) -> Iterable[int
     """Pass counts of bytes on, and show how far they are."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     # Printed to standard error: what is on standard output may be read by a program.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    # A pipe or a log would get an empty line of it.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(what, total=total)
         for count in counts:
             progress.update(task, advance=count)

@@ -76,7 +76,7 @@ def wide_console() -> Console:
 class FoldedTable:
     """A table whose cells break between words, and that has no grid, where the terminal is too narrow.
 
-    Rich alone would narrow all columns alike, and cut numbers in two.
+    Rich alone would narrow all columns alike, and cut numbers in two. Of words that do not fit the longest are cut.
     """
 
     def __init__(self, table: Table) -> None:
@@ -97,6 +97,9 @@ class FoldedTable:
         if sum(least) + frame > options.max_width:
             table.box, table.show_edge, table.padding = box.SIMPLE_HEAD, False, (0, 0, 0, 0)
             frame = len(least) - 1
+            for _ in range(sum(least) + frame - options.max_width):  # names of files and tensors
+                widest = max(range(len(least)), key=least.__getitem__)
+                least[widest] = max(1, least[widest] - 1)
         spare = max(0, options.max_width - frame - sum(least))
         for column, word, line in zip(table.columns, least, most, strict=True):
             more = min(spare, line - word)
