@@ -16,7 +16,7 @@ pytest.importorskip("transformers", minversion="5.23")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_comm.checkpoints import load_checkpoint, save_checkpoint
+from moe_comm.checkpoints import compact_checkpoint, load_checkpoint, save_checkpoint
 from moe_comm.resharding import transformers_views
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.testing import RankContext, run_ranks
@@ -105,3 +105,42 @@ def test_ranks_and_transformers_read_what_the_other_wrote(
         assert not any(report.values()), report
         state = model.state_dict()
         assert all(torch.equal(state[tensor], expected[tensor]) for tensor in expected)
+
+
+def train_and_save(context: RankContext, folder: str, out: str) -> None:
+    """Save a model, and what changed of it at two of three layers' parts, twice."""
+    model = models.load(folder, "all_to_all", context, Layout(4))
+    views = transformers_views(model)
+    save_checkpoint(views, out, "step-0", add_files=model.config.save_pretrained)
+    for step in (1, 2):
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if "layers.0" in name:
+                    local_tensor(tensor).mul_(step + 1)
+        save_checkpoint(views, out, f"step-{step}", base=f"step-{step - 1}")
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`compact_checkpoint()`",
+    ran="qwen3_moe, deltas of 4 ranks under expert parallelism and FSDP2 made whole: `from_pretrained` reads the "
+    "weights of the last one, and refuses a delta",
+)
+def test_transformers_reads_compacted_deltas(folders: dict[str, str], tmp_path: Path) -> None:
+    run_fresh(train_and_save, 4, folders["qwen3_moe"], str(tmp_path))
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
+    whole = compact_checkpoint(tmp_path, "step-2", max_file_bytes=100_000)
+    assert whole == tmp_path / "step-2-whole"
+    assert len(list(whole.glob("*.safetensors"))) > 1
+    model, report = AutoModelForCausalLM.from_pretrained(
+        whole, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    first = AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.float32)
+    found, expected = model.state_dict(), first.state_dict()
+    assert found.keys() == expected.keys()
+    assert sum("layers.0" in name for name in expected) > 5
+    for name, tensor in expected.items():
+        changed = tensor * 2 * 3 if "layers.0" in name else tensor
+        assert torch.equal(found[name], changed), name
