@@ -188,7 +188,7 @@ def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> 
         if as_json:
             typer.echo(json.dumps(said, indent=1))
             return
-        whole = _contents(said["num_tensors"], said["num_files"])
+        whole = _contents(len(found.file_of), len(found.files))
         typer.echo(
             f"{found.folder}: {whole} are whole: {num_bytes} bytes have their checksums"
             if found.manifest is not None
