@@ -419,7 +419,7 @@ def test_files_of_others_that_do_not_fit_each_other(folder: Path) -> None:
         ),
         (
             {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8), "more": torch.zeros(1)},
-            r"'more' on the checkpoint has no destination|parameter 'more' .* has no destination",
+            r"parameter 'more' on the checkpoint has no destination; strict=False takes the others",
         ),
     ],
 )

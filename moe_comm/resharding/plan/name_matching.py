@@ -217,5 +217,7 @@ def matched_names(by_rank: ByRank, *, strict: bool = False) -> tuple[set[str], d
         more = "" if not num_others else f", nor have {num_others} others"
         if num_others == 1:
             more = f", nor has '{max(extra)}'"
-        raise PlanError(f"source parameter '{name}' on rank {holder} has no destination{more}")
+        raise PlanError(
+            f"source parameter '{name}' on rank {holder} has no destination{more}; strict=False takes the others"
+        )
     return all_destinations, tied
