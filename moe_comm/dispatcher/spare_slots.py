@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.arguments import as_int, check_kind
 from moe_comm.ep.buffer import EpBuffer
@@ -14,7 +20,13 @@ from moe_comm.peers.missed_calls import GATHER, Telling, keep
 if TYPE_CHECKING:
     from moe_comm.replicas import ExpertBalancer
 
-__all__ = ["BalanceableLayer", "balance_layers", "with_spare_slots"]
+__all__ = [
+    "BalanceableLayer",
+    "SpareParameters",
+    "balance_layers",
+    "check_whole",
+    "with_spare_slots",
+]
 
 
 class BalanceableLayer(Protocol):
@@ -78,3 +90,112 @@ def balance_layers(
     for layer in layers:
         layer.add_spare_slots(num_spare_slots, balancer)
     return balancer
+
+
+def check_whole(experts: nn.Module, num_own_experts: int, needed: str) -> str:
+    """Check that every parameter of a module has all of this rank's experts, whole.
+
+    Args:
+        experts: Parameters `[num_own_experts, ...]`.
+        num_own_experts: Of this rank.
+        needed: What the sizes of meshes must fulfil, for errors.
+
+    Returns:
+        What ranks must agree on.
+
+    Raises:
+        ValueError: A parameter lacks experts or is cut or repeated over further ranks.
+    """
+    for name, parameter in experts.named_parameters(recurse=False):
+        own = _local_of(parameter)
+        others = [own.shape[1:] != parameter.shape[1:]]
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            others += [size > 1 and placed != Shard(0) for placed, size in sizes]
+        if not own.dim() or own.shape[0] != num_own_experts or any(others):
+            at = getattr(parameter, "placements", "")
+            raise ValueError(
+                f"{name} must hold {num_own_experts} experts on this rank, got shape {tuple(own.shape)} "
+                f"{at}: replicas need ranks that have their experts whole ({needed})"
+            )
+    return f"parameters {[name for name, _ in experts.named_parameters(recurse=False)]}"
+
+
+class SpareParameters:
+    """Parameters of replicas, which take the place of a module's own for a call of its forward.
+
+    They belong to no module, so that optimizers and checkpoints have each expert once.
+
+    Args:
+        experts: The module; `check_whole` holds.
+        num_own_experts: Of its parameters on this rank.
+        num_spare_slots: Of this rank.
+        divisor: Of their gradients.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        num_own_experts: int,
+        num_spare_slots: int,
+        divisor: float = 1.0,
+    ) -> None:
+        self._num_own_experts = num_own_experts
+        self._num_spare_slots = num_spare_slots
+        self._experts: Any = experts
+        self._parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in experts.named_parameters(recurse=False):
+            own = _local_of(parameter)
+            spare = nn.Parameter(
+                own.new_zeros(num_spare_slots, *own.shape[1:]),
+                requires_grad=parameter.requires_grad,
+            )
+            if spare.requires_grad and divisor != 1:
+                spare.register_hook(functools.partial(torch.mul, other=1 / divisor))  # type: ignore[no-untyped-call]
+            self._parameters[name] = spare
+
+    def weights(self) -> list[list[torch.Tensor]]:
+        """Return tensors of all slots, the module's own first, as `ExpertBalancer.add_layer` takes them."""
+        own = self._experts.named_parameters(recurse=False)
+        return [[parameter, self._parameters[name]] for name, parameter in own]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run_too(
+        self,
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        rows: torch.Tensor,
+        num_rows_per_slot: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the rows of the module's own experts, then those of replicas.
+
+        Args:
+            run: Calls the module: rows `[M, hidden]` and numbers of rows `[num_experts]`, to `[M, hidden]`.
+            rows: Of all slots, in their order.
+            num_rows_per_slot: Integers `[num_local_slots]`.
+
+        Returns:
+            What `run` returns, of all rows.
+        """
+        num_own = self._num_own_experts
+        num_own_rows = int(num_rows_per_slot[:num_own].sum())
+        own = run(rows[:num_own_rows], num_rows_per_slot[:num_own])
+        with self._in_place():
+            others = run(rows[num_own_rows:], num_rows_per_slot[num_own:])
+        return torch.cat([own, others])
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """A block in which the module has the replicas, in the dtypes that its own parameters have there."""
+        held = self._experts._parameters
+        own, num_experts = dict(held), self._experts.num_experts
+        held.update({name: spare.to(own[name].dtype) for name, spare in self._parameters.items()})
+        self._experts.num_experts = self._num_spare_slots
+        try:
+            yield
+        finally:
+            held.update(own)
+            self._experts.num_experts = num_experts
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,14 +8,22 @@ the same dispatcher stands on a base of this module.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from moe_comm.arguments import as_dense, as_int
+from moe_comm.arguments import as_dense, as_int, check_kind
+from moe_comm.dispatcher.spare_slots import (
+    SpareParameters,
+    balance_layers,
+    check_whole,
+    with_spare_slots,
+)
 from moe_comm.ep.autograd import SAVED_OPERATORS, combine, dispatch
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Capacity
@@ -24,7 +32,10 @@ from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 
-__all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher"]
+if TYPE_CHECKING:
+    from moe_comm.replicas import ExpertBalancer
+
+__all__ = ["DispatchMetadata", "TorchtitanTokenDispatcher", "balance_experts"]
 
 
 class _Configurable:
@@ -149,6 +160,18 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         self._group_buffers = group_buffers(group)
         self._buffer = self._group_buffers.get_together(type(self).__name__, self.num_experts)
 
+    @property
+    def buffer(self) -> EpBuffer:
+        """That of the tokens; RuntimeError before `wire_meshes`."""
+        return self._wired()
+
+    def add_spare_slots(self, num_spare_slots: int) -> None:
+        """Have every rank get rows for so many replicas too, behind those of its own experts. Collective.
+
+        The buffer is this dispatcher's own from now on.
+        """
+        self._buffer = with_spare_slots(self._wired(), num_spare_slots)
+
     @rejects_unbound("dispatch", lambda args, _: args[0]._buffer)
     def dispatch(
         self,
@@ -266,6 +289,70 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         num_rows += buffer.num_local_experts * (self.pad_multiple - 1)
         num_rows += -num_rows % self.pad_multiple
         return Capacity(num_rows=num_rows, on_overflow="drop")
+
+
+@keeps_unbound
+def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) -> ExpertBalancer:
+    """Have replicas of hot experts computed on other ranks, too. Collective.
+
+    Every rank keeps its own experts, which optimizers and checkpoints see as before, and gets slots
+    for replicas of others'. The balancer fills them, from the loads that it counts.
+
+    Args:
+        model: Parallelized over `TorchtitanTokenDispatcher`, on CPUs; every rank has its experts whole: no FSDP
+            of more than one rank around experts, no `dp_replicate`.
+        num_spare_slots: For replicas, of every rank and layer, >= 1.
+        options: Of the `ExpertBalancer`.
+
+    Returns:
+        The balancer: call `reduce_gradients` after each backward, and `step` after the optimizer's.
+
+    Raises:
+        ValueError: The model has no such layers, their experts are cut over further ranks, an argument of some
+            rank is wrong, or ranks differ; on every rank.
+        TypeError: An argument of some rank is of a wrong type; on every rank.
+
+    Example:
+        ```python
+        balancer = balance_experts(model, num_steps=100)
+        ```
+    """
+    with Telling(keep, GATHER):
+        check_kind("model", model, nn.Module)
+        layers = [
+            _Layer(module)
+            for module in model.modules()
+            if isinstance(getattr(module, "token_dispatcher", None), TorchtitanTokenDispatcher)
+        ]
+        for layer in layers:
+            layer.buffer  # noqa: B018 - raises where it has not been wired
+    return balance_layers(
+        layers, num_spare_slots, options, "routed experts over TorchtitanTokenDispatcher"
+    )
+
+
+class _Layer:
+    """Routed experts of torchtitan, for `balance_layers`."""
+
+    def __init__(self, routed_experts: Any) -> None:
+        self._experts: nn.Module = routed_experts.inner_experts
+        self._dispatcher: TorchtitanTokenDispatcher = routed_experts.token_dispatcher
+
+    @property
+    def buffer(self) -> EpBuffer:
+        return self._dispatcher.buffer
+
+    def add_spare_slots(self, num_spare_slots: int, balancer: ExpertBalancer) -> None:
+        """Have the experts compute the rows of replicas, too, and the balancer fill these. Collective."""
+        experts, num_own = self._experts, self.buffer.num_local_experts
+        self.buffer.communicator.check_together(
+            lambda: check_whole(experts, num_own, "ep = dp_shard x cp x tp, dp_replicate = 1"),
+            "add_spare_slots",
+        )
+        self._dispatcher.add_spare_slots(num_spare_slots)
+        replicas = SpareParameters(experts, num_own, num_spare_slots)
+        experts.forward = functools.partial(replicas.run_too, experts.forward)
+        balancer.add_layer(self.buffer, replicas.weights(), num_kept_slots=num_own)
 
 
 if _dispatchers is not None:

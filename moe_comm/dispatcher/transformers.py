@@ -6,11 +6,10 @@ transformers keeps a registry of such ways; `register` adds one, and replaces no
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_comm.arguments import check_kind
 from moe_comm.dispatcher.plain import TokenDispatcher
-from moe_comm.dispatcher.spare_slots import balance_layers, with_spare_slots
+from moe_comm.dispatcher.spare_slots import (
+    SpareParameters,
+    balance_layers,
+    check_whole,
+    with_spare_slots,
+)
 from moe_comm.ep.autograd import QuantizedRows
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.peers.bootstrap import Bootstrap
@@ -190,7 +194,7 @@ class TransformersExperts:
     ) -> None:
         self._experts_forward = experts_forward
         self._tp_mesh = tp_mesh
-        self._replicas: _Replicas | None = None
+        self._replicas: SpareParameters | None = None
         self._dispatcher = TokenDispatcher(
             num_experts,
             group=group,
@@ -221,7 +225,9 @@ class TransformersExperts:
         rows = routed.tokens
         if isinstance(rows, QuantizedRows):
             rows = rows.dequantize()  # once: each look at quantized rows does it anew
-        run = self._run_experts if self._replicas is None else self._run_replicas_too
+        run = self._run_experts
+        if self._replicas is not None:
+            run = functools.partial(self._replicas.run_too, run)
         expert_out = run(rows, routed.num_tokens_per_expert)
         y = self._dispatcher.combine(expert_out, routed)
         return y if self._tp_mesh is None else _whole_of(self._tp_mesh, y, num_tokens)
@@ -248,47 +254,22 @@ class TransformersExperts:
         buffer = self.buffer
         num_own = buffer.num_local_experts
 
-        def check() -> str:
-            for name, parameter in experts.named_parameters(recurse=False):
-                shape = _local_of(parameter).shape
-                if not shape or shape[0] != num_own:
-                    raise ValueError(
-                        f"{name} must hold {num_own} experts on this rank, got shape {tuple(shape)}: "
-                        "replicas need ranks that have their experts whole (ep_size = fsdp_size x tp_size)"
-                    )
-            return f"parameters {[name for name, _ in experts.named_parameters(recurse=False)]}"
-
-        buffer.communicator.check_together(check, "add_spare_slots")
-        replicas = _Replicas(experts, num_own, num_spare_slots, divisor)
+        buffer.communicator.check_together(
+            lambda: check_whole(experts, num_own, "ep_size = fsdp_size x tp_size"),
+            "add_spare_slots",
+        )
+        self._replicas = SpareParameters(experts, num_own, num_spare_slots, divisor)
         self._dispatcher = TokenDispatcher(
             buffer.config.num_experts,
             buffer=with_spare_slots(buffer, num_spare_slots),
             quantization=self._dispatcher.quantization,
             weighted_by="combine",
         )
-        self._replicas = replicas
-        weights = [
-            [parameter, replicas.parameters[name]]
-            for name, parameter in experts.named_parameters(recurse=False)
-        ]
-        balancer.add_layer(self.buffer, weights, num_kept_slots=num_own)
+        balancer.add_layer(self.buffer, self._replicas.weights(), num_kept_slots=num_own)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformersExperts:
         """Itself, as transformers' own calls it in a copy of a model, too."""
         return self
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_replicas_too(
-        self, rows: torch.Tensor, num_tokens_per_slot: torch.Tensor
-    ) -> torch.Tensor:
-        """As `_run_experts`, of this rank's own experts and of those in its spare slots."""
-        assert self._replicas is not None
-        num_own = self._replicas.num_own_experts
-        num_own_rows = int(num_tokens_per_slot[:num_own].sum())
-        own = self._run_experts(rows[:num_own_rows], num_tokens_per_slot[:num_own])
-        with self._replicas.in_place():
-            others = self._run_experts(rows[num_own_rows:], num_tokens_per_slot[num_own:])
-        return torch.cat([own, others])
 
     def _run_experts(self, rows: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """The experts' outputs, unweighted, in the order of the rows."""
@@ -306,53 +287,6 @@ class TransformersExperts:
         weights = rows.new_ones(expert_ids.shape[0], 1)
         expert_out = self._experts_forward(rows, expert_ids[:, None], weights)
         return expert_out[:num_rows] if has_spare_row else expert_out
-
-
-class _Replicas:
-    """Parameters of replicas, which take the place of a module's own for a call of its forward.
-
-    They belong to no module, so that optimizers and checkpoints have each expert once.
-
-    Args:
-        experts: The module.
-        num_own_experts: Of its parameters on this rank.
-        num_spare_slots: Of this rank.
-        divisor: Of their gradients.
-    """
-
-    def __init__(
-        self, experts: nn.Module, num_own_experts: int, num_spare_slots: int, divisor: float
-    ) -> None:
-        self.num_own_experts = num_own_experts
-        self._num_spare_slots = num_spare_slots
-        self._experts: Any = experts
-        self.parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in experts.named_parameters(recurse=False):
-            own = _local_of(parameter)
-            spare = nn.Parameter(
-                own.new_zeros(num_spare_slots, *own.shape[1:]),
-                requires_grad=parameter.requires_grad,
-            )
-            if spare.requires_grad and divisor != 1:
-                spare.register_hook(functools.partial(torch.mul, other=1 / divisor))  # type: ignore[no-untyped-call]
-            self.parameters[name] = spare
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """A block in which the module has the replicas, in the dtypes that its own parameters have there."""
-        held = self._experts._parameters
-        own, num_experts = dict(held), self._experts.num_experts
-        held.update({name: spare.to(own[name].dtype) for name, spare in self.parameters.items()})
-        self._experts.num_experts = self._num_spare_slots
-        try:
-            yield
-        finally:
-            held.update(own)
-            self._experts.num_experts = num_experts
-
-
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _part_of(tp_mesh: DeviceMesh, shared: torch.Tensor) -> torch.Tensor:

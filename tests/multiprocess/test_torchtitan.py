@@ -13,7 +13,11 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from moe_comm.dispatcher.torchtitan import SelectiveAC, TorchtitanTokenDispatcher
+from moe_comm.dispatcher.torchtitan import (
+    SelectiveAC,
+    TorchtitanTokenDispatcher,
+    balance_experts,
+)
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import torchtitan_moe
 from tests.helpers.moe_layer import recorded_operations
@@ -192,3 +196,118 @@ def test_the_policy_can_be_an_override() -> None:
     assert len(torchtitan_moe.override(tree, [target])) == 1
     assert type(tree.ac) is SelectiveAC.Config
     assert tree.ac.preserve_rng_state is False
+
+
+def as_plain(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor that may be a `DTensor`."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def build_twins(context: RankContext, fields: dict[str, Any]) -> list[Any]:
+    """Two MoE layers with the same parameters, over dispatchers of this package."""
+    twins = []
+    for _ in range(2):
+        config = torchtitan_moe.model_config()
+        torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
+        twins.append(torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config)))
+    return twins
+
+
+def train_with_replicas(
+    context: RankContext, fields: dict[str, Any], wrapped_by: str
+) -> tuple[list[str], int]:
+    """Train a layer with replicas, and its twin without, on batches that all want few experts.
+
+    Returns:
+        What differs, and how many steps had replicas.
+    """
+    plain, balanced = build_twins(context, fields)
+    if wrapped_by == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = torchtitan_moe.parallel_dims(context.num_ranks).get_optional_mesh(
+            "efsdp", include_singleton_axes=True
+        )
+        fully_shard(balanced.routed_experts.inner_experts, mesh=mesh)
+    balancer = balance_experts(balanced, num_steps=2)
+    run = balanced
+    if wrapped_by == "recompute":
+        from torchtitan.distributed.activation_checkpoint import FullAC
+
+        run = FullAC.Config().build()._wrap_block(balanced, base_fqn="layers.0.moe")
+    faults, num_with_replicas = [], 0
+    names = [name for name, _ in plain.named_parameters()]
+    if names != [name for name, _ in balanced.named_parameters()]:
+        faults.append("other parameters")
+    dispatcher = balanced.routed_experts.token_dispatcher
+    for step in range(8):
+        num_with_replicas += dispatcher.buffer.config.placement.has_replicas
+        # Fixed rows are sized by this rank's tokens, as if all had as many.
+        shift = 0 if fields.get("non_blocking_capacity_factor") else context.rank_idx
+        draw = torch.Generator().manual_seed(10 * step + context.rank_idx)
+        num_tokens = (40, 3, 24, 11)[(step + shift) % 4]
+        x = torch.randn(1, num_tokens, 256, generator=draw)
+        for moe in (plain, balanced):
+            moe.zero_grad()
+            moe.expert_bias_E.zero_()[step // 4] = 5.0  # chosen by every token
+        want = torchtitan_moe.forward_backward(plain, x)
+        got = torchtitan_moe.forward_backward(run, x)
+        balancer.reduce_gradients()
+        for name, expected in want.items():
+            ours = got[name]
+            error = (ours - expected).norm()
+            # Sums over the rows of an expert are rounded to bfloat16, on each of its ranks.
+            tolerance = 0.01 * expected.norm() if "inner_experts" in name else 0.0
+            if not error <= tolerance or not expected.norm():
+                faults.append(f"rank {context.rank_idx}, step {step}: {name} is off by {error}")
+        with torch.no_grad():
+            for one, other in zip(plain.parameters(), balanced.parameters(), strict=True):
+                one.sub_(one.grad.sign() * 0.01)
+                as_plain(other).copy_(as_plain(one))
+        balancer.step()
+    return faults, num_with_replicas
+
+
+@pytest.mark.client(
+    "torchtitan",
+    way="`balance_experts`",
+    ran="the MoE layer of DeepSeek-V3 with replicas, trained: the same bits as without",
+)
+@pytest.mark.parametrize(
+    ("fields", "wrapped_by"),
+    [
+        pytest.param({}, "", id="dropless"),
+        pytest.param({}, "fsdp", id="fsdp"),
+        pytest.param({"pad_multiple": 8}, "recompute", id="padded-recomputed"),
+        pytest.param({"non_blocking_capacity_factor": 1.0}, "", id="fixed-rows"),
+    ],
+)
+def test_a_layer_with_replicas_has_the_bits_of_one_without(
+    fields: dict[str, Any], wrapped_by: str
+) -> None:
+    for faults, num_with_replicas in run_ranks(train_with_replicas, 2, fields, wrapped_by):
+        assert faults == []
+        assert num_with_replicas >= 4
+
+
+def balance_what_cannot_be(context: RankContext) -> None:
+    plain, cut = build_twins(context, {})
+    with pytest.raises(ValueError, match="over TorchtitanTokenDispatcher, got none"):
+        balance_experts(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="num_spare_slots must be"):
+        balance_experts(plain, 0 if context.rank_idx else 1)
+    experts = cut.routed_experts.inner_experts
+    if context.rank_idx:
+        experts.w1_EFD = torch.nn.Parameter(experts.w1_EFD.to_local()[1:])
+    with pytest.raises(
+        ValueError, match=r"w1_EFD must hold 4 experts on this rank, got shape \(3,"
+    ):
+        balance_experts(cut)
+    balance_experts(plain)
+    with pytest.raises(ValueError, match="the layers have spare slots already"):
+        balance_experts(plain)
+
+
+def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:
+    run_ranks(balance_what_cannot_be, 2)
