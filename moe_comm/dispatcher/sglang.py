@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from moe_comm.ep.config import Layout
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.ep.options import check_alignment
+from moe_comm.ep.placement import EMPTY_SLOT, Placement, ReplicaRule
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import Telling, keeps_unbound
 from moe_comm.tensors.quantization import Quantization
@@ -113,6 +114,11 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         quantization: Of dispatched rows; see also `set_quant_config`.
         is_extend_in_batch: Whether the batch holds prefill, which is not low-latency; for "auto". None
             for SGLang's own `get_is_extend_in_batch`.
+        physical_to_logical_map: Integers `[num_experts]`: the logical expert of every physical one, -1 for an
+            empty slot, as `ExpertLocationMetadata` has it for the layer; `num_experts` counts physical
+            experts, as SGLang does. The dispatcher then has buffers of its own. None: ids are not looked at.
+        replica_rule: "given": `topk_ids` are physical ids, as SGLang's routers make them. "balanced",
+            "nearest", "hash": they are logical, and the dispatcher chooses; see docs/replicas.md. Needs a map.
 
     Raises:
         ValueError: An argument breaks a rule above.
@@ -137,13 +143,15 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         expert_alignment: int = 1,
         quantization: Quantization | None = None,
         is_extend_in_batch: Callable[[], bool] | None = None,
+        physical_to_logical_map: torch.Tensor | Sequence[int] | None = None,
+        replica_rule: ReplicaRule = "given",
     ) -> None:
         super().__init__()
         mode = deepep_mode if isinstance(deepep_mode, str) else _value_of(deepep_mode)
         self._dtypes = DtypeChoice(quantization, runner_backend)
         self._is_extend_in_batch = is_extend_in_batch
 
-        def check() -> None:
+        def check() -> Placement | None:
             if mode not in ("normal", "low_latency", "auto"):
                 raise ValueError(
                     f'deepep_mode must be "normal", "low_latency" or "auto", got {shown(deepep_mode)}'
@@ -164,7 +172,16 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             if mode != "normal" and num_max_tokens_per_rank is None:
                 env.sglang_num_max_dispatch_tokens_per_rank()
             self._dtypes.update({})
+            if physical_to_logical_map is not None:
+                return self._placement_of(physical_to_logical_map)
+            if replica_rule != "given":
+                raise ValueError(
+                    f"replica_rule needs a physical_to_logical_map, got {shown(replica_rule)} and None"
+                )
+            return None
 
+        self.num_experts: Any = num_experts
+        self._replica_rule = replica_rule
         self.deepep_mode = mode
         self.router_topk = router_topk
         self.hidden_size = hidden_size
@@ -190,9 +207,14 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
                 num_max_tokens_per_rank=most,
                 num_local_experts=num_local_experts,
                 check=check,
+                replica_rule=replica_rule,
+                key=None if physical_to_logical_map is None else object(),
             )
             self._buffers[most is not None] = buffer
-        self.num_experts = buffer.config.num_experts
+        self.num_experts = buffer.config.num_slots
+        self._first_slots: torch.Tensor | None = None
+        if physical_to_logical_map is not None:
+            self._first_slots = self._find_first_slots(physical_to_logical_map)
         self._micro_batches: dict[int | None, _MicroBatch] = {}
         self._pre_dispatch, self._post_dispatch = HookList(), HookList()
         self._pre_combine, self._post_combine = HookList(), HookList()
@@ -240,6 +262,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             with Telling(buffer.reject, "dispatch"):
                 ids, weights = topk_output.topk_ids, topk_output.topk_weights
                 self._check(hidden_states, ids, weights)
+                slots = self._as_slots(ids)
             num_ranks = buffer.communicator.num_ranks
             batch.topk_ids, batch.topk_weights = ids, weights
             # Rounded up, as in DeepEP's callers: a hint for the grouped GEMM.
@@ -247,7 +270,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             batch.dispatch = begin_dispatch(
                 buffer,
                 hidden_states,
-                ids,
+                slots,
                 None if batch.is_low_latency else weights,
                 layout=Layout.LOW_LATENCY if batch.is_low_latency else Layout.RANK_MAJOR,
                 expert_alignment=1 if batch.is_low_latency else self.expert_alignment,
@@ -339,6 +362,62 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         (hidden_states,) = self._post_combine.run(self, batch.combine.wait())
         result: torch.Tensor = hidden_states
         return result
+
+    def replace_physical_to_logical_map(
+        self, physical_to_logical_map: torch.Tensor | Sequence[int]
+    ) -> None:
+        """Follow a rearrangement of experts. Collective, between two forwards.
+
+        Batches that are in flight go on by the map of their dispatch. Weights are SGLang's to move.
+
+        Args:
+            physical_to_logical_map: As the constructor's, of as many physical and logical experts.
+
+        Raises:
+            ValueError: The dispatcher has none to replace, that of some rank does not fit, or ranks differ; on
+                every rank, and the present one stays.
+            TypeError: That of some rank does not hold integers.
+        """
+        with Telling(self._group_buffers.communicator.reject):
+            if self._first_slots is None:
+                raise ValueError("the dispatcher was made without a physical_to_logical_map")
+            placement = self._placement_of(physical_to_logical_map)
+        for buffer in self._buffers.values():
+            buffer.replace_placement(placement)
+        self._first_slots = self._find_first_slots(physical_to_logical_map)
+
+    def _placement_of(self, physical_to_logical_map: torch.Tensor | Sequence[int]) -> Placement:
+        placement = Placement.of_table(
+            physical_to_logical_map, self._group_buffers.communicator.num_ranks
+        )
+        if placement.num_slots != self.num_experts:
+            raise ValueError(
+                f"physical_to_logical_map must have num_experts = {shown(self.num_experts)} physical "
+                f"experts, got {placement.num_slots}"
+            )
+        return placement
+
+    def _as_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """Physical experts as slots that hold experts; what is none stays, for the buffer to refuse."""
+        first = self._first_slots
+        if first is None or self._replica_rule != "given" or ids.is_floating_point():
+            return ids
+        at = ids.to(torch.int64).clamp(0, first.numel() - 1)
+        return torch.where(at == ids, first[at], ids)
+
+    def _find_first_slots(
+        self, physical_to_logical_map: torch.Tensor | Sequence[int]
+    ) -> torch.Tensor:
+        """The slot of every physical expert: of several with one logical expert on a rank, the first."""
+        num_ranks = self._group_buffers.communicator.num_ranks
+        table = torch.as_tensor(physical_to_logical_map, device="cpu").view(num_ranks, -1).tolist()
+        size = len(table[0])
+        first = [
+            rank_idx * size + (slot_idx if expert_idx == EMPTY_SLOT else row.index(expert_idx))
+            for rank_idx, row in enumerate(table)
+            for slot_idx, expert_idx in enumerate(row)
+        ]
+        return torch.tensor(first, device=self._group_buffers.device)
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
         """Say how rows travel from the next dispatch on; the same on every rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.buffer_manager import BufferManager
 from moe_comm.ep.config import EpConfig
+from moe_comm.ep.placement import Placement, ReplicaRule
 from moe_comm.peers.agree import first_line, make_together
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for, group_behind
 from moe_comm.peers.communicator import Communicator
@@ -149,7 +151,9 @@ class GroupBuffers:
         num_max_tokens_per_rank: int | None = None,
         expert_rank: torch.Tensor | Sequence[int] | None = None,
         num_local_experts: int | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], Placement | None] = lambda: None,
+        replica_rule: ReplicaRule = "balanced",
+        key: object = None,
     ) -> EpBuffer:
         """Give a buffer like `get`, made by all ranks; mistakes of one are raised on all. Always collective.
 
@@ -158,8 +162,11 @@ class GroupBuffers:
             num_experts: As in `get`; None for `num_local_experts` on every rank.
             num_max_tokens_per_rank: As in `get`.
             expert_rank: As in `get`.
-            num_local_experts: Checked against the placement where both are given.
-            check: Raises where another argument is wrong.
+            num_local_experts: Checked against the placement where both are given; a slot of it counts as one.
+            check: Raises where another argument is wrong. Returns the placement for `EpConfig`, whose experts
+                count in place of `num_experts`, or None.
+            replica_rule: As in `EpConfig`; not looked at without a placement.
+            key: As in `get`.
 
         Raises:
             ValueError: An argument of some rank is wrong, or those of two ranks differ.
@@ -169,8 +176,10 @@ class GroupBuffers:
 
         def state() -> str:
             nonlocal config
-            check()
-            if num_experts is not None:
+            slots = check()
+            if slots is not None:
+                num_all = slots.num_experts
+            elif num_experts is not None:
                 num_all = num_experts
             elif num_local_experts is not None:
                 num_all = as_int("num_local_experts", num_local_experts, 1)
@@ -178,6 +187,8 @@ class GroupBuffers:
             else:
                 raise ValueError("num_experts is needed, got None")
             config = _config(num_all, num_max_tokens_per_rank, expert_rank)
+            if slots is not None:
+                config = dataclasses.replace(config, placement=slots, replica_rule=replica_rule)
             placement = config.resolve_expert_rank(self.communicator.num_ranks)
             num_local = int((placement == self.communicator.rank_idx).sum())
             if num_local_experts not in (None, num_local):
@@ -187,13 +198,14 @@ class GroupBuffers:
             return (
                 f"{name}(num_experts={config.num_experts}, "
                 f"num_max_tokens_per_rank={config.num_max_tokens_per_rank}, "
-                f"expert_rank={placement.tolist()}) on {self.device.type}"
+                f"expert_rank={placement.tolist()}, replica_rule={config.replica_rule!r}, "
+                f"slots={None if slots is None else slots.slots}) on {self.device.type}"
             )
 
         try:
             self.check_together(state)
             assert config is not None
-            return self._manager.get(config)
+            return self._manager.get(config, key=key)
         except Exception:
             _forget_unused(self.group, self)
             raise

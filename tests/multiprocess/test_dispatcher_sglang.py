@@ -431,3 +431,124 @@ def test_sglang_arguments(options: dict[str, Any], error: type[Exception], messa
         buffers.destroy()
 
     run_ranks(run, 1, mode="threads")
+
+
+MAPS = [[0, 1, 2, 3, 0, -1], [3, 1, 0, 2, 0, 3], [0, 1, 1, 2, 3, -1]]
+"""Logical experts of physical ones, on two ranks; the last has one twice on a rank."""
+
+
+def mapped(context: RankContext, mode: str, rule: str, table: Any = MAPS[0]) -> SglangDispatcher:
+    return SglangDispatcher(
+        context.group,
+        NUM_TOPK,
+        num_experts=6,
+        num_local_experts=3,
+        deepep_mode=mode,
+        num_max_tokens_per_rank=MOST_TOKENS,
+        physical_to_logical_map=table,
+        replica_rule=rule,  # type: ignore[arg-type]
+    )
+
+
+def scaled_by_expert(output: Any, own: torch.Tensor) -> Any:
+    """Experts that multiply by one more than their logical id, in either format."""
+    factor = own + 1.0
+    if output.format.is_deepep_ll():
+        rows = (output.hidden_states * factor[:, None, None]).bfloat16()
+        return DeepEPLLCombineInput(rows, output.topk_ids, output.topk_weights)
+    local = output.topk_ids
+    weight = (output.topk_weights * factor[local.clamp(0)] * (local >= 0)).sum(1, keepdim=True)
+    rows = (output.hidden_states * weight).bfloat16()
+    return DeepEPNormalCombineInput(rows, local, output.topk_weights)
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+@pytest.mark.parametrize("rule", ["given", "balanced", "nearest", "hash"])
+def test_physical_experts_are_where_the_map_says(mode: str, rule: str) -> None:
+    def run(context: RankContext) -> list[list[int]]:
+        buffers = group_buffers(context.group)
+        dispatcher = mapped(context, mode, rule)
+        other = mapped(context, mode, rule, MAPS[1])  # of another layer: nothing is shared
+        received = []
+        for step, rows in enumerate([*MAPS, MAPS[0]]):
+            table = torch.tensor(rows, dtype=torch.int32)
+            if step:
+                dispatcher.replace_physical_to_logical_map(table)
+            given = batch_input(context.rank_idx, step)
+            logical = given.topk_ids
+            if rule == "given":  # the last physical expert of each: copies, too
+                given.topk_ids = torch.tensor(
+                    [max(p for p, e in enumerate(rows) if e == expert) for expert in range(4)]
+                )[logical].int()
+            output = dispatcher.dispatch(given.x, given)
+            counts = (
+                output.masked_m.tolist()
+                if mode == "low_latency"
+                else output.num_recv_tokens_per_expert
+            )
+            received.append(counts)
+            own = table.view(2, 3)[context.rank_idx]
+            y = dispatcher.combine(scaled_by_expert(output, own))
+            expected = given.x * (given.topk_weights * (logical + 1.0)).sum(1, keepdim=True)
+            assert float((y.float() - expected).abs().max()) < 0.1, (step, rows)
+        given = batch_input(context.rank_idx, 0)
+        if rule != "given":
+            output = other.dispatch(given.x, given)
+            own = torch.tensor(MAPS[1]).view(2, 3)[context.rank_idx]
+            y = other.combine(scaled_by_expert(output, own))
+            expected = given.x * (given.topk_weights * (given.topk_ids + 1.0)).sum(1, keepdim=True)
+            assert float((y.float() - expected).abs().max()) < 0.1
+        buffers.destroy()
+        return received
+
+    received = run_ranks(run, 2, mode="threads")
+    for step, rows in enumerate([*MAPS, MAPS[0]]):
+        chosen = torch.cat([batch_input(rank_idx, step).topk_ids for rank_idx in range(2)])
+        loads = chosen.flatten().bincount(minlength=4).tolist()
+        fixed = [
+            sum(load for expert, load in enumerate(loads) if expert not in rows[3 * other :][:3])
+            for other in (1, 0)
+        ]
+        counts = [sum(of_rank[step]) for of_rank in received]
+        assert sum(counts) == sum(loads)
+        if rule == "balanced":
+            assert max(counts) == max(*fixed, sum(loads) // 2), (step, rows)
+
+
+def test_a_map_that_cannot_be_is_refused_on_every_rank() -> None:
+    def run(context: RankContext) -> None:
+        buffers = group_buffers(context.group)
+        is_last = context.rank_idx == 1
+        for table, rule, message in (
+            (MAPS[0][:4], "given", "must have num_experts = 6 physical experts, got 4"),
+            (MAPS[is_last], "given", "num_experts=4"),
+            ([0, 1, 2, 4, 0, -1], "given", "expert 3"),
+            (MAPS[0], "fastest", "replica_rule must be one of"),
+            (None, "balanced", "replica_rule needs a physical_to_logical_map"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                mapped(context, "normal", rule, table)
+        dispatcher = mapped(context, "normal", "given")
+        given = batch_input(context.rank_idx, 0)
+        for wrong in (5, 6, -2):
+            ids = given.topk_ids.clone()
+            if is_last:
+                ids[1, 0] = wrong
+            chosen = types.SimpleNamespace(topk_ids=ids, topk_weights=given.topk_weights)
+            message = f"= {wrong} is not a slot that holds an expert in .-1, 6."
+            with pytest.raises(ValueError, match=message):
+                dispatcher.dispatch(given.x, chosen)
+        for table, message in (
+            (MAPS[1][:4] if is_last else MAPS[1], "physical experts, got 4"),
+            (MAPS[1 + is_last], "ranks have different placements"),
+            ([0, 1, 2, 0, 1, 2], "placement must have num_experts = 4, got 3"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                dispatcher.replace_physical_to_logical_map(table)
+        plain = sglang(context.group)
+        with pytest.raises(ValueError, match="made without a physical_to_logical_map"):
+            plain.replace_physical_to_logical_map(MAPS[0])
+        dispatcher.combine(combine_input(dispatcher.dispatch(given.x, given)))  # all is as it was
+        buffers.destroy()
+
+    run_ranks(run, 2, mode="threads")
