@@ -98,7 +98,7 @@ def check_whole(experts: nn.Module, num_own_experts: int, needed: str) -> str:
     Args:
         experts: Parameters `[num_own_experts, ...]`.
         num_own_experts: Of this rank.
-        needed: What the sizes of meshes must fulfil, for errors.
+        needed: What the sizes of meshes must be, for errors.
 
     Returns:
         What ranks must agree on.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 pytest.importorskip("torchtitan")
 
@@ -304,6 +305,13 @@ def balance_what_cannot_be(context: RankContext) -> None:
         ValueError, match=r"w1_EFD must hold 4 experts on this rank, got shape \(3,"
     ):
         balance_experts(cut)
+    held = plain.routed_experts.inner_experts.w2_EDF
+    plain.routed_experts.inner_experts.w2_EDF = torch.nn.Parameter(
+        DTensor.from_local(as_plain(held.detach()), held.device_mesh, [Replicate()])
+    )
+    with pytest.raises(ValueError, match=r"w2_EDF must hold 4 experts.*Replicate.*dp_replicate"):
+        balance_experts(plain)
+    plain.routed_experts.inner_experts.w2_EDF = held
     balance_experts(plain)
     with pytest.raises(ValueError, match="the layers have spare slots already"):
         balance_experts(plain)
