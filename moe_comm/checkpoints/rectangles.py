@@ -257,9 +257,11 @@ def _read_rows(descriptor: int, memory: memoryview, rectangle: Rectangle) -> Non
         its, memory = memory[: rows.num_bytes], memory[rows.num_bytes :]
         if rows.step == rows.run_bytes:
             _read_all(descriptor, its, rows.offset)
-        elif rows.num_runs > 1 and rows.step - rows.run_bytes <= _MAX_GAP_BYTES:
+        elif rows.num_runs > 1 and (
+            rows.step <= _CACHED_BYTES and rows.step - rows.run_bytes <= _MAX_GAP_BYTES
+        ):
             # Whole rows, of which a part is kept while they are in the cache.
-            most = min(rows.num_runs, max(1, _CACHED_BYTES // rows.step))
+            most = min(rows.num_runs, _CACHED_BYTES // rows.step)
             if spare is None:
                 spare = torch.empty(most * rows.step, dtype=torch.uint8, device="cpu")
             whole = spare.view(most, rows.step)
