@@ -22,6 +22,7 @@ from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
 from moe_comm.cli.bench.sweep import SWEEP_TOKENS, check_sweep, run_sweep
 from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
+from moe_comm.cli.bench_checkpoint_command import bench_checkpoint
 from moe_comm.cli.bench_reshard_command import bench_reshard
 from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
 from moe_comm.cli.options import (
@@ -331,6 +332,10 @@ bench_app.command(
     "reshard",
     epilog=example("moe-comm bench reshard --ranks 4 --from tp2.ep2 --to tp4 --bytes 256MiB"),
 )(bench_reshard)
+bench_app.command(
+    "checkpoint",
+    epilog=example("moe-comm bench checkpoint --ranks 4 --bytes 256MiB --peers dcp"),
+)(bench_checkpoint)
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

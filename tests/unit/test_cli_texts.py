@@ -123,6 +123,7 @@ def test_what_is_no_more_says_what_to_write(arguments: tuple[str, ...], instead:
 
 
 OUTPUTS = [
+    ("bench", "checkpoint", "--json"),
     ("bench", "dispatch-combine", "--json"),
     ("bench", "dispatch-combine", "--plot"),
     ("bench", "reshard", "--json"),
@@ -155,6 +156,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 
     for name in (
         "moe_comm.cli.bench.processes.WorkerProcesses.__init__",
+        "moe_comm.cli.bench_checkpoint_command.run_checkpoint",
         "moe_comm.cli.bench_reshard_command.run_case",
         "moe_comm.cli.reshard_command.Parallelism.parse",
         "moe_comm.cli.reshard_command.describe_both",

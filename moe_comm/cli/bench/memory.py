@@ -75,7 +75,7 @@ class PeakMemory:
     """Bytes that a block of code took besides what was there, at its peak; a context manager.
 
     Args:
-        communicator: Whose heap is looked at.
+        communicator: Whose heap is looked at; None for no heap.
 
     Attributes:
         heap_bytes: Of this rank's heap.
@@ -87,7 +87,7 @@ class PeakMemory:
     heap_bytes = 0
     private_bytes = 0
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
 
     def __enter__(self) -> PeakMemory:
@@ -117,7 +117,7 @@ class PeakMemory:
         self.heap_bytes = max(0, heap_highest - live)
 
     def _heap(self) -> tuple[int, int]:
-        if self._communicator.native is None:
+        if self._communicator is None or self._communicator.native is None:
             return 0, 0
         stats = self._communicator.heap_stats()
         return stats.live_bytes, stats.peak_live_bytes
