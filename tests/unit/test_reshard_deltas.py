@@ -12,6 +12,7 @@ import torch
 from moe_comm.errors import RefitError
 from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.resharding import (
+    CheckpointView,
     CheckpointViews,
     DeltaReport,
     FP8BlockReshardTransform,
@@ -20,6 +21,8 @@ from moe_comm.resharding import (
     place_in_heap,
     refit,
 )
+from moe_comm.resharding.describe.intervals import Interval
+from moe_comm.resharding.describe.intervals import whole as every
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.formats.number_formats import FP8BlockTensor
 from moe_comm.resharding.hold import deltas
@@ -217,6 +220,35 @@ def test_a_flipped_byte_is_seen_by_the_proof_where_nobody_checks() -> None:
         assert is_stale(run.target) == (context.rank_idx == 1)
         assert len(run.run().whole) == 2, "tokens of what failed are forgotten"
         assert run.run().whole == {}
+
+    threads(body, 2)
+
+
+def test_a_parameter_written_behind_views_of_its_data_gets_the_whole() -> None:
+    """The views are tensors of their own, whose version does not count what the parameter is given."""
+
+    def body(context: RankContext) -> None:
+        source, engine = nets(context, "tp2", "tp2", shapes=SHAPES)
+        source.fill(0)
+
+        def describe() -> list[CheckpointView]:
+            shape, up = (1536, 320), engine.up
+            rows = (Interval(768 * context.rank_idx, 0, 768),)
+            return [CheckpointView("up", shape, (rows, every(320)), up.data)]
+
+        views = CheckpointViews(describe, engine)
+        held = refit.Refit(source, views, "symmetric", context.group, deltas="blocks")
+        held.run()
+        held.run()
+        assert held.last_delta is not None
+        assert held.last_delta.whole == {}, "the refit's own writes are no reason"
+        with torch.no_grad():
+            engine.up.zero_()
+        held.run()
+        assert torch.equal(engine.up, source.up)
+        assert set(held.last_delta.whole.values()) == {
+            "something else has written its target since"
+        }
 
     threads(body, 2)
 

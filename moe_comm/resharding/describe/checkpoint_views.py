@@ -169,7 +169,8 @@ class CheckpointViews(TensorSide):
                     watched.append(tensor)
             self._places.append((numbers[storage], int(tensor.storage_offset())))
         self._owner_state = owner_state
-        self._viewed = owned.intersection(numbers)
+        self._viewed = owned.keys() & numbers
+        self._owned = [each for key in self._viewed for each in owned[key]]
         self._expert_maps = ExpertMaps(self.module)
         self._watched = watched
         self._table = TensorTable(watched)
@@ -183,6 +184,11 @@ class CheckpointViews(TensorSide):
         ]
         self._tensors = tensors
         self._state = ModuleState(weakref.ref(tensors), tensors, cuts)
+
+    @property
+    def owned(self) -> list[torch.Tensor]:
+        """Tensors of the owner that the views lie in. For a caller that has just got the state."""
+        return self._owned
 
     def state(self) -> ModuleState:
         """Return the state: the same object until a tensor is replaced, moved, reshaped or cut anew.
@@ -208,7 +214,7 @@ class CheckpointViews(TensorSide):
             )
         if self._describe is not None:
             self._list(self._describe())
-        elif is_moved or not self._viewed <= _storages_of(owner_state):
+        elif is_moved or not self._viewed <= _storages_of(owner_state).keys():
             raise ValueError(
                 f"checkpoint views of {self._names[0]} and {len(self._names) - 1} others are not where "
                 "they were: their owner holds other tensors, or a storage was resized. Make "
@@ -247,13 +253,14 @@ class CheckpointViews(TensorSide):
         return [tie for tie in ties if len(tie) > 1]
 
 
-def _storages_of(state: ModuleState) -> set[int]:
-    """Return ids that tell the storages of a module's tensors from all others that are alive."""
-    storages = set()
+def _storages_of(state: ModuleState) -> dict[int, list[torch.Tensor]]:
+    """Return a module's tensors by ids that tell their storages from all others that are alive."""
+    storages: dict[int, list[torch.Tensor]] = {}
     for tensor in state.tensors.values():
         # Other kinds of tensors need not have a storage of their own.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            storages.add(storage_id(local_tensor(tensor)))
+            local = local_tensor(tensor)
+            storages.setdefault(storage_id(local), []).append(local)
     return storages
 
 
