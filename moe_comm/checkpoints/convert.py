@@ -32,7 +32,13 @@ from moe_comm.checkpoints.stored_checkpoint import (
     find_checkpoint,
     is_tensor_file,
 )
-from moe_comm.checkpoints.versions import NewVersion, check_version_name, failed
+from moe_comm.checkpoints.versions import (
+    MANIFEST,
+    NewVersion,
+    check_version_name,
+    failed,
+    read_json,
+)
 from moe_comm.resharding.describe.conversions import NUMBERS
 from moe_comm.resharding.describe.intervals import Box, Piece, cut_piece, num_elements
 from moe_comm.resharding.formats.number_formats import (
@@ -331,15 +337,19 @@ def _convert_box(
 
 
 def _take_over_files(source: Path, target: Path, new_format: NewFormat) -> None:
-    for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name.startswith(".") or is_tensor_file(path.name):
+    # Folders in it are of the checkpoint where a save has put them there.
+    is_ours = (source / MANIFEST).exists()
+    for path in sorted(source.rglob("*") if is_ours else source.iterdir()):
+        name = path.relative_to(source)
+        is_listed = len(name.parts) == 1 and is_tensor_file(path.name)
+        if not path.is_file() or name.parts[0].startswith(".") or is_listed:
             continue
         with failed(path, "cannot be copied"):
-            if path.name == _CONFIG and new_format.target != "same":
-                (target / _CONFIG).write_text(_config(json.loads(path.read_text()), new_format))
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            if str(name) == _CONFIG and new_format.target != "same":
+                (target / name).write_text(_config(read_json(path), new_format))
             else:
-                shutil.copyfile(path, target / path.name)
-            os.chmod(target / path.name, 0o644)
+                shutil.copyfile(path, target / name)
 
 
 def _config(config: dict[str, Any], new_format: NewFormat) -> str:

@@ -110,6 +110,8 @@ def test_deltas_are_shown_verified_converted_and_compacted(folder: Path, tmp_pat
 
     def config(where: Path) -> None:
         (where / "config.json").write_text('{"layers": 1}')
+        (where / "words").mkdir()
+        (where / "words" / "all.txt").write_text("a b")
 
     for number, tensors in enumerate((changed, {**changed, "b": TENSORS["b"] * 2})):
         views = CheckpointViews(
@@ -143,6 +145,7 @@ def test_deltas_are_shown_verified_converted_and_compacted(folder: Path, tmp_pat
     assert torch.equal(found["a"], changed["a"])
     # Files beside the tensors are those that were saved last.
     assert (folder / "fourth-whole" / "config.json").read_text() == '{"layers": 1}'
+    assert (folder / "fourth-whole" / "words" / "all.txt").read_text() == "a b"
     assert run("verify", folder).exit_code == 0
     assert run("compact", folder).exit_code == 1
     assert run("compact", folder, "--version", "third", "--name", "old").exit_code == 0
@@ -269,3 +272,14 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(
     path.write_bytes(path.read_bytes()[:-1])
     assert "cut short" in run("convert", source, out).stderr
     assert not out.exists()
+
+
+def test_a_damaged_configuration_is_named(
+    model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, _ = model
+    (source / "config.json").write_text("{")
+    done = run("convert", source, tmp_path / "out", "--to", "fp16")
+    assert done.exit_code == 1
+    assert f"{source / 'config.json'}: expected JSON, got 1 bytes" in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
