@@ -24,6 +24,7 @@ from moe_comm.checkpoints.rectangles import Rectangle, write_rectangle
 from moe_comm.checkpoints.stored_checkpoint import (
     INDEX,
     SAVE_KEY,
+    SINGLE_FILE,
     CheckedPart,
     file_name,
     manifest_text,
@@ -185,6 +186,11 @@ def save_checkpoint(
                 if add_files is not None:
                     with failed(new.path, "files could not be added"):
                         add_files(new.path)
+                    if (new.path / SINGLE_FILE).exists():
+                        raise ValueError(
+                            f"add_files must leave weights to this save, got {SINGLE_FILE} in {new.path}, which "
+                            "from_pretrained would read in their place"
+                        )
         save = secrets.token_hex(8)
         place = "" if new is None else str(new.path)
         told = ranks.agree((place, save, _written_bytes(parts, wholes)))

@@ -193,6 +193,11 @@ def _check_index(
 
 def _check_strays(folder: Path, files: Mapping[str, TensorFile]) -> None:
     """Return whether numbered files are all of one count, and all of them named."""
+    if SINGLE_FILE not in files and (folder / SINGLE_FILE).exists():
+        raise CheckpointError(
+            f"{folder / SINGLE_FILE}: is of another checkpoint than {INDEX}, which does not name it: "
+            "from_pretrained would read this one"
+        )
     counts = {match[2]: name for name in files if (match := _NUMBERED.fullmatch(name))}
     if len(counts) > 1:
         first, second = sorted(counts.values())[:2]
