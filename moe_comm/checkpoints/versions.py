@@ -181,7 +181,7 @@ class NewVersion:
             with failed(self.path, "cannot be made"):
                 self.path.mkdir()
         except BaseException:
-            os.close(self._lock)
+            self._open_lock()
             raise
 
     def _take_lock(self) -> int:
@@ -213,7 +213,7 @@ class NewVersion:
 
     def _check_is_new(self) -> None:
         known = read_versions(self._folder)
-        if not self._final.exists():
+        if not os.path.lexists(self._final):
             return
         if known is not None and self.version in known.names:
             raise CheckpointError(
@@ -221,9 +221,10 @@ class NewVersion:
                 "give the new one another name"
             )
         # One of a save that ended before it was entered is replaced; anything else is not ours.
-        if not (self._final / MANIFEST).exists():
+        if self._final.is_symlink() or not (self._final / MANIFEST).exists():
             raise CheckpointError(
-                f"{self._final} is there already and has no {MANIFEST}: it is no version of this folder"
+                f"{self._final} is there already, and no folder with {MANIFEST}: it is no version of this "
+                "folder"
             )
 
     def _remove_leftovers(self) -> None:
@@ -294,4 +295,8 @@ class NewVersion:
         if not self._is_committed:
             shutil.rmtree(self.path, ignore_errors=True)
         self._remove_leftovers()
+        self._open_lock()
+
+    def _open_lock(self) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes forked meanwhile have it open, too
         os.close(self._lock)

@@ -531,6 +531,35 @@ def test_a_second_writer_is_refused(folder: Path) -> None:
     save(sides, folder, "second")
 
 
+def test_a_process_forked_during_a_save_does_not_keep_others_from_the_next(folder: Path) -> None:
+    children = []
+
+    def fork(where: Path) -> None:
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+        children.append(child)
+
+    try:
+        save([side_of(numbers(a=(4, 8)))], folder, "v", add_files=fork)
+        save([side_of(numbers(a=(4, 8)))], folder, "w")
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_link_with_the_name_of_the_new_version_stays(folder: Path) -> None:
+    version = saved(folder)
+    for target in (version, folder / "nowhere"):
+        (folder / "w").symlink_to(target)
+        text = refused_save(CheckpointError, halves(numbers(a=(4, 8))), folder, "w")
+        assert f"{folder / 'w'} is there already" in text
+        assert (folder / "w").readlink() == target
+        (folder / "w").unlink()
+
+
 def test_a_stale_model_is_not_saved_and_a_failed_load_makes_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
