@@ -32,7 +32,7 @@ from moe_comm.checkpoints.tensor_file import (
     encode_header,
     read_header,
 )
-from moe_comm.checkpoints.versions import create_file, failed
+from moe_comm.checkpoints.versions import create_file, failed, fitting
 from moe_comm.errors import CheckpointError
 from moe_comm.tensors.memory import bytes_of
 
@@ -236,12 +236,10 @@ def read_block_file(path: Path, save: str, header_crc: int) -> BlockFile:
         raise CheckpointError(
             f"{path}: header: expected checksum {header_crc}, got {crc32c(file.header)}: the file has changed"
         )
-    try:
+    with fitting(path, "the list of segments is damaged"):
         segments = [
             Segment(name, tuple(view), tuple((a, b) for a, b in box), start, stop, itemsize)
             for name, view, box, start, stop, itemsize in json.loads(file.metadata["segments"])
         ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the list of segments is damaged: {error}") from error
     told = file.metadata.get("checksum"), file.metadata.get("block_bytes")
     return BlockFile(file, segments, told == (CHECKSUM, str(BLOCK_BYTES)))

@@ -25,7 +25,7 @@ from moe_comm.checkpoints.stored_checkpoint import (
     verify_small_files,
 )
 from moe_comm.checkpoints.tensor_file import DTYPES, StoredTensor, stored_bytes
-from moe_comm.checkpoints.versions import MANIFEST, check_version_name, read_json
+from moe_comm.checkpoints.versions import MANIFEST, check_version_name, fitting, read_json
 from moe_comm.errors import CheckpointError
 
 __all__ = [
@@ -130,20 +130,14 @@ def _needed(link: _Link) -> str:
 
 def _open_link(folder: Path, manifest: dict[str, Any]) -> _Link:
     path = folder / MANIFEST
-    try:
+    with fitting(path, "what it says of a delta is damaged"):
         base, save = manifest["base"]["version"], manifest["base"]["save"]
         check_version_name(base)
         tensors = {
             str(name): _Told(DTYPES[code], tuple(map(int, shape)), bool(is_whole))
             for name, (code, shape, is_whole) in manifest["tensors"].items()
         }
-        stated = {
-            name: (said["bytes"], said["header_crc"])
-            for name, said in manifest["block_files"].items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: what it says of a delta is damaged: {error!r}") from error
-    files = _open_block_files(folder, manifest["save"], stated)
+    files = _open_block_files(folder, manifest)
     runs: dict[str, list[StoredRun]] = {}
     for file in files.values():
         for segment in file.segments:
@@ -182,10 +176,14 @@ def _fits(segment: Segment, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _open_block_files(
-    folder: Path, save: str, stated: Mapping[str, tuple[int, int]]
-) -> dict[str, BlockFile]:
+def _open_block_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, BlockFile]:
     files = {}
+    with fitting(folder / MANIFEST, "what it says of files of blocks is damaged"):
+        save = manifest.get("save", "")
+        stated = {
+            str(name): (said["bytes"], said["header_crc"])
+            for name, said in manifest.get("block_files", {}).items()
+        }
     for name, (num_bytes, header_crc) in stated.items():
         if Path(name).name != name or not (folder / name).exists():
             raise CheckpointError(
@@ -206,15 +204,7 @@ def block_files_of(checkpoint: StoredCheckpoint) -> dict[str, BlockFile]:
     Raises:
         CheckpointError: One is missing, cut short, changed, or of another save; names it.
     """
-    said = (checkpoint.manifest or {}).get("block_files", {})
-    try:
-        stated = {name: (its["bytes"], its["header_crc"]) for name, its in said.items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder / MANIFEST}: what it says of files of blocks is damaged: {error!r}"
-        ) from error
-    assert checkpoint.manifest is not None or not stated
-    return _open_block_files(checkpoint.folder, (checkpoint.manifest or {}).get("save", ""), stated)
+    return _open_block_files(checkpoint.folder, checkpoint.manifest or {})
 
 
 def _joined(links: list[_Link], whole: StoredCheckpoint) -> StoredCheckpoint:

@@ -22,6 +22,7 @@ from moe_comm.checkpoints.versions import (
     MANIFEST,
     VERSIONS,
     failed,
+    fitting,
     read_json,
     read_versions,
 )
@@ -157,10 +158,13 @@ def open_whole(folder: Path) -> StoredCheckpoint:
         weight_map = None
     else:
         raise CheckpointError(f"{folder}: has neither {INDEX} nor {SINGLE_FILE}")
+    for tensor, name in (weight_map or {}).items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{folder / INDEX}: {tensor}: expected the name of a file beside it, got {name!r}"
+            )
     names = [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values()))
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{folder / INDEX}: {name!r} is no name of a file beside it")
         if not (folder / name).exists():
             lost = min(key for key, value in (weight_map or {}).items() if value == name)
             raise CheckpointError(
@@ -213,8 +217,10 @@ def _check_manifest(
     folder: Path, files: Mapping[str, TensorFile], manifest: Mapping[str, Any]
 ) -> None:
     path = folder / MANIFEST
-    stated = manifest.get("files")
-    if manifest.get("format") != _FORMAT or not isinstance(stated, dict):
+    stated = {}
+    with fitting(path, "the list of files is damaged"):
+        stated = {name: its["bytes"] for name, its in manifest["files"].items()}
+    if manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: expected format {_FORMAT}, got {manifest.get('format')}")
     odd = set(stated) ^ set(files)
     if odd:
@@ -227,9 +233,9 @@ def _check_manifest(
                 f"{file.path}: is of save {file.metadata.get(SAVE_KEY)}, {MANIFEST} of save "
                 f"{manifest.get('save')}: files of two saves are mixed"
             )
-        if file.num_bytes != stated[name].get("bytes"):
+        if file.num_bytes != stated[name]:
             raise CheckpointError(
-                f"{file.path}: has {file.num_bytes} bytes, {MANIFEST} says {stated[name].get('bytes')}"
+                f"{file.path}: has {file.num_bytes} bytes, {MANIFEST} says {stated[name]}"
             )
 
 
@@ -403,13 +409,11 @@ def checked_parts(checkpoint: StoredCheckpoint) -> Iterator[CheckedPart]:
             f"{checkpoint.folder}: has no checksums: it was not written by save_checkpoint ({MANIFEST} "
             "is missing)"
         )
-    try:
+    with fitting(path, "the list of parts is damaged"):
         parts = [
             CheckedPart(name, tuple(shape), tuple((start, stop) for start, stop in box), crc)
             for name, shape, box, crc in checkpoint.manifest["parts"]
         ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the list of parts is damaged: {error}") from error
     seen = set()
     for tensor, some in itertools.groupby(parts, key=lambda part: part.tensor):
         mine = list(some)
@@ -463,11 +467,16 @@ def verify_small_files(checkpoint: StoredCheckpoint) -> None:
     """
     if checkpoint.manifest is None:
         return
-    for name, said in checkpoint.manifest.get("other_files", {}).items():
+    stated = {}
+    with fitting(checkpoint.folder / MANIFEST, "the list of other files is damaged"):
+        stated = {
+            name: its["crc"] for name, its in checkpoint.manifest.get("other_files", {}).items()
+        }
+    for name, crc in stated.items():
         path = checkpoint.folder / name
         with failed(path, "cannot be read"):
             data = path.read_bytes()
-        _compare(path, "the file", said.get("crc"), crc32c(data))
+        _compare(path, "the file", crc, crc32c(data))
 
 
 def _compare(path: Path, what: str, expected: Any, found: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_comm.arguments import shortened
+from moe_comm.checkpoints.versions import fitting
 from moe_comm.errors import CheckpointError
 
 __all__ = [
@@ -189,13 +190,11 @@ def read_header(path: Path) -> TensorFile:
             f"{path}: expected a header of safetensors of 1 to {max(0, limit)} bytes in a file of "
             f"{num_bytes}, got one of {length}"
         )
-    try:
+    with fitting(path, "the header is damaged"):
         entries = json.loads(text)
         metadata = entries.pop(_METADATA, {})
         if not isinstance(metadata, dict):
             raise TypeError(f"{_METADATA} is {type(metadata).__name__}")
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the header is damaged: {error}") from error
     start = _LENGTH.size + length
     tensors = {name: _stored(path, name, entry, start) for name, entry in entries.items()}
     _check_tiles(path, tensors, start, num_bytes)
@@ -203,15 +202,12 @@ def read_header(path: Path) -> TensorFile:
 
 
 def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
-    try:
+    with fitting(path, f"{name}: the header is damaged"):
         code, stated, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*stated, start, stop]
         if any(type(number) is not int or number < 0 for number in numbers):
             raise TypeError(f"sizes and offsets {numbers}")
-    except (KeyError, TypeError, ValueError) as error:
-        said = shortened(repr(entry))
-        raise CheckpointError(f"{path}: {name}: the header is damaged: {said}") from error
-    dtype = DTYPES.get(code)
+        dtype = DTYPES.get(code)
     if dtype is None:
         raise CheckpointError(
             f"{path}: {name}: dtype must be one of {', '.join(DTYPES)}, got {shortened(repr(code))}"

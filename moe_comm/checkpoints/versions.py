@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_comm.arguments import shortened
 from moe_comm.errors import CheckpointError
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "check_version_name",
     "create_file",
     "failed",
+    "fitting",
     "read_json",
     "read_versions",
     "sync_file",
@@ -88,6 +90,23 @@ def failed(path: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: {what}: {text}") from error
 
 
+@contextlib.contextmanager
+def fitting(path: Path, what: str) -> Iterator[None]:
+    """Around what is made of what a file says: whatever does not fit becomes an error that names it."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        said = shortened(f"{type(error).__name__}: {error}")
+        raise CheckpointError(f"{path}: {what}: {said}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
@@ -96,10 +115,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     with failed(path, "cannot be read"):
         data = path.read_bytes()
-    try:
+    with fitting(path, f"expected JSON, got {len(data)} bytes"):
         found = json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: expected JSON, got {len(data)} bytes: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected an object of JSON, got {type(found).__name__}")
     return found
@@ -116,7 +133,8 @@ def read_versions(folder: Path) -> Versions | None:
         return None
     said = read_json(path)
     names, latest = said.get("versions"), said.get("latest")
-    if said.get("format") != _FORMAT or not isinstance(names, list) or latest not in names:
+    names = names if isinstance(names, list) and all(isinstance(x, str) for x in names) else []
+    if said.get("format") != _FORMAT or latest not in names:
         raise CheckpointError(
             f"{path}: expected format {_FORMAT} with `versions` and the `latest` of them, got {said}"
         )

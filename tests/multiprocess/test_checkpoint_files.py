@@ -368,6 +368,59 @@ def test_files_of_two_saves_are_no_checkpoint(folder: Path) -> None:
     assert f"{stale}: is named by no tensor of model.safetensors.index.json" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("model.safetensors.index.json", ["weight_map", "a"], 3),
+        ("model.safetensors.index.json", ["weight_map", "a"], ["x"]),
+        ("moe_comm.json", ["files"], []),
+        ("moe_comm.json", ["files", "model-00001-of-00002.safetensors"], None),
+        ("moe_comm.json", ["other_files"], 1),
+        ("moe_comm.json", ["other_files", "config.json"], "x"),
+        ("moe_comm.json", ["block_files"], [1]),
+        ("moe_comm.json", ["parts", 0], None),
+        ("../versions.json", ["versions", 0], {}),
+    ],
+)
+def test_json_of_other_kinds_is_named(folder: Path, name: str, path: list[Any], value: Any) -> None:
+    def config(where: Path) -> None:
+        (where / "config.json").write_text("{}")
+
+    save(halves(numbers(a=(4, 8), b=(4, 8))), folder, "v", max_file_bytes=128, add_files=config)
+    file = (folder / "v" / name).resolve()
+    said = json.loads(file.read_text())
+    inner = said
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(said))
+    assert f"{file}: " in refused_load(CheckpointError, folder, checksums=True)
+
+
+def test_json_and_headers_too_deep_to_be_read_are_named(folder: Path) -> None:
+    version = saved(folder)
+    deep = b"[" * 100_000
+    for path in (file_of(version, "b"), version / "moe_comm.json", folder / "versions.json"):
+        is_json = path.suffix == ".json"
+        path.write_bytes(deep if is_json else len(deep).to_bytes(8, "little") + deep)
+        assert f"{path}: " in refused_load(CheckpointError, folder)
+
+
+def test_one_file_beside_an_index_is_of_another_checkpoint(folder: Path) -> None:
+    """As left by a smaller model; `from_pretrained` reads it and not the files of the index."""
+    version = saved(folder)
+    write_plain(version / "model.safetensors", numbers(9, a=(4, 8), b=(4, 8)), {"format": "pt"})
+    text = refused_load(CheckpointError, folder)
+    assert f"{version / 'model.safetensors'}: is of another checkpoint than" in text
+
+    def weights(where: Path) -> None:
+        write_plain(where / "model.safetensors", numbers(a=(4, 8)), {"format": "pt"})
+
+    text = refused_save(ValueError, halves(numbers(a=(4, 8))), folder, "w", add_files=weights)
+    assert "add_files must leave weights to this save, got model.safetensors" in text
+    assert not (folder / "w").exists()
+
+
 def test_files_of_others_that_do_not_fit_each_other(folder: Path) -> None:
     """Nothing but the names in the index and in the headers tells them apart."""
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -385,7 +438,7 @@ def test_files_of_others_that_do_not_fit_each_other(folder: Path) -> None:
     write_plain(folder / names[1], {"b": tensors["b"], "c": tensors["b"]}, {"format": "pt"})
     assert f"{names[1]}: has c, which" in load_with(right)
     write_plain(folder / names[1], {"b": tensors["b"]}, {"format": "pt"})
-    assert "is no name of a file beside it" in load_with({"a": "../model.safetensors"})
+    assert f"{index}: a: expected the name of a file beside it" in load_with({"a": "../x"})
     assert "expected a weight_map" in load_with([])
     index.write_text("{")
     assert f"{index}: expected JSON" in refused_load(CheckpointError, folder)
