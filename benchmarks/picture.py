@@ -16,7 +16,7 @@ from moe_comm.cli.bench.svg import (
     axis_label,
     bar,
     foot,
-    foot_height,
+    notes_height,
     head,
     text_at,
     vertical,
@@ -124,7 +124,7 @@ def picture_of(results: Mapping[str, Recorded]) -> Picture:
 def draw(picture: Picture, palette: Palette) -> str:
     """The picture as the text of an SVG file; the page shows through its background."""
     bottom = TOP + ROW * len(picture.groups)
-    height = bottom + foot_height(picture.notes)
+    height = bottom + notes_height(picture.notes)
     top = max((ratio for group in picture.groups for ratio in group.speedup.values()), default=1.0)
     step = _tick_step(max(top, 1.0))
     num_ticks = math.ceil(max(top, 1.0) / step)

@@ -1,6 +1,7 @@
 // Tiny kernels that show what the checker finds and what it lets pass: each rule once right, and
 // once per way to break it.
 
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 
@@ -390,6 +391,11 @@ MOE_SCENARIO(litmus_own_value, "a thread reads what it wrote") {
 }
 MOE_WRONG_SCENARIO(litmus_constant, "a constant load of what the kernel wrote") {
   run_on_two_ranks(run, &write_then_read<true>);
+}
+
+MOE_WRONG_SCENARIO(litmus_signal, "code of the host reads what it likes") {
+  run_on_two_ranks(run, &write_then_read<false>);
+  std::raise(SIGSEGV);
 }
 
 }  // namespace

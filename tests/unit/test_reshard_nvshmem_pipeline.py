@@ -181,11 +181,15 @@ def test_the_heap_is_given_back() -> None:
         service.finalize()
         assert not service.initialized
         communicator.bootstrap.all_gather(None)
-        # The slots are gone; a table of a page at most may wait until peers have looked at it.
-        assert communicator.heap_stats().live_bytes - before < SLOT
-        service.init()
-        service.schedule()
-        service.run()
+        # Slots and a table may wait until peers have ended, too; they do not add up.
+        for _ in range(5):
+            service.init()
+            service.register_send(service.my_pe, data, 0, data.numel(), peer)
+            service.register_receive(peer, torch.zeros_like(data), 0, data.numel(), peer)
+            service.schedule()
+            service.run()
+            service.finalize()
+        assert communicator.heap_stats().live_bytes - before <= 20 * SLOT
 
     on_ranks(2, body)
 
