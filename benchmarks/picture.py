@@ -16,8 +16,8 @@ from moe_comm.cli.bench.svg import (
     axis_label,
     bar,
     foot,
-    notes_height,
     head,
+    notes_height,
     text_at,
     vertical,
 )

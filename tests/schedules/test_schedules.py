@@ -6,7 +6,6 @@ docs/emulator.md says what is modeled, and how to replay what a failure prints.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
