@@ -401,6 +401,28 @@ def test_one_memory_of_a_source_is_sent_under_each_of_its_names() -> None:
     threads(rank, 2)
 
 
+def test_columns_between_each_other_are_joined_as_far_as_strides_say_that_they_are_apart() -> None:
+    starts = (
+        1,
+        120,
+        121,
+        240,
+    )  # with rows 2 apart: pairs lie equally far, and both pairs as one do not tell
+
+    def rank(context: RankContext) -> None:
+        columns = torch.arange(4 * 60.0).view(4, 60)
+        storage = torch.full((360,), -1.0)
+        targets = [storage.as_strided((60,), (2,), start) for start in starts]
+        sides = [
+            CheckpointViews(list(map(view, "abcd", tensors))) for tensors in (columns, targets)
+        ]
+        Refit(*sides, "symmetric", context.group, strict=True).run()
+        assert all(map(torch.equal, targets, columns))
+        assert int((storage == -1).sum()) == 360 - 240
+
+    threads(rank, 1)
+
+
 @pytest.mark.parametrize("first", [(0, (1, 4)), (24, (4, 1))], ids=["strides", "offset"])
 def test_views_that_are_cut_anew_in_one_storage(first: Any) -> None:
     """Of two joined views the storage, shapes and indices are as they were."""

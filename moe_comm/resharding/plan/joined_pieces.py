@@ -111,6 +111,19 @@ def join_blocks(blocks: Iterable[Block], max_bytes: int | None = None) -> list[J
         joined = fewer
 
 
+def _are_written_once(dims: Dims) -> bool:
+    """Return whether strides of the destination alone say so, as what copies it asks of them.
+
+    Columns at 2, 240, 242 and 480 of rows that lie 4 apart are apart, too, but that is seen of each column alone.
+    """
+    span = 1
+    for stride, size in sorted((dst, size) for size, _, dst in dims):
+        if stride < span:
+            return False
+        span += (size - 1) * stride
+    return True
+
+
 def _runs(group: list[Joined], max_bytes: int | None) -> list[Joined]:
     num_bytes = group[0].block.num_bytes
     most = len(group) if max_bytes is None else max_bytes // max(1, num_bytes)
@@ -136,8 +149,8 @@ def _runs(group: list[Joined], max_bytes: int | None) -> list[Joined]:
                     break
                 stop += 1
         members = group[first:stop]
-        if len(members) > 1:
-            whole = _fewest(((len(members), *steps), *dims))
+        whole = _fewest(((len(members), *steps), *dims)) if len(members) > 1 else dims
+        if len(members) > 1 and _are_written_once(whole):
             order = [position for each in members for position in each.members]
             runs.append(
                 Joined(Block(key, src_start, dst_start, whole, num_bytes * len(members)), order)
