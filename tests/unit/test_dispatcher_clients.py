@@ -95,7 +95,7 @@ for name in ("sglang", "vllm", "torchtitan"):
     sys.modules[name] = None
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.dispatcher import sglang, torchtitan, vllm, vllm_manager
-assert torchtitan.__all__ == ["DispatchMetadata", "TorchtitanTokenDispatcher"]
+assert torchtitan.__all__ == ["DispatchMetadata", "TorchtitanTokenDispatcher", "balance_experts"]
 dispatcher = torchtitan.TorchtitanTokenDispatcher.Config(num_experts=4, top_k=2).build()
 assert type(dispatcher) is torchtitan.TorchtitanTokenDispatcher
 dispatcher.wire_meshes(ep_mesh=None)
