@@ -1,7 +1,7 @@
 """Megatron's own token dispatchers on CPU ranks, and one expert layer around any of them.
 
 Nothing of Megatron's source is changed. It asks torch.cuda for streams and for the current device even
-where every tensor is on the CPU; `on_cpu` answers. docs/megatron.md lists what it patches.
+where every tensor is on the CPU; `on_cpu` answers, and patches nothing else.
 """
 
 from __future__ import annotations
