@@ -25,6 +25,7 @@ from moe_comm.checkpoints.blocks import (
     cut_run,
 )
 from moe_comm.checkpoints.overlays import StoredRun
+from moe_comm.checkpoints.rectangles import write_all
 from moe_comm.checkpoints.stored_checkpoint import SAVE_KEY
 from moe_comm.checkpoints.tensor_file import (
     TensorFile,
@@ -114,16 +115,16 @@ def write_block_file(path: Path, save: str, parts: Sequence[Changed]) -> tuple[i
         descriptor = create_file(path)
     try:
         with failed(path, "cannot be written"):
-            _write(descriptor, header, 0)
+            write_all(descriptor, header, 0)
             for name, table in tables.items():
-                _write(descriptor, _raw(table), places[name].start)
+                write_all(descriptor, _raw(table), places[name].start)
         ends = {name: stored.start for name, stored in places.items()}
         for part in parts:
             name, itemsize = part.segment.tensor, part.segment.itemsize
             for run in part.runs:
                 for start, stop in cut_run(part.segment, *run):
                     with failed(path, f"{name} cannot be written"):
-                        _write(descriptor, _raw(part.elements.fetch(start, stop)), ends[name])
+                        write_all(descriptor, _raw(part.elements.fetch(start, stop)), ends[name])
                     ends[name] += (stop - start) * itemsize
         with failed(path, "cannot be synced"):
             os.fsync(descriptor)
@@ -135,13 +136,6 @@ def write_block_file(path: Path, save: str, parts: Sequence[Changed]) -> tuple[i
 def _raw(tensor: torch.Tensor) -> memoryview:
     data: Any = bytes_of(tensor).numpy()
     return memoryview(data)
-
-
-def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    left = memoryview(data)
-    while left:
-        count = os.pwrite(descriptor, left, offset)
-        left, offset = left[count:], offset + count
 
 
 class BlockFile(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from moe_comm.checkpoints.rectangles import _as_integers
+from moe_comm.checkpoints.rectangles import as_integers
 from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, PieceChecksums
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.tensors.memory import bytes_of
@@ -185,7 +185,7 @@ def elements_of(segment: Segment, piece: torch.Tensor) -> Elements:
         segment: Whose elements the tensor holds.
         piece: Of any strides, on any device.
     """
-    plain = _as_integers(piece.detach().resolve_conj().resolve_neg())
+    plain = as_integers(piece.detach().resolve_conj().resolve_neg())
     flat = plain.view(-1) if plain.is_contiguous() else None
 
     def fetch(start: int, stop: int) -> torch.Tensor:

@@ -14,7 +14,14 @@ from moe_comm.checkpoints.tensor_file import crc32c
 from moe_comm.resharding.describe.intervals import Box, Piece, cut_piece
 from moe_comm.tensors.memory import bytes_of
 
-__all__ = ["Rectangle", "read_rectangle", "rectangle_checksum", "write_rectangle"]
+__all__ = [
+    "Rectangle",
+    "as_integers",
+    "read_rectangle",
+    "rectangle_checksum",
+    "write_all",
+    "write_rectangle",
+]
 
 # What waits in memory beside the model.
 _CHUNK_BYTES = 4 << 20
@@ -52,7 +59,7 @@ class Rectangle(NamedTuple):
         return tuple(stop - start for start, stop in self.box)
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes with a dtype that every operation of torch has."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
@@ -151,7 +158,7 @@ def write_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor)
     Raises:
         OSError: It could not be written.
     """
-    plain = _as_integers(tensor.detach().resolve_conj().resolve_neg())
+    plain = as_integers(tensor.detach().resolve_conj().resolve_neg())
     if plain.is_contiguous() and plain.device.type == "cpu":
         return _write_rows(descriptor, _memory(plain), rectangle, 0)
     crc = 0
@@ -177,7 +184,7 @@ def _write_rows(descriptor: int, memory: memoryview, rectangle: Rectangle, crc: 
                 continue
             crc = crc32c(some, crc)
             for start in range(0, len(some), rows.run_bytes):
-                _write_all(descriptor, some[start : start + rows.run_bytes], offset)
+                write_all(descriptor, some[start : start + rows.run_bytes], offset)
                 offset += rows.step
         memory = memory[rows.num_bytes :]
     return crc
@@ -187,11 +194,13 @@ def _write_checked(descriptor: int, memory: memoryview, offset: int, crc: int) -
     for first in range(0, len(memory), _CACHED_BYTES):
         some = memory[first : first + _CACHED_BYTES]
         crc = crc32c(some, crc)
-        _write_all(descriptor, some, offset + first)
+        write_all(descriptor, some, offset + first)
     return crc
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write bytes at a place of a file, however many the system takes at a time."""
+    data = memoryview(data)
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -216,7 +225,7 @@ def read_rectangle(
         OSError: It could not be read.
     """
     is_alike = tensor.dtype == rectangle.dtype and factors is None
-    target = _as_integers(tensor) if is_alike else tensor
+    target = as_integers(tensor) if is_alike else tensor
     if is_alike and target.is_contiguous() and target.device.type == "cpu":
         _read_rows(descriptor, _memory(target), rectangle)
         return

@@ -20,7 +20,7 @@ from moe_comm.checkpoints.block_files import Changed, blocks_name, write_block_f
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.deltas import Base, changed_parts, check_builds_on, open_base
 from moe_comm.checkpoints.file_plans import FilePart, plan_save, whole_tensors, written_parts
-from moe_comm.checkpoints.rectangles import Rectangle, write_rectangle
+from moe_comm.checkpoints.rectangles import Rectangle, write_all, write_rectangle
 from moe_comm.checkpoints.stored_checkpoint import (
     INDEX,
     SAVE_KEY,
@@ -338,7 +338,7 @@ class FileWriter:
                 with failed(path, "cannot be written"):
                     self._open[file.name] = create_file(path)
                     os.ftruncate(self._open[file.name], file.num_bytes)
-                    os.pwrite(self._open[file.name], file.header, 0)
+                    write_all(self._open[file.name], file.header, 0)
 
     def write(
         self, tensor: str, view: tuple[int, ...], box: Box, values: torch.Tensor

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from moe_comm.arguments import shortened
 from moe_comm.errors import CheckpointError
+from moe_comm.peers.plain_data import NOT_AS_EXPECTED
 
 __all__ = [
     "MANIFEST",
@@ -95,14 +96,7 @@ def fitting(path: Path, what: str) -> Iterator[None]:
     """Around what is made of what a file says: whatever does not fit becomes an error that names it."""
     try:
         yield
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except NOT_AS_EXPECTED as error:
         said = shortened(f"{type(error).__name__}: {error}")
         raise CheckpointError(f"{path}: {what}: {said}") from error
 

@@ -19,7 +19,17 @@ import torch
 from moe_comm.arguments import shortened
 from moe_comm.peers.agree import decode_problem, encode_problem
 
-__all__ = ["decode_plain", "encode_plain", "travels"]
+__all__ = ["NOT_AS_EXPECTED", "decode_plain", "encode_plain", "travels"]
+
+NOT_AS_EXPECTED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors of code that makes something of decoded data which is not what it should be."""
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -129,14 +139,7 @@ def decode_plain(data: bytes, whose: str) -> Any:
     """
     try:
         return _item(json.loads(data.decode("ascii")))
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except NOT_AS_EXPECTED as error:
         raise ValueError(
             f"{whose}: expected plain data (JSON), got {len(data)} bytes that are none "
             f"({type(error).__name__}): {shortened(repr(data[:80]))}"
