@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,14 @@ from moe_comm.checkpoints import load_checkpoint, save_checkpoint
 from moe_comm.resharding import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.testing import RankContext, run_ranks
+
+
+def folder_in_memory() -> Iterator[Path]:
+    """Give a folder where syncing is quick, and remove it."""
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = tempfile.mkdtemp(prefix="checkpoints-", dir=in_memory)
+    yield Path(path)
+    shutil.rmtree(path)
 
 
 def save(

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.checkpoint_layouts import DrawnSide, drawn_finer, drawn_shapes
 from tests.helpers.checkpoint_sides import (
     ends_at,
+    folder_in_memory,
     halves,
     in_a_fork,
     killed,
@@ -41,11 +41,7 @@ from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory, where syncing is quick."""
-    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = tempfile.mkdtemp(prefix="deltas-", dir=in_memory)
-    yield Path(path)
-    shutil.rmtree(path)
+    yield from folder_in_memory()
 
 
 def delta_bytes(version: Path) -> int:

@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import tempfile
 import threading
 import types
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from tests.helpers.checkpoint_layouts import (
 )
 from tests.helpers.checkpoint_sides import (
     ends_at,
+    folder_in_memory,
     halves,
     in_a_fork,
     killed,
@@ -54,11 +54,7 @@ from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors, wr
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In memory, where syncing is quick."""
-    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = tempfile.mkdtemp(prefix="checkpoints-", dir=in_memory)
-    yield Path(path)
-    shutil.rmtree(path)
+    yield from folder_in_memory()
 
 
 # ---------------------------------------------------------------------------------------------
