@@ -27,7 +27,7 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S
 
 NUM_RANKS = 4
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "resharding_ir.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "resharding_plan.md"
 
 
 @dataclasses.dataclass(frozen=True)
