@@ -30,12 +30,12 @@ def run_trainer(settings: Any, rank: int, info: Any, first: int, attempt: int, r
     victim, number, has_moved = DEATHS.get(attempt, (-1, 0, False))
     refit, calls = Refit.run, []
 
-    def run(self: Refit) -> None:
+    def run(self: Refit, **arguments: Any) -> None:
         calls.append(self)
         is_last = rank == victim and len(calls) == number
         if is_last and not has_moved:
             os.kill(os.getpid(), signal.SIGKILL)
-        refit(self)
+        refit(self, **arguments)
         if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
 
