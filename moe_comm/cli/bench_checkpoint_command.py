@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,17 +10,18 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.checkpoint.case import CheckpointCase
 from moe_comm.cli.bench.checkpoint.pretrained import TRANSFORMERS, run_pretrained
-from moe_comm.cli.bench.checkpoint.report import checkpoint_document, checkpoint_table
+from moe_comm.cli.bench.checkpoint.report import checkpoint_table
 from moe_comm.cli.bench.checkpoint.run import CHECKPOINT_PEERS, file_system, run_checkpoint
 from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import NUM_EXPERTS, shape_of_bytes
+from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.options import parse_bytes, split_list
+from moe_comm.cli.progress import telling, write_json
 from moe_comm.output_files import check_output
 from moe_comm.resharding.describe.parallelism import Parallelism
 
@@ -84,12 +84,10 @@ def bench_checkpoint(
         environment = collect_environment()
         console = wide_console()
         console.print(header_line(environment), soft_wrap=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with (
             tempfile.TemporaryDirectory(prefix="moe-comm-checkpoint-", dir=folder) as place,
-            Progress(*columns, console=console, transient=True) as progress,
+            telling(console) as tell,
         ):
-            task = progress.add_task("start")
             environment["file_system"] = file_system(Path(place))
             case = CheckpointCase(
                 shape=shape,
@@ -97,17 +95,11 @@ def bench_checkpoint(
                 target=Parallelism.parse(layouts[1], ranks),
                 folder=Path(place),
             )
-
-            def show(text: str) -> None:
-                progress.update(task, description=text)
-
-            rows = run_checkpoint(case, chosen, repeats, show)
+            rows = run_checkpoint(case, chosen, repeats, tell)
             if TRANSFORMERS in chosen and not missing:
-                rows.append(run_pretrained(Path(place), shape, repeats, show))
+                rows.append(run_pretrained(Path(place), shape, repeats, tell))
         environment["load_average_after"] = os.getloadavg()[0]
         console.print(checkpoint_table(case, environment, rows))
         for name, reason in missing.items():
             console.print(f"{name}: not here: {reason}")
-        if json_path is not None:
-            document = checkpoint_document(environment, rows, missing)
-            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, to_json(environment, rows, missing))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import enum
-import json
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import collect_environment
+from moe_comm.cli.bench.options import OPERATIONS, PEERS, BenchOptions
 from moe_comm.cli.bench.replicas import place_replicas
 from moe_comm.cli.bench.report import header_line, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import to_json
-from moe_comm.cli.bench.run import OPERATIONS, PEERS, BenchOptions, CaseRun
+from moe_comm.cli.bench.run import CaseRun
 from moe_comm.cli.bench.sweep import SWEEP_TOKENS, check_sweep, run_sweep
 from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench_checkpoint_command import bench_checkpoint
@@ -35,13 +31,12 @@ from moe_comm.cli.options import (
     split_list,
 )
 from moe_comm.cli.plots import PLOT_HELP, check_plot
+from moe_comm.cli.progress import telling, write_json
 from moe_comm.ep.config import Layout
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.output_files import check_output
 
 __all__ = ["bench_app"]
-
-LINE_S = 2.0
 
 bench_app = typer.Typer(
     help="Check an operation, then time it against what the machine can do.",
@@ -301,29 +296,26 @@ def dispatch_combine(
         console.print(header_line(environment), soft_wrap=True)
         environment["pinned"] = pin
         if sweep:
-            with _progress(console) as progress:
-                rows = run_sweep(case, options, _teller(progress))
+            with telling(console) as tell:
+                rows = run_sweep(case, options, tell)
             console.print(sweep_tables(rows))
-            if json_path is not None:
-                _write_json(json_path, to_json(environment, rows, {}))
+            write_json(json_path, to_json(environment, rows, {}))
             for palette, path in pictures:
                 text = draw_sweep(rows, header_line(environment), palette)
                 path.write_text(text, encoding="utf-8")
             return
-        with _progress(console) as progress:
-            with CaseRun(case, options, _teller(progress)) as run:
-                rows = run.run()
-                missing_peers = run.missing_peers
-                environment["devices"] = run.devices
-                environment["num_sms"] = run.num_sms
-                if run.mpi is not None:
-                    environment["mpi"] = run.mpi.launcher.version
+        with telling(console) as tell, CaseRun(case, options, tell) as run:
+            rows = run.run()
+            missing_peers = run.missing_peers
+            environment["devices"] = run.devices
+            environment["num_sms"] = run.num_sms
+            if run.mpi is not None:
+                environment["mpi"] = run.mpi.launcher.version
         if environment["num_sms"] is not None:
             console.print(f"{environment['num_sms']} SMs for every buffer of a rank")
         console.print(result_table(rows, missing_peers))
         environment["roof_state"] = {row.op: row.roof_state for row in rows if row.roof_state}
-        if json_path is not None:
-            _write_json(json_path, to_json(environment, rows, missing_peers))
+        write_json(json_path, to_json(environment, rows, missing_peers))
         if plot is not None:
             write_plot(plot, rows, environment)
 
@@ -336,10 +328,6 @@ bench_app.command(
     "checkpoint",
     epilog=example("moe-comm bench checkpoint --ranks 4 --bytes 256MiB --peers dcp"),
 )(bench_checkpoint)
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_routing(routing: str | None, skew: float) -> tuple[float, Path | None]:
@@ -373,23 +361,3 @@ def _resolve_routing(
         return topk or 8, experts or 64
     trace = load_routing_trace(routing)
     return topk or trace.num_topk, experts or trace.num_experts
-
-
-def _progress(console: Console) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
-def _teller(progress: Progress) -> Callable[[str], None]:
-    """Shows a text: as the task of `progress`, or where that has no terminal as a line now and then."""
-    task = progress.add_task("start")
-    said_at = time.monotonic()
-
-    def tell(text: str) -> None:
-        nonlocal said_at
-        progress.update(task, description=text)
-        if not progress.console.is_terminal and time.monotonic() - said_at > LINE_S:
-            said_at = time.monotonic()
-            typer.echo(f"moe-comm bench: {text}", err=True)
-
-    return tell

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import enum
-import json
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moe_comm.cli.bench.case import DTYPES
 from moe_comm.cli.bench.environment import collect_environment
@@ -18,15 +16,19 @@ from moe_comm.cli.bench.reshard.case import (
     FULL_TENSORS,
     MEMORIES,
     NUM_EXPERTS,
+    RESHARD_PEERS,
     ReshardCase,
+    ReshardOptions,
     shape_of_bytes,
 )
 from moe_comm.cli.bench.reshard.engine_storage import check_uncut
-from moe_comm.cli.bench.reshard.report import reshard_document, reshard_table, write_reshard_plot
-from moe_comm.cli.bench.reshard.run import RESHARD_PEERS, ReshardOptions, run_case
+from moe_comm.cli.bench.reshard.report import reshard_table, write_reshard_plot
+from moe_comm.cli.bench.reshard.run import run_case
+from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes, split_list
 from moe_comm.cli.plots import PLOT_HELP, check_plot
+from moe_comm.cli.progress import telling, write_json
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.output_files import check_output
@@ -152,18 +154,11 @@ def bench_reshard(
         environment = collect_environment()
         console = wide_console()
         console.print(header_line(environment), soft_wrap=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("start")
-            rows = [
-                run_case(case, options, lambda text: progress.update(task, description=text))
-                for case in cases
-            ]
+        with telling(console) as tell:
+            rows = [run_case(case, options, tell) for case in cases]
         console.print(reshard_table(rows))
         environment["pinned"] = pin
-        if json_path is not None:
-            document = reshard_document(environment, rows)
-            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, to_json(environment, rows, {}))
         if plot is not None:
             write_reshard_plot(plot, rows, environment)
 

@@ -11,8 +11,9 @@ import typer
 from rich.table import Table
 
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.replicas import placement_by_loads
-from moe_comm.cli.bench.run import BenchOptions, check_options
+from moe_comm.cli.bench.run import check_options
 from moe_comm.cli.command_rules import FoldedTable, in_a_sentence, wide_console
 from moe_comm.cli.options import (
     DtypeName,

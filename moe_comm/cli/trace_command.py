@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.processes import RankProcesses
 from moe_comm.cli.command_rules import (
     FoldedTable,
@@ -90,7 +91,7 @@ def run(
             dtype=dtype.value,
             skew=skew,
         )
-        with RankProcesses(case, backend="host") as processes:
+        with RankProcesses(case, BenchOptions()) as processes:
             per_rank = processes.call("record_trace", iterations)
         _report([record for records in per_rank for record in records], out, plot)
 

@@ -17,11 +17,13 @@ from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase, make_x
 from moe_comm.cli.bench.exchange import NativeExchange, Received
 from moe_comm.cli.bench.internode_traffic import internode_bytes
+from moe_comm.cli.bench.options import LAYER, BenchOptions
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.peers.mpi import MpiPeer
 from moe_comm.cli.bench.peers.mpi_launcher import MpiLauncher, MpiNotFoundError, find_mpi
 from moe_comm.cli.bench.processes import RankProcesses, WorkerError
-from moe_comm.cli.bench.run import LAYER, BenchOptions, CaseRun
+from moe_comm.cli.bench.rank import Sample
+from moe_comm.cli.bench.run import CaseRun
 from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.sweep_worker import SweepWorker
 from moe_comm.ep.config import Layout
@@ -405,7 +407,7 @@ def test_ranks_may_be_threads_of_one_process(tmp_path: Path) -> None:
     assert (rows["dispatch"]["check"], rows["dispatch"]["backend"]) == ("ok", "host")
     environment = json.loads((tmp_path / "out.json").read_text())["environment"]
     assert environment["devices"] == ["cpu", "cpu"]
-    with RankProcesses(CASE, backend="host", mode="threads") as ranks:
+    with RankProcesses(CASE, BenchOptions(backend="host", mode="threads")) as ranks:
         assert len({process.pid for process in ranks._processes}) == 1
 
 
@@ -516,7 +518,7 @@ def test_wrong_quantized_rows_are_not_timed(
 
 
 def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RankProcesses(CASE, backend="reference") as ranks:
+    with RankProcesses(CASE, BenchOptions(backend="reference")) as ranks:
         problems = ranks.call("check")
     assert problems == [None, None]
     monkeypatch.setattr(
@@ -529,7 +531,7 @@ def test_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["processes", "threads"])
 def test_failing_rank_is_named_and_none_is_left(mode: str) -> None:
     with pytest.raises(WorkerError, match=r"rank \d failed") as caught:
-        with RankProcesses(CASE, backend="reference", mode=mode) as ranks:
+        with RankProcesses(CASE, BenchOptions(backend="reference", mode=mode)) as ranks:
             ranks.call("run_gloo", "dispatch", 1)  # not prepared
     assert "AssertionError" in str(caught.value)
     assert not any(process.is_alive() for process in ranks._processes)
@@ -538,7 +540,7 @@ def test_failing_rank_is_named_and_none_is_left(mode: str) -> None:
 
 @pytest.mark.parametrize("when", ["in a call", "before a call", "with a call unread"])
 def test_dead_rank_is_named(when: str) -> None:
-    ranks = RankProcesses(CASE, backend="reference")
+    ranks = RankProcesses(CASE, BenchOptions(backend="reference"))
     victim = ranks._processes[1]
     assert victim.pid is not None
     if when == "with a call unread":
@@ -629,9 +631,9 @@ def test_rank_major_worker_serves_every_operation() -> None:
     case = BenchCase(
         num_ranks=2, num_tokens=8, hidden=64, num_topk=2, num_experts=4, layout=Layout.RANK_MAJOR
     )
-    with RankProcesses(case, backend="reference") as ranks:
+    with RankProcesses(case, BenchOptions(backend="reference")) as ranks:
         assert ranks.call("check") == [None, None]
         assert ranks.call("prepare_roof") in ([True, True], [False, False])
         for sample in ranks.call("sample", "combine_copy_in", 0):
-            assert isinstance(sample, worker.Sample)
+            assert isinstance(sample, Sample)
             assert sample.op[0] < sample.op[1]

@@ -16,7 +16,7 @@ from moe_comm.cli.app import app
 from moe_comm.cli.bench.memory import PeakMemory
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
 from moe_comm.cli.bench.reshard import run, worker
-from moe_comm.cli.bench.reshard.case import CHECKSUM, ReshardCase, shape_of_bytes
+from moe_comm.cli.bench.reshard.case import CHECKSUM, ReshardCase, ReshardOptions, shape_of_bytes
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
@@ -95,7 +95,7 @@ def test_a_place_for_destinations_that_there_is_not(places: str) -> None:
 
 
 def test_the_proof_is_that_of_the_same_refit() -> None:
-    make_worker = functools.partial(_AskedWorker, worker.ReshardLaunch(case=CASE))
+    make_worker = functools.partial(_AskedWorker, CASE, ReshardOptions())
     with WorkerProcesses(2, make_worker) as ranks:
         for transport, verify in (("symmetric", None), (CHECKSUM, "checksum")):
             assert ranks.call("asked", transport) == [("SymmetricCopyService", verify)] * 2
@@ -140,7 +140,7 @@ def test_views_of_a_stack_may_be_cut(source: str, destination: str) -> None:
         destination=Parallelism.parse(destination, 2),
     )
     case = dataclasses.replace(CASE, layouts=layouts, is_stacked=True)
-    make_worker = functools.partial(_StackedWorker, worker.ReshardLaunch(case=case))
+    make_worker = functools.partial(_StackedWorker, case, ReshardOptions())
     with WorkerProcesses(2, make_worker) as ranks:
         run._check(ranks, "symmetric")
         assert ranks.call("num_storages") == [1, 1]
@@ -173,7 +173,7 @@ def test_another_transport_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_wrong_element_ends_the_run() -> None:
-    make_worker = functools.partial(_ForgetfulWorker, worker.ReshardLaunch(case=CASE))
+    make_worker = functools.partial(_ForgetfulWorker, CASE, ReshardOptions())
     with WorkerProcesses(2, make_worker) as ranks:
         with pytest.raises(WorkerError, match=r"rank 1: decoder.layers.0.mlp.router.weight: exp"):
             run._check(ranks, "symmetric")

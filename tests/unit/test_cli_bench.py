@@ -17,25 +17,21 @@ from moe_comm.cli.app import app
 from moe_comm.cli.bench import oracle, sweep
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
+from moe_comm.cli.bench.options import LAYER, BenchOptions
 from moe_comm.cli.bench.parts import PARTS, middle_half, take_apart
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline
 from moe_comm.cli.bench.processes import WorkerProcesses
+from moe_comm.cli.bench.rank import Sample
 from moe_comm.cli.bench.replicas import place_replicas, summarize_rows
 from moe_comm.cli.bench.report import case_title, result_table, sweep_tables, write_plot
 from moe_comm.cli.bench.result import BenchRow, to_json
-from moe_comm.cli.bench.run import (
-    LAYER,
-    BenchOptions,
-    CaseRun,
-    check_options,
-    default_operations,
-)
-from moe_comm.cli.bench.statistics import Pair, makespan_us, percentile
+from moe_comm.cli.bench.run import CaseRun, check_options, default_operations
+from moe_comm.cli.bench.statistics import Pair, makespan_us, median_ratio, percentile
 from moe_comm.cli.bench.svg import DARK, LIGHT
 from moe_comm.cli.bench.sweep import check_sweep
 from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
-from moe_comm.cli.bench.worker import Launch, Sample, Worker
+from moe_comm.cli.bench.worker import Worker
 from moe_comm.cli.command_rules import wide_console
 from moe_comm.ep.config import Layout
 from moe_comm.ep.placement import Placement
@@ -607,7 +603,7 @@ def test_ratios_of_a_sweep_are_medians_over_rounds() -> None:
     # A warm-up, then rounds of which each starts one block later.
     assert order == ["ours", "theirs", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
     assert medians == {"ours": [2.0, 3.0, 61.0], "theirs": [3.0, 2.0, 41.0]}
-    assert sweep._median_ratio(medians["ours"], medians["theirs"]) == pytest.approx(61 / 41)
+    assert median_ratio(medians["ours"], medians["theirs"]) == pytest.approx(61 / 41)
     assert len(pooled["ours"]) == 9
 
 
@@ -661,13 +657,13 @@ def test_a_plot_of_a_sweep_is_two_files(tmp_path: Path) -> None:
 def test_sms_of_a_gpu_are_handed_on_and_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launched: list[Launch] = []
+    launched: list[Any] = []
 
     def start(_: object, num_ranks: int, make: functools.partial[Worker], mode: str) -> None:
         launched.extend(make.args)
 
     def call(_: object, method: str, *__: object) -> list[Any]:
-        told = {"backend": "cuda", "device": "cuda:0", "num_sms": launched[0].num_sms}
+        told = {"backend": "cuda", "device": "cuda:0", "num_sms": launched[1].num_sms}
         return [told if method == "describe" else None]
 
     for name, function in (
@@ -686,4 +682,4 @@ def test_sms_of_a_gpu_are_handed_on_and_told(
     assert done.exit_code == 0, done.output
     assert "9 SMs for every buffer of a rank" in done.output
     assert json.loads(out.read_text())["environment"]["num_sms"] == 9
-    assert launched[0].num_sms == 9
+    assert launched[1].num_sms == 9

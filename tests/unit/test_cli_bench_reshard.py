@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
-from moe_comm.cli.bench.reshard.case import ReshardCase, shape_of_bytes
+from moe_comm.cli.bench.reshard.case import ReshardCase, ReshardOptions, shape_of_bytes
 from moe_comm.cli.bench.reshard.report import (
-    reshard_document,
     reshard_table,
     reshard_title,
     write_reshard_plot,
 )
-from moe_comm.cli.bench.reshard.run import ReshardOptions, ReshardRow
+from moe_comm.cli.bench.reshard.run import ReshardRow
+from moe_comm.cli.bench.result import to_json
 from moe_comm.cli.bench_reshard_command import _layouts
 from moe_comm.cli.command_rules import wide_console
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
@@ -149,7 +149,7 @@ def test_table_and_document_have_every_number(
         assert text in said
     assert "620 tensors" in said
     assert "first refit 4.0 MB of the heap" in said
-    document = reshard_document({"cores": 2}, [ROW, outside])
+    document = to_json({"cores": 2}, [ROW, outside], {})
     first = document["cases"][0]
     assert first["op"] == "reshard"
     assert (first["from"], first["to"], first["destination"]) == ("ep4", "tp4", "heap")

@@ -19,7 +19,8 @@ import torch
 
 from moe_comm import Communicator
 from moe_comm.cli import doctor_gpu
-from moe_comm.cli.bench import worker
+from moe_comm.cli.bench import rank, worker
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.peers.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
@@ -305,14 +306,14 @@ def test_ranks_of_a_benchmark_take_the_gpus_in_turn(
         found.append((gpus.current(), num_sms))
         raise FoundError
 
-    monkeypatch.setattr(worker.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(worker, "SpinBarrier", lambda *_: None)
+    monkeypatch.setattr(rank.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(rank, "SpinBarrier", lambda *_: None)
     monkeypatch.setattr(worker, "Communicator", make_communicator)
     case = types.SimpleNamespace(num_ranks=4, api="moe_comm", check_messages=False)
-    launch = worker.Launch(case=case, backend="cuda", num_sms=7)  # type: ignore[arg-type]
+    options = BenchOptions(backend="cuda", num_sms=7)
     for rank_idx in range(4):
         with ThreadPoolExecutor(1) as process, pytest.raises(FoundError):
-            process.submit(worker.Worker, launch, tmp_path, rank_idx).result()
+            process.submit(worker.Worker, case, options, tmp_path, rank_idx).result()
     assert found == [(0, 7), (1, 7), (0, 7), (1, 7)]
 
 

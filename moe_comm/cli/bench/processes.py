@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.serve import serve_threads, serve_worker
-from moe_comm.cli.bench.worker import Launch, Worker
+from moe_comm.cli.bench.worker import Worker
 from moe_comm.peers.agree import name_ranks
 
 if TYPE_CHECKING:
@@ -177,14 +178,7 @@ class RankProcesses(WorkerProcesses):
 
     Args:
         case: The case.
-        backend: Of the communicator.
-        num_threads: Of the communicator; None for its own choice.
-        num_sms: Of the communicator, for a GPU; None for its own choice.
-        with_huge_pages: Of the communicator.
-        is_pinned: Every rank is bound to one core.
-        num_local_ranks: Of the communicator; None for one node.
-        rail: Of the communicator.
-        mode: "processes", or "threads" of one process.
+        options: How ranks run.
         worker: What every rank is.
 
     Raises:
@@ -192,30 +186,10 @@ class RankProcesses(WorkerProcesses):
     """
 
     def __init__(
-        self,
-        case: BenchCase,
-        *,
-        backend: str,
-        num_threads: int | None = None,
-        num_sms: int | None = None,
-        with_huge_pages: bool = True,
-        is_pinned: bool = False,
-        num_local_ranks: int | None = None,
-        rail: str = "auto",
-        mode: str = "processes",
-        worker: type[Worker] = Worker,
+        self, case: BenchCase, options: BenchOptions, worker: type[Worker] = Worker
     ) -> None:
-        launch = Launch(
-            case=case,
-            backend=backend,
-            num_threads=num_threads,
-            num_sms=num_sms,
-            with_huge_pages=with_huge_pages,
-            is_pinned=is_pinned,
-            num_local_ranks=num_local_ranks,
-            rail=rail,
-        )
-        super().__init__(case.num_ranks, functools.partial(worker, launch), mode)
+        make_worker = functools.partial(worker, case, options)
+        super().__init__(case.num_ranks, make_worker, options.mode)
 
     def check(self, method: str = "check", *arguments: Any) -> None:
         """Call a method that compares results with the reference's, on every rank.

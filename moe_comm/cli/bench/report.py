@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.columns import add_columns, number, plot_times, ratio
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.command_rules import FoldedTable
@@ -77,10 +78,8 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
         table.add_column(name, justify="right")
     table.add_column("roof state")
     if is_across_nodes:
-        table.add_column("MB between nodes", justify="right")
-        table.add_column("by formula", justify="right")
-    for peer in peers:
-        table.add_column(f"vs {peer}", justify="right")
+        add_columns(table, "MB between nodes", "by formula")
+    add_columns(table, *(f"vs {peer}" for peer in peers))
     table.add_column("check")
     notes: list[Text] = []
     loads: BenchRow | None = None
@@ -93,20 +92,16 @@ def result_table(rows: Sequence[BenchRow], missing_peers: dict[str, str]) -> Gro
             continue
         table.add_row(
             LABELS[row.op],
-            _number(row.p50_us, 1),
-            _number(row.p95_us, 1),
-            _number(None if row.bytes is None else row.bytes / 1e6, 1),
-            _number(row.gbs, 1),
-            _number(row.roof_gbs, 1),
-            _number(row.fraction_of_roof, 3),
+            number(row.p50_us, 1),
+            number(row.p95_us, 1),
+            number(row.bytes, 1, 1e6),
+            number(row.gbs, 1),
+            number(row.roof_gbs, 1),
+            number(row.fraction_of_roof, 3),
             f"{row.num_pairs} ({row.num_dropped})",
             row.roof_state or "-",
-            *(
-                _number(row.extra[name] / 1e6 if name in row.extra else None, 3)
-                for name in across
-                if is_across_nodes
-            ),
-            *(_ratio(row.speedup.get(peer)) for peer in peers),
+            *(number(row.extra.get(name), 3, 1e6) for name in across if is_across_nodes),
+            *(ratio(row.speedup.get(peer)) for peer in peers),
             row.check,
         )
     notes += [Text(f"{peer}: not compared, {why}") for peer, why in sorted(missing_peers.items())]
@@ -129,8 +124,7 @@ def _rows_table(row: BenchRow) -> Table:
     loads = _loads_by_name(row)
     table = Table(title="rows per rank", title_justify="left")
     table.add_column("rank")
-    for name in loads:
-        table.add_column(name, justify="right")
+    add_columns(table, *loads)
     by_rank = zip(*(each["rows_per_rank"] for each in loads.values()), strict=True)
     for rank_idx, numbers in enumerate(by_rank):
         table.add_row(str(rank_idx), *(f"{number:,}" for number in numbers))
@@ -148,43 +142,38 @@ def sweep_tables(rows: Sequence[BenchRow]) -> Group:
     """Build the tables of a sweep: every size with the parts of its time, and the fixed cost."""
     sizes = [row for row in rows if row.op == "sweep"]
     table = Table(title=case_title(sizes[0].case, is_sweep=True), title_justify="left")
-    for name in ("tokens", "p50 us", "p95 us", "MB", "GB/s", "roof GB/s", "of roof"):
-        table.add_column(name, justify="right")
-    for name in PARTS:
-        table.add_column(name, justify="right")
-    for name in ("differentiable", "threads"):
-        table.add_column(name, justify="right")
+    add_columns(table, "tokens", "p50 us", "p95 us", "MB", "GB/s", "roof GB/s", "of roof")
+    add_columns(table, *PARTS, "differentiable", "threads")
     table.add_column("check")
     for row in sizes:
         table.add_row(
             str(row.case.num_tokens),
-            _number(row.p50_us, 1),
-            _number(row.p95_us, 1),
-            _number(None if row.bytes is None else row.bytes / 1e6, 2),
-            _number(row.gbs, 1),
-            _number(row.roof_gbs, 1),
-            _number(row.fraction_of_roof, 3),
-            *(_number(row.extra["parts_us"][name], 1) for name in PARTS),
-            _ratio(row.extra["differentiable_ratio"]),
-            _ratio(row.extra["threads_ratio"]),
+            number(row.p50_us, 1),
+            number(row.p95_us, 1),
+            number(row.bytes, 2, 1e6),
+            number(row.gbs, 1),
+            number(row.roof_gbs, 1),
+            number(row.fraction_of_roof, 3),
+            *(number(row.extra["parts_us"][name], 1) for name in PARTS),
+            ratio(row.extra["differentiable_ratio"]),
+            ratio(row.extra["threads_ratio"]),
             row.check,
         )
     fixed = Table(title="fixed cost", title_justify="left")
     fixed.add_column("of")
-    fixed.add_column("p50 us", justify="right")
+    add_columns(fixed, "p50 us")
     fixed.add_column("against")
-    fixed.add_column("p50 us", justify="right")
-    fixed.add_column("ratio", justify="right")
+    add_columns(fixed, "p50 us", "ratio")
     for row in rows:
         if row.op != "fixed_cost":
             continue
         ((against, their_us),) = row.peer_p50_us.items()
         fixed.add_row(
             row.extra["what"],
-            _number(row.p50_us, 1),
+            number(row.p50_us, 1),
             against,
-            _number(their_us, 1),
-            _ratio(row.extra["ratio"]),
+            number(their_us, 1),
+            ratio(row.extra["ratio"]),
         )
     return Group(
         FoldedTable(table),
@@ -213,35 +202,13 @@ def write_plot(path: Path, rows: Sequence[BenchRow], environment: dict[str, Any]
     figure = new_figure(max(6.0, sum(widths)), 4.8)
     every_axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     if timed:
-        _plot_times(every_axes[0], timed)
+        backend = timed[0].backend
+        plot_times(every_axes[0], timed, backend, [LABELS[row.op] for row in timed])
     for row, axes in zip(counted, every_axes[len(every_axes) - len(counted) :], strict=True):
         _plot_rows(axes, row)
     title = case_title((timed or counted)[0].case) + "\n" + header_line(environment)
     figure.suptitle(title, fontsize=7)
     figure.savefig(path, dpi=150)
-
-
-def _plot_times(axes: Any, timed: Sequence[BenchRow]) -> None:
-    names = [timed[0].backend, *sorted({peer for row in timed for peer in row.peer_p50_us})]
-    width = 0.8 / len(names)
-    for name_idx, name in enumerate(names):
-        for row_idx, row in enumerate(timed):
-            value = row.p50_us if name_idx == 0 else row.peer_p50_us.get(name)
-            if value is None:
-                continue
-            place = row_idx + (name_idx - (len(names) - 1) / 2) * width
-            axes.bar(
-                place, value, width, color=f"C{name_idx}", label=name if row_idx == 0 else None
-            )
-            label = f"{value:.0f}"
-            if name_idx == 0 and row.fraction_of_roof is not None:
-                label += f"\n{row.fraction_of_roof:.0%} of roof"
-            axes.annotate(label, (place, value), ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(timed)), [LABELS[row.op] for row in timed], fontsize=8)
-    axes.set_yscale("log")
-    axes.set_ylabel("p50 of wall time [us]")
-    axes.legend()
-    axes.margins(y=0.2)
 
 
 def _plot_rows(axes: Any, row: BenchRow) -> None:
@@ -287,13 +254,3 @@ def _memory_note(row: BenchRow) -> Text:
         f"  the expert output outside the heap itself: {row.extra['ordinary_expert_output_bytes'] / 1e6:.1f} MB more"
     )
     return Text("\n".join(lines))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _ratio(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f}x" if value >= 4.0 else f"{value:.2f}x"

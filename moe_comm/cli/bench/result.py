@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from moe_comm.cli.bench.case import BenchCase
 
-__all__ = ["BenchRow", "to_json"]
+__all__ = ["BenchRow", "MeasuredRow", "to_json"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchRow:
-    """One operation of one case.
+class MeasuredRow:
+    """One operation, measured, by any benchmark.
 
     Args:
-        op: `"dispatch"`, `"combine"` (in place), `"combine_copy_in"` (of an ordinary tensor),
-            `"dispatch+experts+combine"`, `"dispatch+combine"` (latency, back to back),
-            `"differentiable_overhead"`, `"memory"`, or `"rows"` (how many come to each rank).
-        case: The case.
-        backend: That ran it.
         p50_us: Median of the ranks' wall times over ranks and repeats.
         p95_us: 95th percentile of the same.
         op_us: Median time from the first rank's start to the last rank's end, over clean pairs; GB/s comes
             from it.
-        bytes: Over all ranks, by formula (`moe_comm.cli.bench.traffic`).
+        bytes: Over all ranks, by formula.
         gbs: `bytes / op_us`.
         roof_gbs: Median bandwidth of the plain loops timed around the operation; None without a roof.
         fraction_of_roof: Median over clean pairs.
@@ -37,9 +33,6 @@ class BenchRow:
         extra: Row-specific values.
     """
 
-    op: str
-    case: BenchCase
-    backend: str
     p50_us: float | None = None
     p95_us: float | None = None
     op_us: float | None = None
@@ -57,17 +50,38 @@ class BenchRow:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON writes it."""
-        case = self.case
-        quantization = case.quantization
-        scale_format = None if quantization is None else quantization.scale_format
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in ("case", "extra")
         }
+        return values | self.extra
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchRow(MeasuredRow):
+    """One operation of one case of dispatch and combine.
+
+    Args:
+        op: `"dispatch"`, `"combine"` (in place), `"combine_copy_in"` (of an ordinary tensor),
+            `"dispatch+experts+combine"`, `"dispatch+combine"` (latency, back to back),
+            `"differentiable_overhead"`, `"memory"`, or `"rows"` (how many come to each rank).
+        case: The case.
+        backend: That ran it.
+    """
+
+    op: str
+    case: BenchCase
+    backend: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON writes it."""
+        case = self.case
+        quantization = case.quantization
+        scale_format = None if quantization is None else quantization.scale_format
         return {
-            "op": values.pop("op"),
-            "backend": values.pop("backend"),
+            "op": self.op,
+            "backend": self.backend,
             "ranks": case.num_ranks,
             "tokens": case.num_tokens,
             "hidden": case.hidden,
@@ -91,15 +105,14 @@ class BenchRow:
             "placement": None if case.placement is None else case.placement.slots,
             "replica_rule": None if case.placement is None else case.replica_rule,
             "seed": case.seed,
-            **values,
-            **self.extra,
+            **super().to_dict(),
         }
 
 
 def to_json(
-    environment: dict[str, Any], rows: list[BenchRow], notes: dict[str, str]
+    environment: dict[str, Any], rows: Sequence[MeasuredRow], notes: dict[str, str]
 ) -> dict[str, Any]:
-    """The document that `--json` writes.
+    """The document that `--json` of every benchmark writes.
 
     Args:
         environment: See `collect_environment`.

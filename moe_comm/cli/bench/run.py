@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +15,33 @@ from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.environment import last_level_cache_bytes
 from moe_comm.cli.bench.internode_traffic import internode_bytes
 from moe_comm.cli.bench.memory import WindowMemory, total_bytes
+from moe_comm.cli.bench.options import (
+    LATENCY_OPERATIONS,
+    LAYER,
+    THROUGHPUT_OPERATIONS,
+    BenchOptions,
+)
 from moe_comm.cli.bench.peers.mpi import MpiPeer
 from moe_comm.cli.bench.peers.mpi_launcher import MpiNotFoundError, find_mpi
 from moe_comm.cli.bench.processes import RankProcesses
 from moe_comm.cli.bench.replicas import summarize_rows
 from moe_comm.cli.bench.result import BenchRow
-from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile, wall_times_us
-from moe_comm.cli.bench.times import SideTimes, ratios_in_rounds, summarize_roof
+from moe_comm.cli.bench.statistics import (
+    Interval,
+    all_wall_times_us,
+    medians,
+    percentile,
+    time_columns,
+    wall_times_us,
+)
+from moe_comm.cli.bench.times import (
+    NUM_WARM_UP,
+    Rounds,
+    SideTimes,
+    ratios_in_rounds,
+    sides_in_turn,
+    summarize_roof,
+)
 from moe_comm.cli.bench.traffic import (
     combine_bytes,
     copy_in_bytes,
@@ -31,67 +51,14 @@ from moe_comm.cli.bench.traffic import (
 from moe_comm.ep.config import Layout
 
 __all__ = [
-    "OPERATIONS",
-    "PEERS",
-    "BenchOptions",
     "CaseRun",
     "check_options",
     "default_operations",
     "operation_bytes",
 ]
 
-PEERS = ("gloo", "mpi", "collective")
-THROUGHPUT_OPERATIONS = ("dispatch", "combine", "combine_copy_in")
-LATENCY_OPERATIONS = ("dispatch+combine", "differentiable_overhead")
-LAYER = "dispatch+experts+combine"
-OPERATIONS = ("rows", *THROUGHPUT_OPERATIONS, LAYER, *LATENCY_OPERATIONS, "memory")
-
-NUM_WARM_UP = 2
-MAX_ROUNDS_PER_PAIR = 5
 NUM_ITERATIONS = 200
 NUM_PEER_ITERATIONS = 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """Options of a measurement.
-
-    Args:
-        backend: Of the communicator.
-        peers: Of `PEERS`.
-        num_repeats: Clean pairs to collect, and rounds with peers.
-        operations: Of `OPERATIONS`; empty for what suits the size.
-        num_threads: Of the communicator; None for its own choice.
-        num_sms: Of the communicator, for a GPU; None for its own choice.
-        with_huge_pages: Of the communicator.
-        is_pinned: Every rank is bound to one core, peers too.
-        num_local_ranks: Ranks of a node, which this machine holds several of; None for one node.
-        rail: Between nodes, of the communicator.
-        mode: Ranks are "processes", or "threads" of one process: on one GPU, whose kernels run side by
-            side only if they are of one process (or under MPS).
-    """
-
-    backend: str = "host"
-    peers: tuple[str, ...] = ()
-    num_repeats: int = 9
-    operations: tuple[str, ...] = ()
-    num_threads: int | None = None
-    num_sms: int | None = None
-    with_huge_pages: bool = True
-    is_pinned: bool = False
-    num_local_ranks: int | None = None
-    rail: str = "auto"
-    mode: str = "processes"
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("peers", PEERS), ("operations", OPERATIONS)):
-            unknown = [value for value in getattr(self, name) if value not in allowed]
-            if unknown:
-                raise ValueError(
-                    f"{name} must be of {', '.join(allowed)}, got {', '.join(unknown)}"
-                )
-        if self.num_repeats < 1:
-            raise ValueError(f"num_repeats must be >= 1, got {self.num_repeats}")
 
 
 def operation_bytes(case: BenchCase) -> dict[str, int]:
@@ -266,7 +233,6 @@ class CaseRun:
         cases = [case] if case.baseline is None else [case, case.baseline[1]]
         self.bytes = [operation_bytes(each) for each in cases]
         self._stack = contextlib.ExitStack()
-        self.check = "ok"
 
     def __enter__(self) -> CaseRun:
         try:
@@ -286,19 +252,7 @@ class CaseRun:
 
     def _start(self) -> None:
         options = self.options
-        self.ranks = self._stack.enter_context(
-            RankProcesses(
-                self.case,
-                backend=options.backend,
-                num_threads=options.num_threads,
-                num_sms=options.num_sms,
-                with_huge_pages=options.with_huge_pages,
-                is_pinned=options.is_pinned,
-                num_local_ranks=options.num_local_ranks,
-                rail=options.rail,
-                mode=options.mode,
-            )
-        )
+        self.ranks = self._stack.enter_context(RankProcesses(self.case, options))
         self.on_progress("check")
         self.ranks.check()
         described = self.ranks.call("describe")
@@ -345,13 +299,13 @@ class CaseRun:
             rows.append(self._measure_memory())
         return rows
 
+    def _row(self, operation: str, **columns: Any) -> BenchRow:
+        return BenchRow(op=operation, case=self.case, backend=self.backend, **columns)
+
     def _count_rows(self) -> BenchRow:
         found = self.ranks.call("count_rows")
-        return BenchRow(
-            op="rows",
-            case=self.case,
-            backend=self.backend,
-            check=self.check,
+        return self._row(
+            "rows",
             num_pairs=1,
             extra=summarize_rows(self.case, [*zip(*found, strict=True)]),
         )
@@ -362,60 +316,41 @@ class CaseRun:
             self.ranks.call("release_roof")  # some rank has none, and all of them time it or none
         peer_operation = "dispatch" if operation == "dispatch" else "combine"
         sides = [SideTimes() for _ in self.bytes]
-        for side_idx in [*range(len(sides))] * NUM_WARM_UP:
-            self.ranks.call("sample", operation, side_idx)
+        rounds = Rounds(sides=sides)
+
+        def run_peers() -> dict[str, list[Interval]]:
+            found = self._run_peers(peer_operation, 1)
+            return {peer: [each[0] for each in intervals] for peer, intervals in found.items()}
+
+        rounds.run(
+            self.options.num_repeats,
+            lambda side_idx: self.ranks.call("sample", operation, side_idx),
+            run_peers,
+            lambda text: self.on_progress(f"{operation} {text}"),
+        )
         extra = self._count_internode_bytes(operation)
-        peer_wall_us: dict[str, list[float]] = {}
-        ratios: dict[str, list[float]] = {}
-        num_clean = 0
-        num_repeats = self.options.num_repeats
-        for round_idx in range(num_repeats * MAX_ROUNDS_PER_PAIR):
-            for side_idx in _in_turns(len(sides), round_idx):
-                sides[side_idx].add(self.ranks.call("sample", operation, side_idx))
-            num_clean += all(side.is_clean[-1] for side in sides)
-            if round_idx < num_repeats:
-                for peer, intervals in self._run_peers(peer_operation, 1).items():
-                    first = [rank_intervals[0] for rank_intervals in intervals]
-                    peer_wall_us.setdefault(peer, []).extend(wall_times_us(first))
-                    ratios.setdefault(peer, []).append(makespan_us(first) / sides[0].op_us[-1])
-            self.on_progress(f"{operation} {num_clean}/{num_repeats}")
-            if num_clean >= num_repeats and round_idx + 1 >= num_repeats:
-                break
         if self.case.baseline is not None:
             name = self.case.baseline[0]
-            ratios[name] = ratios_in_rounds(sides[1], sides[0])
-            peer_wall_us[name] = sides[1].wall_us
+            rounds.ratios[name] = ratios_in_rounds(sides[1], sides[0])
+            rounds.peer_wall_us[name] = sides[1].wall_us
             extra["baseline"] = {"name": name, **self._summarize_side(operation, 1, sides[1])}
         ours = self._summarize_side(operation, 0, sides[0])
         fields = {field.name for field in dataclasses.fields(BenchRow)}
         extra |= {name: value for name, value in ours.items() if name not in fields}
-        return BenchRow(
-            op=operation,
-            case=self.case,
-            backend=self.backend,
-            check=self.check,
-            speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
-            peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
-            num_pairs=num_clean,
-            num_dropped=len(sides[0].op_us) - num_clean,
+        return self._row(
+            operation,
             extra=extra,
+            **rounds.columns(),
             **{name: value for name, value in ours.items() if name in fields},
         )
 
     def _summarize_side(self, operation: str, side_idx: int, side: SideTimes) -> dict[str, Any]:
         """Times and roof of a side, columns of a row and details for JSON."""
+        num_bytes = self.bytes[side_idx].get(operation)
         # Where there is a roof, a time counts when the machine held still around it.
-        clean_us = [us for us, is_clean in zip(side.op_us, side.is_clean, strict=True) if is_clean]
-        median_us = percentile(clean_us or side.op_us, 0.5)
-        summary: dict[str, Any] = {
-            "p50_us": percentile(side.wall_us, 0.5),
-            "p95_us": percentile(side.wall_us, 0.95),
-            "op_us": median_us,
-        }
-        if operation == LAYER:
+        summary = time_columns(side.wall_us, side.median_us, num_bytes)
+        if num_bytes is None:
             return summary | {"ffn_hidden": self.case.ffn_hidden}
-        num_bytes = self.bytes[side_idx][operation]
-        summary |= {"bytes": num_bytes, "gbs": num_bytes / median_us / 1e3}
         if not side.pairs:
             return summary
         per_rank = self.ranks.call("roof_bytes", side_idx)
@@ -431,15 +366,15 @@ class CaseRun:
         ratios: dict[str, list[float]] = {}
         for round_idx in range(self.options.num_repeats):
             blocks = {
-                side_idx: _all_wall_times_us(
+                side_idx: all_wall_times_us(
                     self.ranks.call("run_back_to_back", NUM_ITERATIONS, side_idx)
                 )
-                for side_idx in _in_turns(len(sides), round_idx)
+                for side_idx in sides_in_turn(len(sides), round_idx)
             }
             for side_idx, block in blocks.items():
                 wall_us[side_idx] += block
             theirs = {
-                peer: _all_wall_times_us(intervals)
+                peer: all_wall_times_us(intervals)
                 for peer, intervals in self._run_peers(
                     "dispatch+combine", NUM_PEER_ITERATIONS
                 ).items()
@@ -451,20 +386,12 @@ class CaseRun:
                 ratio = percentile(block, 0.5) / percentile(blocks[0], 0.5)
                 ratios.setdefault(peer, []).append(ratio)
             self.on_progress(f"dispatch+combine {round_idx + 1}/{self.options.num_repeats}")
-        median_us = percentile(wall_us[0], 0.5)
         num_bytes = self.bytes[0]["dispatch+combine"]
-        return BenchRow(
-            op="dispatch+combine",
-            case=self.case,
-            backend=self.backend,
-            p50_us=median_us,
-            p95_us=percentile(wall_us[0], 0.95),
-            op_us=median_us,
-            bytes=num_bytes,
-            gbs=num_bytes / median_us / 1e3,
-            check=self.check,
-            speedup={peer: percentile(values, 0.5) for peer, values in ratios.items()},
-            peer_p50_us={peer: percentile(values, 0.5) for peer, values in peer_wall_us.items()},
+        return self._row(
+            "dispatch+combine",
+            **time_columns(wall_us[0], percentile(wall_us[0], 0.5), num_bytes),
+            speedup=medians(ratios),
+            peer_p50_us=medians(peer_wall_us),
             num_pairs=self.options.num_repeats,
             extra={
                 "num_iterations": NUM_ITERATIONS,
@@ -506,12 +433,9 @@ class CaseRun:
             self.on_progress(f"differentiable {round_idx + 1}/{self.options.num_repeats}")
         eager_p50_us = percentile(eager_us, 0.5)
         differentiable_p50_us = percentile(differentiable_us, 0.5)
-        return BenchRow(
-            op="differentiable_overhead",
-            case=self.case,
-            backend=self.backend,
+        return self._row(
+            "differentiable_overhead",
             p50_us=differentiable_p50_us - eager_p50_us,
-            check=self.check,
             num_pairs=self.options.num_repeats,
             extra={
                 "eager_dispatch_p50_us": eager_p50_us,
@@ -534,12 +458,9 @@ class CaseRun:
         resident = {
             stage: total_bytes([per_rank[stage] for per_rank in stages]) for stage in expected
         }
-        return BenchRow(
-            op="memory",
-            case=self.case,
-            backend=self.backend,
+        return self._row(
+            "memory",
             bytes=resident["combine_copy_in"],
-            check=self.check,
             num_pairs=1,
             extra={
                 "resident_bytes": resident,
@@ -559,13 +480,3 @@ class CaseRun:
         if self.mpi is not None:
             intervals["mpi"] = self.mpi.run(operation, num_iterations)
         return intervals
-
-
-def _in_turns(num_sides: int, round_idx: int) -> list[int]:
-    """Sides in the order of this round: each goes first as often as the other."""
-    order = list(range(num_sides))
-    return order if round_idx % 2 == 0 else order[::-1]
-
-
-def _all_wall_times_us(per_rank: Sequence[Sequence[Interval]]) -> list[float]:
-    return [us for intervals in per_rank for us in wall_times_us(intervals)]

@@ -12,6 +12,7 @@ from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.cli.bench.exchange import Exchange, Received
 from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
+from moe_comm.cli.bench.rank import synchronize
 from moe_comm.cli.bench.replicas import slots_of_rank
 from moe_comm.cli.bench.roof import DeviceRoof, Roof, make_roof
 from moe_comm.cli.bench.statistics import Interval
@@ -19,20 +20,10 @@ from moe_comm.cli.bench.traffic import rank_traffic
 from moe_comm.ep.handles import DispatchResult
 from moe_comm.nn import GroupedExperts
 
-__all__ = ["Side", "synchronize"]
+__all__ = ["Side"]
 
 
 NUM_CHECKED_TOKENS = 4
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what this thread asked for; CPU operations are done when they return.
-
-    Not until the whole device is idle: where ranks are threads, kernels of other ranks may wait for
-    what this one does next.
-    """
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:

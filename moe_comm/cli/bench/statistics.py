@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["ROOF_DISAGREEMENT", "Interval", "Pair", "makespan_us", "percentile", "wall_times_us"]
+__all__ = [
+    "ROOF_DISAGREEMENT",
+    "Interval",
+    "Pair",
+    "all_wall_times_us",
+    "makespan_us",
+    "median_ratio",
+    "medians",
+    "percentile",
+    "time_columns",
+    "wall_times_us",
+]
 
 ROOF_DISAGREEMENT = 0.20
 
@@ -44,6 +56,39 @@ def makespan_us(intervals: Sequence[Interval]) -> float:
 def wall_times_us(intervals: Sequence[Interval]) -> list[float]:
     """Time of the call on every rank."""
     return [(end - start) / 1e3 for start, end in intervals]
+
+
+def all_wall_times_us(per_rank: Iterable[Sequence[Interval]]) -> list[float]:
+    """Times of all calls on all ranks."""
+    return [us for intervals in per_rank for us in wall_times_us(intervals)]
+
+
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of each."""
+    return {name: percentile(values, 0.5) for name, values in samples.items()}
+
+
+def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Return the median over rounds of the ratios of two times."""
+    return percentile([a / b for a, b in zip(theirs, ours, strict=True)], 0.5)
+
+
+def time_columns(wall_us: Sequence[float], op_us: float, num_bytes: int | None) -> dict[str, Any]:
+    """Columns of a row that times give: `p50_us`, `p95_us`, `op_us`; with bytes `bytes` and `gbs`.
+
+    Args:
+        wall_us: Of all ranks and repeats.
+        op_us: Median time of the operation.
+        num_bytes: That it moves; None where they are not counted.
+    """
+    columns: dict[str, Any] = {
+        "p50_us": percentile(wall_us, 0.5),
+        "p95_us": percentile(wall_us, 0.95),
+        "op_us": op_us,
+    }
+    if num_bytes is not None:
+        columns |= {"bytes": num_bytes, "gbs": num_bytes / op_us / 1e3}
+    return columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

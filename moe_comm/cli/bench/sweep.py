@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moe_comm.cli.bench.case import BenchCase
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.parts import PARTS, Parts, middle_half
 from moe_comm.cli.bench.processes import RankProcesses
 from moe_comm.cli.bench.result import BenchRow
-from moe_comm.cli.bench.run import BenchOptions, operation_bytes
-from moe_comm.cli.bench.statistics import Interval, percentile, wall_times_us
+from moe_comm.cli.bench.run import operation_bytes
+from moe_comm.cli.bench.statistics import (
+    Interval,
+    all_wall_times_us,
+    median_ratio,
+    medians,
+    percentile,
+    time_columns,
+)
 from moe_comm.cli.bench.sweep_worker import CALLS, SweepWorker
 
 __all__ = ["SWEEP_TOKENS", "check_sweep", "run_sweep"]
@@ -75,7 +83,7 @@ def run_sweep(
         WorkerError: A rank failed, or a result is wrong.
     """
     check_sweep(case, options)
-    with _start(case, options) as ranks:
+    with RankProcesses(case, options, SweepWorker) as ranks:
         sizes = [
             _measure_size(ranks, dataclasses.replace(case, num_tokens=num_tokens), options, tell)
             for num_tokens in SWEEP_TOKENS
@@ -83,16 +91,6 @@ def run_sweep(
         ]
         fixed = _measure_fixed_cost(ranks, case, options, on_progress)
     return [*sizes, *fixed, *_ratios_of_sizes(sizes)]
-
-
-def _start(case: BenchCase, options: BenchOptions) -> RankProcesses:
-    return RankProcesses(
-        case,
-        backend=options.backend,
-        with_huge_pages=options.with_huge_pages,
-        is_pinned=options.is_pinned,
-        worker=SweepWorker,
-    )
 
 
 def _numbers_of_threads() -> tuple[int, ...]:
@@ -116,7 +114,7 @@ def _measure_size(
     num_passes = max(1, min(MAX_ITERATIONS, int(BLOCK_US / 20 / max(of_rank_us, 1e-3))))
 
     def timed(method: str, *arguments: Any) -> Callable[[], list[float]]:
-        return lambda: _pooled_us(ranks.call(method, *arguments, num_iterations))
+        return lambda: all_wall_times_us(ranks.call(method, *arguments, num_iterations))
 
     def roof(is_streaming: bool) -> Callable[[], list[float]]:
         return lambda: [
@@ -139,22 +137,17 @@ def _measure_size(
         "differentiable": timed("run_differentiable"),
         "parts": take_apart,
     }
-    pooled, medians = _in_turns(blocks, options.num_repeats, tell)
+    pooled, in_rounds = _in_turns(blocks, options.num_repeats, tell)
     eager_us = pooled["automatic"]
-    p50_us = percentile(eager_us, 0.5)
-    threads_us = {name: percentile(pooled[name], 0.5) for name in ("automatic", *map(str, numbers))}
+    threads_us = medians({name: pooled[name] for name in ("automatic", *map(str, numbers))})
     by_operation = {operation: middle_half(taken) for operation, taken in parts.items()}
     return BenchRow(
         op="sweep",
         case=case,
         backend="host",
-        p50_us=p50_us,
-        p95_us=percentile(eager_us, 0.95),
-        op_us=p50_us,
-        bytes=num_bytes,
-        gbs=num_bytes / p50_us / 1e3,
         num_pairs=options.num_repeats,
-        **_roof_columns(pooled, medians, num_bytes),
+        **time_columns(eager_us, percentile(eager_us, 0.5), num_bytes),
+        **_roof_columns(pooled, in_rounds, num_bytes),
         extra={
             "num_iterations": num_iterations,
             "parts_us": {
@@ -164,21 +157,21 @@ def _measure_size(
             **{f"{operation}_parts_us": taken for operation, taken in by_operation.items()},
             "threads_us": threads_us,
             "threads_ratio": max(
-                _median_ratio(medians["automatic"], medians[str(number)]) for number in numbers
+                median_ratio(in_rounds["automatic"], in_rounds[str(number)]) for number in numbers
             ),
-            "roof_us": {
-                stores: percentile(pooled[stores], 0.5)
-                for stores in ("cached", "streaming")
-                if pooled[stores]
-            },
+            "roof_us": medians(
+                {stores: pooled[stores] for stores in ("cached", "streaming") if pooled[stores]}
+            ),
             "differentiable_us": percentile(pooled["differentiable"], 0.5),
-            "differentiable_ratio": _median_ratio(medians["differentiable"], medians["automatic"]),
+            "differentiable_ratio": median_ratio(
+                in_rounds["differentiable"], in_rounds["automatic"]
+            ),
         },
     )
 
 
 def _roof_columns(
-    pooled: dict[str, list[float]], medians: dict[str, list[float]], num_bytes: int
+    pooled: dict[str, list[float]], in_rounds: dict[str, list[float]], num_bytes: int
 ) -> dict[str, Any]:
     """The faster of the two loops is the roof of a size: cached stores, until bytes outgrow the caches."""
     if not pooled["cached"]:
@@ -186,7 +179,7 @@ def _roof_columns(
     best = min(("cached", "streaming"), key=lambda stores: percentile(pooled[stores], 0.5))
     return {
         "roof_gbs": num_bytes / percentile(pooled[best], 0.5) / 1e3,
-        "fraction_of_roof": _median_ratio(medians[best], medians["automatic"]),
+        "fraction_of_roof": median_ratio(in_rounds[best], in_rounds["automatic"]),
     }
 
 
@@ -203,13 +196,17 @@ def _measure_fixed_cost(
     alone = dataclasses.replace(tiny, num_ranks=1)
     tell = _with_prefix(on_progress, "fixed cost")
     with contextlib.ExitStack() as stack:
-        one = ranks if case.num_ranks == 1 else stack.enter_context(_start(alone, options))
+        one = (
+            ranks
+            if case.num_ranks == 1
+            else stack.enter_context(RankProcesses(alone, options, SweepWorker))
+        )
         one.check("begin", alone, ())
         if one is not ranks:
             ranks.check("begin", tiny, ())
 
         def timed(of: RankProcesses, method: str, *arguments: Any) -> Callable[[], list[float]]:
-            return lambda: _pooled_us(of.call(method, *arguments, MAX_ITERATIONS))
+            return lambda: all_wall_times_us(of.call(method, *arguments, MAX_ITERATIONS))
 
         blocks = {
             "no-op": timed(one, "run_no_op"),
@@ -218,7 +215,7 @@ def _measure_fixed_cost(
         }
         if one is not ranks:
             blocks["all"] = timed(ranks, "run_eager")
-        pooled, medians = _in_turns(blocks, options.num_repeats, tell)
+        pooled, in_rounds = _in_turns(blocks, options.num_repeats, tell)
     no_op = "a no-op operator of torch.library"
     compared = [(name, f"{name}, 1 rank", "no-op", no_op, alone) for name in CALLS]
     if one is not ranks:
@@ -233,7 +230,7 @@ def _measure_fixed_cost(
             p95_us=percentile(pooled[name], 0.95),
             peer_p50_us={against: percentile(pooled[theirs], 0.5)},
             num_pairs=options.num_repeats,
-            extra={"what": what, "ratio": _median_ratio(medians[name], medians[theirs])},
+            extra={"what": what, "ratio": median_ratio(in_rounds[name], in_rounds[theirs])},
         )
         for name, what, theirs, against, of in compared
     ]
@@ -290,7 +287,7 @@ def _in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Times of every block over all rounds, and their median in each; a round starts one block later."""
     pooled: dict[str, list[float]] = defaultdict(list)
-    medians: dict[str, list[float]] = defaultdict(list)
+    in_rounds: dict[str, list[float]] = defaultdict(list)
     names = list(blocks)
     for name in names:
         blocks[name]()
@@ -300,23 +297,14 @@ def _in_turns(
             times_us = blocks[name]()
             pooled[name] += times_us
             if times_us:
-                medians[name].append(percentile(times_us, 0.5))
+                in_rounds[name].append(percentile(times_us, 0.5))
         tell(f"{round_idx + 1}/{num_rounds}")
-    return pooled, medians
-
-
-def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median over rounds of the ratios of two blocks."""
-    return percentile([a / b for a, b in zip(ours, theirs, strict=True)], 0.5)
+    return pooled, in_rounds
 
 
 def _num_iterations(warm_up: Iterable[Sequence[Interval]]) -> int:
-    us = percentile(_pooled_us(warm_up), 0.5)
+    us = percentile(all_wall_times_us(warm_up), 0.5)
     return max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(BLOCK_US / us)))
-
-
-def _pooled_us(per_rank: Iterable[Sequence[Interval]]) -> list[float]:
-    return [us for intervals in per_rank for us in wall_times_us(intervals)]
 
 
 def _with_prefix(on_progress: Callable[[str], None], prefix: str) -> Callable[[str], None]:

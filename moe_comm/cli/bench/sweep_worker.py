@@ -13,11 +13,12 @@ import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.exchange import NativeExchange
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.parts import Parts, take_apart, timed_native_calls
 from moe_comm.cli.bench.roof import Roof
 from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.statistics import Interval
-from moe_comm.cli.bench.worker import Launch, Worker
+from moe_comm.cli.bench.worker import Worker
 from moe_comm.ep import autograd
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
@@ -31,19 +32,25 @@ class SweepWorker(Worker):
     """One rank; every method is called on all ranks in the same order.
 
     Args:
-        launch: The run; its case is the first size.
+        case: The first size.
+        options: See `Worker`.
         folder: See `Worker`.
         rank_idx: This rank.
         group: See `Worker`.
     """
 
     def __init__(
-        self, launch: Launch, folder: Path, rank_idx: int, group: Bootstrap | None = None
+        self,
+        case: BenchCase,
+        options: BenchOptions,
+        folder: Path,
+        rank_idx: int,
+        group: Bootstrap | None = None,
     ) -> None:
         # Before it is bound to one of them.
-        self._shares_cores = launch.case.num_ranks > len(os.sched_getaffinity(0))
-        super().__init__(launch, folder, rank_idx, group)
-        self._launch = launch
+        self._shares_cores = case.num_ranks > len(os.sched_getaffinity(0))
+        super().__init__(case, options, folder, rank_idx, group)
+        self._options = options
         self._of_threads: dict[int, Communicator] = {}
         self._by_threads: dict[int, Side] = {}
         self._traced: Side | None = None
@@ -57,7 +64,7 @@ class SweepWorker(Worker):
         """Make what is timed of one size, and compare it with the oracle.
 
         Args:
-            case: As the launch's, with other tokens.
+            case: As the first, with other tokens.
             numbers_of_threads: To compare with the communicator's own choice.
 
         Returns:
@@ -72,9 +79,9 @@ class SweepWorker(Worker):
         for number in numbers_of_threads:
             if number not in self._of_threads:
                 self._of_threads[number] = Communicator(
-                    backend=self._launch.backend,
+                    backend=self._options.backend,
                     num_threads=number,
-                    with_huge_pages=self._launch.with_huge_pages,
+                    with_huge_pages=self._options.with_huge_pages,
                 )
             exchange = NativeExchange(self._of_threads[number], case, self.rank_idx, self.x)
             self._by_threads[number] = Side(case, self.rank_idx, exchange, self.x)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_comm.cli.bench.environment import roof_state
-from moe_comm.cli.bench.statistics import Pair, makespan_us, percentile, wall_times_us
-from moe_comm.cli.bench.worker import Sample
+from moe_comm.cli.bench.rank import Sample
+from moe_comm.cli.bench.statistics import (
+    Interval,
+    Pair,
+    makespan_us,
+    medians,
+    percentile,
+    wall_times_us,
+)
 
-__all__ = ["SideTimes", "ratios_in_rounds", "summarize_roof"]
+__all__ = ["Rounds", "SideTimes", "ratios_in_rounds", "sides_in_turn", "summarize_roof"]
+
+NUM_WARM_UP = 2
+MAX_ROUNDS_PER_PAIR = 5
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,6 +54,74 @@ class SideTimes:
             )
             self.pairs.append(pair)
         self.is_clean.append(not self.pairs or self.pairs[-1].is_clean)
+
+    @property
+    def median_us(self) -> float:
+        """Median of `op_us`: over the rounds in which the machine held still, or all if there are none."""
+        clean = [us for us, is_clean in zip(self.op_us, self.is_clean, strict=True) if is_clean]
+        return percentile(clean or self.op_us, 0.5)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rounds:
+    """Sides of an operation, and peers, timed in turns.
+
+    Args:
+        sides: What is measured, then what it is compared with.
+        peer_wall_us: Of every rank, by peer.
+        ratios: A peer's time over the first side's, round by round, by peer.
+        num_clean: Rounds that count for all sides.
+    """
+
+    sides: list[SideTimes]
+    peer_wall_us: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    ratios: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    num_clean: int = 0
+
+    def run(
+        self,
+        num_repeats: int,
+        sample: Callable[[int], Sequence[Sample]],
+        run_peers: Callable[[], Mapping[str, Sequence[Interval]]],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """Warm up, then time rounds until so many are clean, and rounds with peers.
+
+        Args:
+            num_repeats: Of either.
+            sample: Times a side once, on all ranks.
+            run_peers: Times every peer once: intervals of all ranks, by peer.
+            on_progress: Called with "clean / wanted" after every round.
+        """
+        for side_idx in [*range(len(self.sides))] * NUM_WARM_UP:
+            sample(side_idx)
+        for round_idx in range(num_repeats * MAX_ROUNDS_PER_PAIR):
+            for side_idx in sides_in_turn(len(self.sides), round_idx):
+                self.sides[side_idx].add(sample(side_idx))
+            self.num_clean += all(side.is_clean[-1] for side in self.sides)
+            if round_idx < num_repeats:
+                for peer, intervals in run_peers().items():
+                    self.peer_wall_us.setdefault(peer, []).extend(wall_times_us(intervals))
+                    ratio = makespan_us(intervals) / self.sides[0].op_us[-1]
+                    self.ratios.setdefault(peer, []).append(ratio)
+            on_progress(f"{self.num_clean}/{num_repeats}")
+            if self.num_clean >= num_repeats and round_idx + 1 >= num_repeats:
+                break
+
+    def columns(self) -> dict[str, Any]:
+        """Columns of a row that follow from rounds: pairs, and comparison with peers."""
+        return {
+            "num_pairs": self.num_clean,
+            "num_dropped": len(self.sides[0].op_us) - self.num_clean,
+            "speedup": medians(self.ratios),
+            "peer_p50_us": medians(self.peer_wall_us),
+        }
+
+
+def sides_in_turn(num_sides: int, round_idx: int) -> list[int]:
+    """Sides in the order of this round: each goes first as often as the other."""
+    order = list(range(num_sides))
+    return order if round_idx % 2 == 0 else order[::-1]
 
 
 def ratios_in_rounds(theirs: SideTimes, ours: SideTimes) -> list[float]:

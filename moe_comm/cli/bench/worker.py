@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchange
 from moe_comm.cli.bench.memory import WindowMemory, window_memory
+from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.peers.gloo import GlooTransport
 from moe_comm.cli.bench.peers.runner import PipelineRunner
-from moe_comm.cli.bench.side import Side, synchronize
+from moe_comm.cli.bench.rank import RankWorker, Sample
+from moe_comm.cli.bench.side import Side
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.ep.autograd import dispatch as differentiable_dispatch
 from moe_comm.ep.group_buffers import group_buffers
@@ -27,84 +26,42 @@ from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["Launch", "Sample", "Worker"]
+__all__ = ["Worker"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Arguments that the ranks of one run share.
+class Worker(RankWorker):
+    """One rank that dispatches and combines.
 
     Args:
         case: The case.
-        backend: Of the communicator.
-        num_threads: Of the communicator; None for its own choice.
-        num_sms: Of the communicator, for a GPU; None for its own choice.
-        with_huge_pages: Of the communicator.
-        is_pinned: Every rank is bound to one core.
-        num_local_ranks: Of the communicator; None for one node.
-        rail: Of the communicator.
-    """
-
-    case: BenchCase
-    backend: str
-    num_threads: int | None = None
-    num_sms: int | None = None
-    with_huge_pages: bool = True
-    is_pinned: bool = False
-    num_local_ranks: int | None = None
-    rail: str = "auto"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One operation on one rank, between two roofs (None where there is no roof)."""
-
-    op: Interval
-    roof_before: Interval | None
-    roof_after: Interval | None
-
-
-class Worker:
-    """One rank; every method is called on all ranks in the same order.
-
-    Args:
-        launch: The run.
-        folder: Files for rendezvous and barrier.
-        rank_idx: This rank.
-        group: Of ranks that are threads; None for a process, which makes a process group.
+        options: How to run it.
+        folder: As in `RankWorker`, like the next two.
+        rank_idx: See there.
+        group: See there.
     """
 
     def __init__(
-        self, launch: Launch, folder: Path, rank_idx: int, group: Bootstrap | None = None
+        self,
+        case: BenchCase,
+        options: BenchOptions,
+        folder: Path,
+        rank_idx: int,
+        group: Bootstrap | None = None,
     ) -> None:
-        # Rows are moved by the communicator's threads; torch's own would compete for the cores.
-        torch.set_num_threads(1)
-        if launch.is_pinned:
-            bind_to_core(rank_idx)
-        case = launch.case
+        super().__init__(case.num_ranks, folder, rank_idx, is_pinned=options.is_pinned, group=group)
         self.case = case
-        self.rank_idx = rank_idx
-        self._has_process_group = group is None
-        if group is None:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder / 'rendezvous'}",
-                rank=rank_idx,
-                world_size=case.num_ranks,
-            )
-        if launch.backend == "cuda":
+        if options.backend == "cuda":
             take = cuda_devices.take_device if group is None else cuda_devices.take_stream
             take(rank_idx)
-        self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
         self.communicator = Communicator(
             group,
-            backend=launch.backend,
-            device="cuda" if launch.backend == "cuda" else "cpu",
-            num_threads=launch.num_threads,
-            num_sms=launch.num_sms,
-            with_huge_pages=launch.with_huge_pages,
-            num_local_ranks=launch.num_local_ranks,
-            rail=launch.rail,
+            backend=options.backend,
+            device="cuda" if options.backend == "cuda" else "cpu",
+            num_threads=options.num_threads,
+            num_sms=options.num_sms,
+            with_huge_pages=options.with_huge_pages,
+            num_local_ranks=options.num_local_ranks,
+            rail=options.rail,
             check_messages=case.check_messages,
         )
         self._unchecked: Communicator | None = None
@@ -112,9 +69,9 @@ class Worker:
             self._unchecked = Communicator(
                 group,
                 parent=self.communicator,
-                backend=launch.backend,
-                num_threads=launch.num_threads,
-                rail=launch.rail,
+                backend=options.backend,
+                num_threads=options.num_threads,
+                rail=options.rail,
             )
         # What these functions find for the group, so that both sides use one heap.
         groups = group_buffers(self.communicator) if case.api == "hybrid_ep" else None
@@ -322,8 +279,7 @@ class Worker:
         if self.groups is not None:
             self.groups.destroy()
         self.communicator.destroy()
-        if self._has_process_group:
-            dist.destroy_process_group()
+        super().close()
 
     def _make_side(self, case: BenchCase) -> Side:
         exchange: Exchange
@@ -337,14 +293,6 @@ class Worker:
                 communicator = self._unchecked
             exchange = NativeExchange(communicator, case, self.rank_idx, self.x)
         return Side(case, self.rank_idx, exchange, self.x)
-
-    def _timed(self, call: Callable[[], None]) -> Interval:
-        synchronize(self.device)
-        self.barrier.wait()
-        start = time.perf_counter_ns()
-        call()
-        synchronize(self.device)
-        return start, time.perf_counter_ns()
 
     def _trim(self) -> None:
         if self.communicator.native is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moe_comm.checkpoints import load_checkpoint
 from moe_comm.checkpoints.tensor_file import crc32c
-from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.checkpoint.run import CheckpointRow
 from moe_comm.cli.bench.checkpoint.worker import FILES
 from moe_comm.cli.bench.memory import PeakMemory
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
+from moe_comm.cli.bench.rank import RankWorker
 from moe_comm.cli.bench.reshard.case import shape_of_bytes
-from moe_comm.cli.bench.statistics import Interval, makespan_us, percentile, wall_times_us
+from moe_comm.cli.bench.statistics import (
+    Interval,
+    all_wall_times_us,
+    makespan_us,
+    median_ratio,
+    medians,
+    percentile,
+    time_columns,
+)
 from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.resharding import transformers_views
 from moe_comm.resharding.describe.module_tensors import local_tensor
@@ -35,7 +41,7 @@ NUM_RANKS = 2
 SMALL = shape_of_bytes(16 << 20, torch.bfloat16)
 
 
-class PretrainedWorker:
+class PretrainedWorker(RankWorker):
     """One rank, which loads once: what a process took at its peak is never given back whole.
 
     Args:
@@ -46,9 +52,7 @@ class PretrainedWorker:
     """
 
     def __init__(self, place: Path, way: str, folder: Path, rank_idx: int) -> None:
-        transformers: Any = importlib.import_module(TRANSFORMERS)
-
-        torch.set_num_threads(1)
+        transformers = _transformers()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         warnings.filterwarnings("ignore")
@@ -57,13 +61,7 @@ class PretrainedWorker:
         self.model: Any = None
         if way == "write":
             return
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank_idx,
-            world_size=NUM_RANKS,
-        )
-        self.barrier = SpinBarrier(folder / "barrier", rank_idx, NUM_RANKS)
+        super().__init__(NUM_RANKS, folder, rank_idx)
         self.config = transformers.DistributedConfig(
             tp_size=1, fsdp_size=NUM_RANKS, ep_size=NUM_RANKS, ep_implementation="all_to_all"
         )
@@ -72,8 +70,7 @@ class PretrainedWorker:
 
     def write(self, shape: MoEShape) -> int:
         """Write a checkpoint of random bits as `save_pretrained` does; return its bytes."""
-        transformers: Any = importlib.import_module(TRANSFORMERS)
-
+        transformers = _transformers()
         config = _config(shape)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -86,12 +83,13 @@ class PretrainedWorker:
     def load(self) -> tuple[Interval, int]:
         """Load once; return when, and the memory that it took at its peak."""
         call = self._by_transformers if self.way == TRANSFORMERS else self._by_files
-        self.barrier.wait()
-        with PeakMemory(None) as peak:
-            start = time.perf_counter_ns()
+
+        def load() -> None:
             self.model = call()
-            stop = time.perf_counter_ns()
-        return (start, stop), peak.private_bytes
+
+        with PeakMemory(None) as peak:
+            interval = self._timed(load)
+        return interval, peak.private_bytes
 
     def checksums(self) -> dict[str, int]:
         """Checksums of all that this rank holds, by name."""
@@ -102,23 +100,19 @@ class PretrainedWorker:
         }
 
     def _by_transformers(self) -> Any:
-        transformers: Any = importlib.import_module(TRANSFORMERS)
-
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        return _transformers().AutoModelForCausalLM.from_pretrained(
             self.place, dtype=torch.bfloat16, distributed_config=self.config
         )
 
     def _by_files(self) -> Any:
-        transformers: Any = importlib.import_module(TRANSFORMERS)
-
+        transformers = _transformers()
         model = self._empty(transformers.AutoConfig.from_pretrained(self.place))
         load_checkpoint(transformers_views(model), self.place)
         return model.eval()
 
     def _empty(self, config: Any) -> Any:
         """A model as transformers spreads it, without values."""
-        transformers: Any = importlib.import_module(TRANSFORMERS)
-
+        transformers = _transformers()
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         kind = type(model)
@@ -132,15 +126,17 @@ class PretrainedWorker:
     def close(self) -> None:
         """Leave in good order."""
         self.model = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if self.way != "write":
+            super().close()
+
+
+def _transformers() -> Any:
+    return importlib.import_module(TRANSFORMERS)
 
 
 def _config(shape: MoEShape) -> Any:
     """The configuration of a Qwen3-MoE model of these sizes."""
-    transformers: Any = importlib.import_module(TRANSFORMERS)
-
-    return transformers.Qwen3MoeConfig(
+    return _transformers().Qwen3MoeConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.num_layers,
@@ -196,19 +192,14 @@ def run_pretrained(
         if number == 0:
             _compare(sums)
     ours, theirs = (list(map(makespan_us, times[way])) for way in ways)
-    walls = {way: [us for each in times[way] for us in wall_times_us(each)] for way in ways}
-    op_us = percentile(ours, 0.5)
+    walls = {way: all_wall_times_us(times[way]) for way in ways}
     return CheckpointRow(
         op="from_pretrained",
         way=FILES,
         case={"ranks": NUM_RANKS, "to": f"ep{NUM_RANKS}", "dtype": "bfloat16"},
-        p50_us=percentile(walls[FILES], 0.5),
-        p95_us=percentile(walls[FILES], 0.95),
-        op_us=op_us,
-        bytes=num_bytes,
-        gbs=num_bytes / op_us / 1e3,
-        speedup={TRANSFORMERS: percentile([b / a for a, b in zip(ours, theirs, strict=True)], 0.5)},
-        peer_p50_us={TRANSFORMERS: percentile(walls[TRANSFORMERS], 0.5)},
+        **time_columns(walls[FILES], percentile(ours, 0.5), num_bytes),
+        speedup={TRANSFORMERS: median_ratio(theirs, ours)},
+        peer_p50_us=medians({TRANSFORMERS: walls[TRANSFORMERS]}),
         peak_bytes={way: int(percentile(peaks[way], 0.5)) for way in ways},
     )
 

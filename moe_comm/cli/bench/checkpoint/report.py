@@ -11,9 +11,10 @@ from rich.text import Text
 
 from moe_comm.cli.bench.checkpoint.case import CheckpointCase
 from moe_comm.cli.bench.checkpoint.run import CheckpointRow
+from moe_comm.cli.bench.columns import add_columns, number
 from moe_comm.cli.command_rules import FoldedTable
 
-__all__ = ["checkpoint_document", "checkpoint_table"]
+__all__ = ["checkpoint_table"]
 
 
 def checkpoint_table(
@@ -24,10 +25,8 @@ def checkpoint_table(
     table = Table()
     table.add_column("operation")
     table.add_column("way")
-    for name in ("p50 ms", "p95 ms", "MB", "GB/s", "plain files GB/s", "of plain files"):
-        table.add_column(name, justify="right")
-    for peer in peers:
-        table.add_column(f"vs {peer}", justify="right")
+    add_columns(table, "p50 ms", "p95 ms", "MB", "GB/s", "plain files GB/s", "of plain files")
+    add_columns(table, *(f"vs {peer}" for peer in peers))
     table.add_column("peak MB")
     table.add_column("check")
     for row in rows:
@@ -35,12 +34,12 @@ def checkpoint_table(
         table.add_row(
             row.op,
             row.way,
-            f"{row.p50_us / 1e3:,.1f}",
-            f"{row.p95_us / 1e3:,.1f}",
-            f"{row.bytes / 1e6:,.1f}",
-            f"{row.gbs:,.2f}",
-            "-" if row.roof_gbs is None else f"{row.roof_gbs:,.2f}",
-            "-" if row.fraction_of_roof is None else f"{row.fraction_of_roof:.2f}",
+            number(row.p50_us, 1, 1e3),
+            number(row.p95_us, 1, 1e3),
+            number(row.bytes, 1, 1e6),
+            number(row.gbs, 2),
+            number(row.roof_gbs, 2),
+            number(row.fraction_of_roof, 2),
             *(f"{row.speedup[peer]:.2f}x" if peer in row.speedup else "-" for peer in peers),
             peak or "-",
             row.check,
@@ -50,14 +49,3 @@ def checkpoint_table(
         f"{case.num_bytes / 1e6:,.0f} MB of bfloat16, on {environment['file_system']}"
     )
     return Group(Text(title, style="italic"), FoldedTable(table))
-
-
-def checkpoint_document(
-    environment: dict[str, Any], rows: Sequence[CheckpointRow], missing_peers: dict[str, str]
-) -> dict[str, Any]:
-    """Build the document that `--json` writes."""
-    return {
-        "environment": environment,
-        "cases": [row.to_dict() for row in rows],
-        "missing_peers": missing_peers,
-    }

@@ -12,7 +12,16 @@ from typing import Any
 from moe_comm.cli.bench.checkpoint.case import CheckpointCase
 from moe_comm.cli.bench.checkpoint.worker import FILES, PLAIN, STATE, TORCH, CheckpointWorker
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
-from moe_comm.cli.bench.statistics import Pair, makespan_us, percentile, wall_times_us
+from moe_comm.cli.bench.result import MeasuredRow
+from moe_comm.cli.bench.statistics import (
+    Pair,
+    all_wall_times_us,
+    makespan_us,
+    median_ratio,
+    medians,
+    percentile,
+    time_columns,
+)
 
 __all__ = ["CHECKPOINT_PEERS", "CheckpointRow", "file_system", "run_checkpoint"]
 
@@ -23,47 +32,26 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointRow:
+class CheckpointRow(MeasuredRow):
     """One operation by one way, measured.
 
     Args:
         op: "save", "load" (files are in memory), "load cold" or "from_pretrained".
         way: `FILES` or `STATE`.
         case: As JSON writes it.
-        p50_us: Median of the ranks' wall times over ranks and repeats.
-        p95_us: 95th percentile of the same.
-        op_us: Median time from the first rank's start to the last rank's end.
-        bytes: Of the whole model.
-        gbs: `bytes / op_us`.
-        roof_gbs: The same of plain files, each time right before and right after.
-        fraction_of_roof: Median over rounds.
-        speedup: Median over rounds of another way's time over this one's.
-        peer_p50_us: Median wall time of each.
         peak_bytes: Memory that the operation took at its peak, the largest of the ranks', by way.
-        check: "ok"; a wrong result ends the run.
-        pairs: Every single measurement.
+        pairs: Every single measurement; their roofs are plain files, right before and right after.
     """
 
     op: str
     way: str
     case: dict[str, Any]
-    p50_us: float
-    p95_us: float
-    op_us: float
-    bytes: int
-    gbs: float
-    roof_gbs: float | None = None
-    fraction_of_roof: float | None = None
-    speedup: dict[str, float] = dataclasses.field(default_factory=dict)
-    peer_p50_us: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    check: str = "ok"
     pairs: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON writes it."""
-        values = dataclasses.asdict(self)
-        return {"op": values.pop("op"), "way": values.pop("way"), **values.pop("case"), **values}
+        return {"op": self.op, "way": self.way, **self.case, **super().to_dict()}
 
 
 def file_system(folder: Path) -> str:
@@ -145,26 +133,14 @@ def _row(
         Pair(op_us=op_us, roof_before_us=before, roof_after_us=after)
         for op_us, before, after in zip(ours, plain[::2], plain[1::2], strict=True)
     ]
-    walls = [us for found in times[way] for us in wall_times_us(found)]
-    op_us = percentile(ours, 0.5)
     return CheckpointRow(
         op=operation,
         way=way,
         case=case.to_dict(),
-        p50_us=percentile(walls, 0.5),
-        p95_us=percentile(walls, 0.95),
-        op_us=op_us,
-        bytes=case.num_bytes,
-        gbs=case.num_bytes / op_us / 1e3,
+        **time_columns(all_wall_times_us(times[way]), percentile(ours, 0.5), case.num_bytes),
         roof_gbs=percentile([case.num_bytes / pair.roof_us / 1e3 for pair in pairs], 0.5),
         fraction_of_roof=percentile([pair.fraction for pair in pairs], 0.5),
-        speedup={
-            peer: percentile([b / a for a, b in zip(ours, found, strict=True)], 0.5)
-            for peer, found in spans.items()
-        },
-        peer_p50_us={
-            peer: percentile([us for found in times[peer] for us in wall_times_us(found)], 0.5)
-            for peer in spans
-        },
+        speedup={peer: median_ratio(found, ours) for peer, found in spans.items()},
+        peer_p50_us=medians({peer: all_wall_times_us(times[peer]) for peer in spans}),
         pairs=[dataclasses.asdict(pair) for pair in pairs],
     )

@@ -6,14 +6,12 @@ import json
 import os
 import shutil
 import struct
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from moe_comm.checkpoints import (
@@ -22,7 +20,6 @@ from moe_comm.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.checkpoint.case import (
     CheckpointCase,
     build_model,
@@ -30,6 +27,7 @@ from moe_comm.cli.bench.checkpoint.case import (
     fill_model,
     known_values,
 )
+from moe_comm.cli.bench.rank import RankWorker
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.resharding.describe.module_tensors import local_tensor
 
@@ -41,8 +39,8 @@ PLAIN, FILES, STATE, TORCH = "plain", "files", "dcp-state", "dcp"
 _PLAIN_BYTES = 16 << 20
 
 
-class CheckpointWorker:
-    """One rank; every method is called on all ranks in the same order.
+class CheckpointWorker(RankWorker):
+    """One rank that saves and loads.
 
     Args:
         case: The case.
@@ -51,18 +49,10 @@ class CheckpointWorker:
     """
 
     def __init__(self, case: CheckpointCase, folder: Path, rank_idx: int) -> None:
-        torch.set_num_threads(1)
+        super().__init__(case.num_ranks, folder, rank_idx)
         # Of a state dict whose tensors are all DTensors, and of a mesh that is made of ranks.
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
         self.case = case
-        self.rank_idx = rank_idx
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank_idx,
-            world_size=case.num_ranks,
-        )
-        self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
         self.source = build_model(case, case.source)
         fill_model(self.source)
         self.target = build_model(case, case.target)
@@ -157,33 +147,24 @@ class CheckpointWorker:
         return found
 
     def _write_plain(self) -> None:
-        path = self.case.folder / PLAIN / str(self.rank_idx)
-        with path.open("wb", buffering=0) as file:
-            for part in torch.split(self.plain, _PLAIN_BYTES // 2):
-                values: Any = part.numpy()
-                data = memoryview(values).cast("B")
-                while data:
-                    data = data[file.write(data) :]
+        with self._plain_path.open("wb", buffering=0) as file:
+            self._move_plain(file.write)
             os.fsync(file.fileno())
 
     def _read_plain(self) -> None:
-        path = self.case.folder / PLAIN / str(self.rank_idx)
-        with path.open("rb", buffering=0) as file:
-            for part in torch.split(self.plain, _PLAIN_BYTES // 2):
-                values: Any = part.numpy()
-                data = memoryview(values).cast("B")
-                while data:
-                    data = data[file.readinto(data) :]
+        with self._plain_path.open("rb", buffering=0) as file:
+            self._move_plain(file.readinto)
 
-    def _timed(self, call: Callable[[], object]) -> Interval:
-        self.barrier.wait()
-        start = time.perf_counter_ns()
-        call()
-        return start, time.perf_counter_ns()
+    @property
+    def _plain_path(self) -> Path:
+        return self.case.folder / PLAIN / str(self.rank_idx)
 
-    def close(self) -> None:
-        """Leave in good order."""
-        dist.destroy_process_group()
+    def _move_plain(self, move: Callable[[memoryview], int]) -> None:
+        for part in torch.split(self.plain, _PLAIN_BYTES // 2):
+            values: Any = part.numpy()
+            data = memoryview(values).cast("B")
+            while data:
+                data = data[move(data) :]
 
 
 def forget_cached(folder: Path) -> None:

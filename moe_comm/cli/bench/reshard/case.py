@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moe_comm.cli.bench.options import RankOptions
 from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.cli.reshard.world import PlanningCase
 
@@ -18,8 +19,10 @@ __all__ = [
     "FULL_TENSORS",
     "MEMORIES",
     "NUM_EXPERTS",
+    "RESHARD_PEERS",
     "TRANSPORTS",
     "ReshardCase",
+    "ReshardOptions",
     "dtype_name",
     "shape_of_bytes",
 ]
@@ -30,11 +33,24 @@ FULL_TENSORS = "full-tensors"
 CHECKSUM = "checksum"
 DELTA = "delta"
 DELTA_MASK = "delta-mask"
+RESHARD_PEERS = ("gloo", FULL_TENSORS, CHECKSUM, DELTA, DELTA_MASK)
 
 NUM_LAYERS = 4
 NUM_EXPERTS = 16
 SMALLEST_EXPERT_FFN = 64
 EXPERT_FFN_STEP = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardOptions(RankOptions):
+    """Options of a measurement.
+
+    Peers are the same plan over another transport; whole tensors by name over Gloo, each from a rank that
+    holds it to every rank that does; the same refit with its proof; the same where 1 % of the blocks changed,
+    found by checksums or told by a mask.
+    """
+
+    known_peers = RESHARD_PEERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from moe_comm.cli.bench.columns import add_columns, number, plot_times
 from moe_comm.cli.bench.report import header_line
 from moe_comm.cli.bench.reshard.case import ReshardCase, dtype_name
 from moe_comm.cli.bench.reshard.run import ReshardRow
@@ -17,7 +18,7 @@ from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.plots import new_figure
 from moe_comm.cli.reshard.shapes import describe
 
-__all__ = ["reshard_document", "reshard_table", "reshard_title", "write_reshard_plot"]
+__all__ = ["reshard_table", "reshard_title", "write_reshard_plot"]
 
 
 def reshard_title(case: ReshardCase) -> str:
@@ -39,27 +40,23 @@ def reshard_table(rows: Sequence[ReshardRow]) -> Group:
     peers = sorted({peer for row in rows for peer in row.speedup})
     table = Table()
     table.add_column("destination")
-    for name in (
-        *("p50 ms", "p95 ms", "MB", "GB/s", "roof GB/s", "of roof", "pairs (dropped)"),
-        "outside copies ms",
-    ):
-        table.add_column(name, justify="right")
+    add_columns(table, "p50 ms", "p95 ms", "MB", "GB/s", "roof GB/s", "of roof")
+    add_columns(table, "pairs (dropped)", "outside copies ms")
     table.add_column("roof state")
-    for peer in peers:
-        table.add_column(f"vs {peer}", justify="right")
+    add_columns(table, *(f"vs {peer}" for peer in peers))
     table.add_column("check")
     notes = []
     for row in rows:
         table.add_row(
             row.case.memory,
-            f"{row.p50_us / 1e3:,.2f}",
-            f"{row.p95_us / 1e3:,.2f}",
-            f"{row.bytes / 1e6:,.1f}",
-            f"{row.gbs:,.1f}",
-            _number(row.roof_gbs, 1),
-            _number(row.fraction_of_roof, 3),
+            number(row.p50_us, 2, 1e3),
+            number(row.p95_us, 2, 1e3),
+            number(row.bytes, 1, 1e6),
+            number(row.gbs, 1),
+            number(row.roof_gbs, 1),
+            number(row.fraction_of_roof, 3),
             f"{row.num_pairs} ({row.num_dropped})",
-            _number(None if row.outside_copies_us is None else row.outside_copies_us / 1e3, 2),
+            number(row.outside_copies_us, 2, 1e3),
             row.roof_state or "-",
             *(f"{row.speedup[peer]:.1f}x" if peer in row.speedup else "-" for peer in peers),
             row.check,
@@ -76,47 +73,15 @@ def reshard_table(rows: Sequence[ReshardRow]) -> Group:
     return Group(Text(reshard_title(rows[0].case), style="italic"), FoldedTable(table), *notes)
 
 
-def reshard_document(environment: dict[str, Any], rows: Sequence[ReshardRow]) -> dict[str, Any]:
-    """Build the document that `--json` writes."""
-    return {
-        "environment": environment,
-        "cases": [row.to_dict() for row in rows],
-        "missing_peers": {},
-    }
-
-
 def write_reshard_plot(path: Path, rows: Sequence[ReshardRow], environment: dict[str, Any]) -> None:
     """Bars of time per destination, ours beside every peer's, on a logarithmic axis.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    names = [rows[0].case.transport, *sorted({peer for row in rows for peer in row.peer_p50_us})]
     figure = new_figure(9.0, 4.8)
     axes = figure.add_subplot()
-    width = 0.8 / len(names)
-    for name_idx, name in enumerate(names):
-        for row_idx, row in enumerate(rows):
-            value = row.p50_us if name_idx == 0 else row.peer_p50_us.get(name)
-            if value is None:
-                continue
-            place = row_idx + (name_idx - (len(names) - 1) / 2) * width
-            label = name if row_idx == 0 else None
-            axes.bar(place, value / 1e3, width, color=f"C{name_idx}", label=label)
-            text = f"{value / 1e3:.1f}"
-            if name_idx == 0 and row.fraction_of_roof is not None:
-                text += f"\n{row.fraction_of_roof:.0%} of roof"
-            axes.annotate(text, (place, value / 1e3), ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(
-        range(len(rows)), [f"destination: {row.case.memory}" for row in rows], fontsize=8
-    )
-    axes.set_yscale("log")
-    axes.set_ylabel("p50 of wall time [ms]")
+    labels = [f"destination: {row.case.memory}" for row in rows]
+    plot_times(axes, rows, rows[0].case.transport, labels, unit=(1e3, "ms", 1))
     axes.set_title(reshard_title(rows[0].case) + "\n" + header_line(environment), fontsize=6)
-    axes.legend()
-    axes.margins(y=0.2)
     figure.savefig(path, dpi=150)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"

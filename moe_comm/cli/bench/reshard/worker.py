@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.memory import PeakMemory
+from moe_comm.cli.bench.rank import RankWorker, Sample
 from moe_comm.cli.bench.reshard.case import (
     CHECKSUM,
     DELTA,
     DELTA_MASK,
     FULL_TENSORS,
     ReshardCase,
+    ReshardOptions,
 )
 from moe_comm.cli.bench.reshard.engine_storage import FullTensorsByName, stack_experts, views_of
 from moe_comm.cli.bench.statistics import Interval
-from moe_comm.cli.bench.worker import Sample
 from moe_comm.cli.reshard.model_shapes import ShapedModel, build_module, fill, find_differences
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.base import CopyService
@@ -40,28 +37,11 @@ from moe_comm.resharding.hold.heap_parameters import (
 )
 from moe_comm.resharding.hold.refit import Refit, clear_all_caches, swap_model_weights
 
-__all__ = ["RefitSample", "ReshardLaunch", "ReshardWorker"]
+__all__ = ["RefitSample", "ReshardWorker"]
 
 LINE_BYTES = 64
 # Larger than any cache: what lies there is not there any more when it is read again.
 MAX_SCRATCH_BYTES = 256 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReshardLaunch:
-    """Arguments that the ranks of one run share.
-
-    Args:
-        case: The case.
-        num_threads: Of the communicator; None for its own choice.
-        with_huge_pages: Of the communicator.
-        is_pinned: Every rank is bound to one core.
-    """
-
-    case: ReshardCase
-    num_threads: int | None = None
-    with_huge_pages: bool = True
-    is_pinned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,30 +55,23 @@ class RefitSample(Sample):
     copy_ns: int | None = None
 
 
-class ReshardWorker:
-    """One rank; every method is called on all ranks in the same order.
+class ReshardWorker(RankWorker):
+    """One rank that refits.
 
     Args:
-        launch: The run.
+        case: The case.
+        options: How to run it.
         folder: Files for rendezvous and barrier.
         rank_idx: This rank.
     """
 
-    def __init__(self, launch: ReshardLaunch, folder: Path, rank_idx: int) -> None:
-        torch.set_num_threads(1)
-        if launch.is_pinned:
-            bind_to_core(rank_idx)
-        case = self.case = launch.case
-        self.rank_idx = rank_idx
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank_idx,
-            world_size=case.num_ranks,
-        )
-        self.barrier = SpinBarrier(folder / "barrier", rank_idx, case.num_ranks)
+    def __init__(
+        self, case: ReshardCase, options: ReshardOptions, folder: Path, rank_idx: int
+    ) -> None:
+        super().__init__(case.num_ranks, folder, rank_idx, is_pinned=options.is_pinned)
+        self.case = case
         self.communicator = Communicator(
-            num_threads=launch.num_threads, with_huge_pages=launch.with_huge_pages
+            num_threads=options.num_threads, with_huge_pages=options.with_huge_pages
         )
         # This rank's part of the bytes that are written, as if all ranks wrote equally many. Worked
         # out here: the roof is timed.
@@ -232,7 +205,7 @@ class ReshardWorker:
         self.source = self.target = self.target_side = self.deltas = None
         self.touched.clear()
         self.communicator.destroy()
-        dist.destroy_process_group()
+        super().close()
 
     def _build_source(self) -> ShapedModel | None:
         layouts = self.case.layouts
@@ -313,12 +286,6 @@ class ReshardWorker:
             num_bytes = min(left, src.size)
             _host.kernels.roof_copy(src[:num_bytes], dst[:num_bytes])
             left -= num_bytes
-
-    def _timed(self, call: Callable[[], None]) -> Interval:
-        self.barrier.wait()
-        start = time.perf_counter_ns()
-        call()
-        return start, time.perf_counter_ns()
 
 
 def _touched(module: ShapedModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
