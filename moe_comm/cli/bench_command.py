@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,13 +25,13 @@ from moe_comm.cli.options import (
     LayoutName,
     QuantizationName,
     ScaleFormatName,
+    layout_of,
     quantization_of,
     reduced_ranks,
     split_list,
 )
 from moe_comm.cli.plots import PLOT_HELP, check_plot
 from moe_comm.cli.progress import telling, write_json
-from moe_comm.ep.config import Layout
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.output_files import check_output
 
@@ -45,45 +44,14 @@ bench_app = typer.Typer(
 )
 
 
-class BackendName(str, enum.Enum):
-    """Backends on the command line."""
+BackendName = Literal["auto", "host", "cuda", "collective", "reference"]
+RailName = Literal["auto", "gloo", "mpi", "sockets"]
+BalancingRule = Literal["balanced", "nearest", "hash"]
+"""Rules of replicas that decide from logical experts."""
 
-    AUTO = "auto"
-    HOST = "host"
-    CUDA = "cuda"
-    COLLECTIVE = "collective"
-    REFERENCE = "reference"
-
-
-class RailName(str, enum.Enum):
-    """Name of a connection between nodes, on the command line."""
-
-    AUTO = "auto"
-    GLOO = "gloo"
-    MPI = "mpi"
-    SOCKETS = "sockets"
-
-
-class ReplicaRuleName(str, enum.Enum):
-    """Rules of replicas that decide from logical experts, on the command line."""
-
-    BALANCED = "balanced"
-    NEAREST = "nearest"
-    HASH = "hash"
-
-
-class RankMode(str, enum.Enum):
-    """Kind of a rank, on the command line."""
-
-    PROCESSES = "processes"
-    THREADS = "threads"
-
-
-class ApiName(str, enum.Enum):
-    """Names of `APIS` on the command line."""
-
-    NATIVE = "native"
-    HYBRID_EP = "hybrid-ep"
+RankMode = Literal["processes", "threads"]
+ApiName = Literal["native", "hybrid-ep"]
+"""Names of `APIS` on the command line."""
 
 
 @bench_app.callback()
@@ -120,8 +88,8 @@ def dispatch_combine(
         int | None,
         typer.Option(min=1, help="Experts over all ranks [default: 64, or the trace's]."),
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
-    backend: Annotated[BackendName, typer.Option(help="Backend to measure.")] = BackendName.HOST,
+    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = "bf16",
+    backend: Annotated[BackendName, typer.Option(help="Backend to measure.")] = "host",
     peers: Annotated[
         str, typer.Option(help=f"Pipelines to compare with, of {','.join(PEERS)}; empty for none.")
     ] = "",
@@ -142,7 +110,7 @@ def dispatch_combine(
         ),
     ] = None,
     replica_rule: Annotated[
-        ReplicaRuleName | None,
+        BalancingRule | None,
         typer.Option(help="Which replica takes a row [default: balanced]."),
     ] = None,
     versus_given: Annotated[
@@ -154,13 +122,13 @@ def dispatch_combine(
     ffn_hidden: Annotated[
         int, typer.Option(min=1, help="Elements between the two matrices of an expert.")
     ] = 1024,
-    layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
+    layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = "expert-major",
     quantization: Annotated[
         QuantizationName,
         typer.Option(
             help="Quantize rows while they are dispatched; compared with rows as they are."
         ),
-    ] = QuantizationName.NONE,
+    ] = "none",
     scale_format: Annotated[
         ScaleFormatName | None,
         typer.Option(help="Of the scale factors [default: the format's first]."),
@@ -171,7 +139,7 @@ def dispatch_combine(
     api: Annotated[
         ApiName,
         typer.Option(help="hybrid-ep: routing map in, rows permuted; compared with native."),
-    ] = ApiName.NATIVE,
+    ] = "native",
     alignment: Annotated[
         int, typer.Option(min=1, help="Pad rows per local expert to a multiple.")
     ] = 1,
@@ -200,7 +168,7 @@ def dispatch_combine(
             min=1, help="Ranks of a node: as if this machine were several [default: all]."
         ),
     ] = None,
-    rail: Annotated[RailName, typer.Option(help="What joins nodes.")] = RailName.AUTO,
+    rail: Annotated[RailName, typer.Option(help="What joins nodes.")] = "auto",
     node_reduction: Annotated[
         bool,
         typer.Option(
@@ -221,7 +189,7 @@ def dispatch_combine(
     ] = False,
     mode: Annotated[
         RankMode, typer.Option(help="Ranks are processes, or threads of one process.")
-    ] = RankMode.PROCESSES,
+    ] = "processes",
     seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
@@ -251,10 +219,10 @@ def dispatch_combine(
             hidden=hidden,
             num_topk=topk,
             num_experts=experts,
-            dtype=dtype.value,
-            layout=Layout[layout.name],
+            dtype=dtype,
+            layout=layout_of(layout),
             quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
-            api=api.name.lower(),
+            api=api.replace("-", "_"),
             expert_alignment=alignment,
             skew=skew,
             routing=trace,
@@ -269,13 +237,13 @@ def dispatch_combine(
             case = place_replicas(
                 case,
                 replicas,
-                replica_rule=(replica_rule or ReplicaRuleName.BALANCED).value,
+                replica_rule=replica_rule or "balanced",
                 versus_given=versus_given,
             )
         elif replica_rule is not None or versus_given:
             raise ValueError("--replica-rule and --versus-given need --replicas, got none")
         options = BenchOptions(
-            backend=backend.value,
+            backend=backend,
             peers=split_list(peers),
             num_repeats=repeats,
             operations=split_list(operations),
@@ -284,8 +252,8 @@ def dispatch_combine(
             with_huge_pages=huge_pages,
             is_pinned=pin,
             num_local_ranks=local_ranks,
-            rail=rail.value,
-            mode=mode.value,
+            rail=rail,
+            mode=mode,
         )
         if sweep:
             check_sweep(case, options)

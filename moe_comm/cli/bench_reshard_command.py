@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -37,12 +36,8 @@ from moe_comm.resharding.describe.parallelism import Parallelism
 __all__ = ["bench_reshard"]
 
 
-class TransportName(str, enum.Enum):
-    """Names of `TRANSPORTS` on the command line."""
-
-    SYMMETRIC = "symmetric"
-    GLOO = "gloo"
-    NVSHMEM = "nvshmem"
+TransportName = Literal["symmetric", "gloo", "nvshmem"]
+"""Names of `TRANSPORTS`."""
 
 
 def bench_reshard(
@@ -78,7 +73,7 @@ def bench_reshard(
         int | None, typer.Option(min=1, help="Move so many equal tensors instead of a model.")
     ] = None,
     tensor_bytes: Annotated[str, typer.Option(help="Of one of these tensors.")] = "4KiB",
-    dtype: Annotated[DtypeName, typer.Option(help="Of the source's weights.")] = DtypeName.BF16,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the source's weights.")] = "bf16",
     destination_dtype: Annotated[
         DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
     ] = None,
@@ -99,7 +94,7 @@ def bench_reshard(
     ] = False,
     transport: Annotated[
         TransportName, typer.Option(help="Copy service to measure.")
-    ] = TransportName.SYMMETRIC,
+    ] = "symmetric",
     peers: Annotated[
         str,
         typer.Option(help=f"To compare with, of {','.join(RESHARD_PEERS)}; empty for none."),
@@ -129,14 +124,14 @@ def bench_reshard(
             (ranks, source_ranks, destination_ranks),
             source,
             destination,
-            _shape(size, experts, tensors, tensor_bytes, DTYPES[dtype.value]),
-            (DTYPES[dtype.value], DTYPES[(destination_dtype or dtype).value]),
+            _shape(size, experts, tensors, tensor_bytes, DTYPES[dtype]),
+            (DTYPES[dtype], DTYPES[destination_dtype or dtype]),
         )
         cases = [
             ReshardCase(
                 layouts=layouts,
                 memory=each,
-                transport=transport.value,
+                transport=transport,
                 is_stacked=stacked_experts,
                 seed=seed,
             )

@@ -20,11 +20,12 @@ from moe_comm.cli.options import (
     LayoutName,
     QuantizationName,
     ScaleFormatName,
+    layout_of,
     quantization_of,
     reduced_ranks,
 )
 from moe_comm.ep import budget as formulas
-from moe_comm.ep.config import Capacity, Layout
+from moe_comm.ep.config import Capacity
 from moe_comm.ep.validation import check_capacity
 
 __all__ = ["budget"]
@@ -43,7 +44,7 @@ def budget(
         int | None,
         typer.Option(min=0, help="Further slots of every rank, for replicas of experts."),
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
+    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = "bf16",
     moe_layers: Annotated[int, typer.Option(min=1, help="MoE layers of a rank.")] = 1,
     microbatches: Annotated[
         int, typer.Option(min=1, help="Microbatches whose backward is still to come.")
@@ -61,10 +62,10 @@ def budget(
         float, typer.Option(min=1.0, help="Rows of the busiest rank over the mean.")
     ] = 1.0,
     worst_case: Annotated[bool, typer.Option(help="Every token goes to one rank.")] = False,
-    layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = LayoutName.EXPERT_MAJOR,
+    layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = "expert-major",
     quantization: Annotated[
         QuantizationName, typer.Option(help="Rows are quantized while they are dispatched.")
-    ] = QuantizationName.NONE,
+    ] = "none",
     scale_format: Annotated[
         ScaleFormatName | None,
         typer.Option(help="Of the scale factors [default: the format's first]."),
@@ -98,8 +99,8 @@ def budget(
             hidden=hidden,
             num_topk=topk,
             num_experts=experts,
-            dtype=dtype.value,
-            layout=Layout[layout.name],
+            dtype=dtype,
+            layout=layout_of(layout),
             quantization=quantization_of(quantization, scale_format, column_major_scales, dtype),
             expert_alignment=alignment,
             reduced_local_ranks=reduced_ranks(local_ranks, node_reduction),

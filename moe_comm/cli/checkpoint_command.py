@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich import filesize
@@ -46,22 +45,6 @@ Version: TypeAlias = Annotated[
     str | None, typer.Option("--version", help="Which of the versions [default: the latest].")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-# Of what a type checker cannot read.
-if TYPE_CHECKING:
-
-    class FormatName(str, enum.Enum):
-        """Names of `ConversionTarget` on the command line."""
-
-        SAME = "same"
-
-        @property
-        def value(self) -> ConversionTarget: ...
-
-else:
-    FormatName = enum.Enum(
-        "FormatName", {name.upper(): name for name in get_args(ConversionTarget)}, type=str
-    )
 
 checkpoint_app = typer.Typer(
     help="Look at checkpoints of safetensors files, check and convert them.",
@@ -204,7 +187,7 @@ def convert(
     out: Annotated[
         Path, typer.Argument(help="Folder of versions: the new one is put beside what it has.")
     ],
-    to: Annotated[FormatName, typer.Option(help="What weights become.")] = FormatName.SAME,
+    to: Annotated[ConversionTarget, typer.Option(help="What weights become.")] = "same",
     version: Version = None,
     name: Annotated[
         str | None, typer.Option(help="Of the new version [default: that of the folder read].")
@@ -224,7 +207,7 @@ def convert(
         new = found.folder.resolve().name if name is None else name
         total = sum(stored.stop - stored.start for stored in map(found.stored, found.file_of))
         chunks = convert_checkpoint(
-            found, out, new, NewFormat(to.value, quantized), parse_bytes(max_file_bytes)
+            found, out, new, NewFormat(to, quantized), parse_bytes(max_file_bytes)
         )
         num_bytes = sum(_with_progress("converted", total, chunks))
         written = open_checkpoint(out / new)

@@ -37,7 +37,7 @@ def examine() -> list[Finding]:
     """Look at everything; the last finding is a dispatch and combine on the default backend."""
     return [
         _python(),
-        Finding(name="torch", is_present=True, detail=torch.__version__, is_required=True),
+        Finding.here("torch", torch.__version__, is_required=True),
         _native_module(),
         _processor(),
         _memory(),
@@ -71,14 +71,11 @@ def _python() -> Finding:
 def _native_module() -> Finding:
     isa = instruction_set()
     if isa is not None:
-        return Finding(
-            name="native module", is_present=True, detail=f"uses {isa}", is_required=True
-        )
-    return Finding(
-        name="native module",
-        is_present=False,
-        detail="moe_comm._host cannot be imported",
-        remedy="install the wheel, or pip install . with a C++20 compiler",
+        return Finding.here("native module", f"uses {isa}", is_required=True)
+    return Finding.missing(
+        "native module",
+        "moe_comm._host cannot be imported",
+        "install the wheel, or pip install . with a C++20 compiler",
         is_required=True,
     )
 
@@ -87,7 +84,7 @@ def _processor() -> Finding:
     cores = len(os.sched_getaffinity(0))
     cache_mib = last_level_cache_bytes() / (1 << 20)
     detail = f"{cpu_model()}, {cores} cores for this process, last-level cache {cache_mib:.0f} MiB"
-    return Finding(name="processor", is_present=True, detail=detail)
+    return Finding.here("processor", detail)
 
 
 def _memory() -> Finding:
@@ -100,29 +97,28 @@ def _memory() -> Finding:
         text = "max"
     if text != "max":
         detail += f", limited to {int(text) / 1e9:.1f} GB by the control group"
-    return Finding(name="memory", is_present=True, detail=detail)
+    return Finding.here("memory", detail)
 
 
 def _dev_shm() -> Finding:
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
-        return Finding(name="/dev/shm", is_present=True, detail="absent; not used")
-    return Finding(name="/dev/shm", is_present=True, detail=f"{size / 1e6:.0f} MB; not used")
+        return Finding.here("/dev/shm", "absent; not used")
+    return Finding.here("/dev/shm", f"{size / 1e6:.0f} MB; not used")
 
 
 def _memfd() -> Finding:
     try:
         os.close(os.memfd_create("moe-comm-doctor", os.MFD_ALLOW_SEALING))
     except (AttributeError, OSError) as error:
-        return Finding(
-            name="memfd",
-            is_present=False,
-            detail=str(error),
-            remedy="the host backend keeps its windows in memfd segments: needs Linux 3.17 or later",
+        return Finding.missing(
+            "memfd",
+            str(error),
+            "the host backend keeps its windows in memfd segments: needs Linux 3.17 or later",
             is_required=True,
         )
-    return Finding(name="memfd", is_present=True, detail="sealed segments work", is_required=True)
+    return Finding.here("memfd", "sealed segments work", is_required=True)
 
 
 def _huge_pages() -> Finding:
@@ -131,12 +127,11 @@ def _huge_pages() -> Finding:
     num_bytes = collapse_huge_pages()
     if num_bytes > 0:
         detail = f"MADV_COLLAPSE gives shared memory 2 MiB pages ({described})"
-        return Finding(name="huge pages", is_present=True, detail=detail)
-    return Finding(
-        name="huge pages",
-        is_present=False,
-        detail=f"MADV_COLLAPSE gives shared memory none ({described})",
-        remedy="up to a tenth faster with Linux 6.1 or later; everything works without",
+        return Finding.here("huge pages", detail)
+    return Finding.missing(
+        "huge pages",
+        f"MADV_COLLAPSE gives shared memory none ({described})",
+        "up to a tenth faster with Linux 6.1 or later; everything works without",
     )
 
 
@@ -172,29 +167,27 @@ def _pidfd() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        return Finding(
-            name="pidfd",
-            is_present=False,
-            detail=str(error),
-            remedy="deaths are seen through sockets instead; pidfd needs Linux 5.3 or later",
+        return Finding.missing(
+            "pidfd",
+            str(error),
+            "deaths are seen through sockets instead; pidfd needs Linux 5.3 or later",
         )
     namespace = os.readlink("/proc/self/ns/pid")
     detail = f"deaths are seen through it by ranks of the same process namespace ({namespace})"
-    return Finding(name="pidfd", is_present=True, detail=detail)
+    return Finding.here("pidfd", detail)
 
 
 def _mpi() -> Finding:
     try:
         mpi = find_mpi()
     except MpiNotFoundError as missing:
-        return Finding(
-            name="MPI",
-            is_present=False,
-            detail="not complete",
-            remedy=f'rail="mpi" between nodes and a peer of the benchmark; {missing}',
+        return Finding.missing(
+            "MPI",
+            "not complete",
+            f'rail="mpi" between nodes and a peer of the benchmark; {missing}',
         )
     detail = f"{mpi.version} ({mpi.path}), mpi4py {importlib.metadata.version('mpi4py')}"
-    return Finding(name="MPI", is_present=True, detail=detail)
+    return Finding.here("MPI", detail)
 
 
 def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:
@@ -205,26 +198,20 @@ def _module(name: str, remedy: str, distribution: str | None = None) -> Finding:
         is_present = name in sys.modules
     shown = distribution or name
     if not is_present:
-        return Finding(name=shown, is_present=False, detail="not installed", remedy=remedy)
+        return Finding.missing(shown, "not installed", remedy)
     try:
         detail = importlib.metadata.version(shown)
     except importlib.metadata.PackageNotFoundError:
         detail = "importable, version unknown"
-    return Finding(name=shown, is_present=True, detail=detail)
+    return Finding.here(shown, detail)
 
 
 def _default_backend() -> Finding:
     problem = _with_time_limit(self_test, SELF_TEST_TIMEOUT_S)
     if problem is None:
         detail = "host: two ranks dispatched and combined, and compared every row"
-        return Finding(name="default backend", is_present=True, detail=detail, is_required=True)
-    return Finding(
-        name="default backend",
-        is_present=False,
-        detail=problem,
-        remedy="see the findings above",
-        is_required=True,
-    )
+        return Finding.here("default backend", detail, is_required=True)
+    return Finding.missing("default backend", problem, "see the findings above", is_required=True)
 
 
 def self_test() -> str | None:

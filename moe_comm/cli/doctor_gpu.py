@@ -21,19 +21,16 @@ def examine_gpus() -> list[Finding]:
         native = load_cuda_module()
     except ImportError as error:
         return [
-            Finding(
-                name="CUDA module",
-                is_present=False,
-                detail=f"{CUDA_MODULE} cannot be imported ({error})",
-                remedy='backend="cuda" needs it: build with nvcc 12.8 or later in PATH '
+            Finding.missing(
+                "CUDA module",
+                f"{CUDA_MODULE} cannot be imported ({error})",
+                'backend="cuda" needs it: build with nvcc 12.8 or later in PATH '
                 "(MOE_COMM_CUDA=on says why it fails)",
             )
         ]
     version = _version_text(native.CUDA_VERSION)
-    module = Finding(
-        name="CUDA module",
-        is_present=True,
-        detail=f"kernels for {native.ARCHITECTURES}, CUDA runtime {version} inside",
+    module = Finding.here(
+        "CUDA module", f"kernels for {native.ARCHITECTURES}, CUDA runtime {version} inside"
     )
     count, reason = native.count_devices()
     driver = _driver(native, count, reason)
@@ -49,34 +46,29 @@ def examine_internode() -> list[Finding]:
         native = load_nvshmem_module()
     except ImportError as error:
         return [
-            Finding(
-                name="NVSHMEM module",
-                is_present=False,
-                detail=f"{NVSHMEM_MODULE} cannot be imported ({error})",
-                remedy='backend="nvshmem" needs it: build with nvcc in PATH and pip install '
+            Finding.missing(
+                "NVSHMEM module",
+                f"{NVSHMEM_MODULE} cannot be imported ({error})",
+                'backend="nvshmem" needs it: build with nvcc in PATH and pip install '
                 "nvidia-nvshmem-cu13 (MOE_COMM_NVSHMEM=on says why it fails)",
             )
         ]
-    module = Finding(
-        name="NVSHMEM module",
-        is_present=True,
-        detail=f"kernels for {native.ARCHITECTURES}, linked with NVSHMEM {native.NVSHMEM_VERSION}",
+    module = Finding.here(
+        "NVSHMEM module",
+        f"kernels for {native.ARCHITECTURES}, linked with NVSHMEM {native.NVSHMEM_VERSION}",
     )
     try:
         path = find_host_library()
         version = native.load_host_library(str(path))
     except (FileNotFoundError, RuntimeError) as error:
-        library = Finding(
-            name="NVSHMEM library",
-            is_present=False,
-            detail=str(error),
-            remedy=f'backend="nvshmem" needs the host library of NVSHMEM {native.NVSHMEM_VERSION}: '
+        library = Finding.missing(
+            "NVSHMEM library",
+            str(error),
+            f'backend="nvshmem" needs the host library of NVSHMEM {native.NVSHMEM_VERSION}: '
             "pip install nvidia-nvshmem-cu13 of that version, or set NVSHMEM_HOME",
         )
     else:
-        library = Finding(
-            name="NVSHMEM library", is_present=True, detail=f"version {version} at {path}"
-        )
+        library = Finding.here("NVSHMEM library", f"version {version} at {path}")
     return [module, library]
 
 
@@ -87,15 +79,14 @@ def _version_text(version: int) -> str:
 def _driver(native: ModuleType, count: int, reason: str) -> Finding:
     version = native.driver_version()
     if count == 0:
-        return Finding(
-            name="CUDA driver",
-            is_present=False,
-            detail=reason,
-            remedy=f'backend="cuda" needs a GPU and a driver for CUDA '
+        return Finding.missing(
+            "CUDA driver",
+            reason,
+            f'backend="cuda" needs a GPU and a driver for CUDA '
             f"{native.CUDA_VERSION // 1000}.0 or later",
         )
     detail = f"for CUDA {_version_text(version)}, shows {count} device{'s' * (count != 1)}"
-    return Finding(name="CUDA driver", is_present=True, detail=detail)
+    return Finding.here("CUDA driver", detail)
 
 
 def _device(native: ModuleType, device_idx: int, count: int) -> Finding:
@@ -154,15 +145,12 @@ def _code_for(architectures: str, major: int, minor: int) -> Literal["machine co
 def _mps() -> Finding:
     control = Path(env.cuda_mps_pipe_directory()) / "control"
     if control.exists():
-        return Finding(
-            name="MPS",
-            is_present=True,
-            detail=f"a daemon listens in {control.parent}: processes share a GPU side by side",
+        return Finding.here(
+            "MPS", f"a daemon listens in {control.parent}: processes share a GPU side by side"
         )
-    return Finding(
-        name="MPS",
-        is_present=False,
-        detail=f"no daemon in {control.parent}",
-        remedy="ranks on one GPU as processes take turns; nvidia-cuda-mps-control -d lets them run "
+    return Finding.missing(
+        "MPS",
+        f"no daemon in {control.parent}",
+        "ranks on one GPU as processes take turns; nvidia-cuda-mps-control -d lets them run "
         "side by side",
     )

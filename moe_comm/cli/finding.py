@@ -24,3 +24,15 @@ class Finding:
     detail: str
     remedy: str = ""
     is_required: bool = False
+
+    @staticmethod
+    def here(name: str, detail: str, *, is_required: bool = False) -> Finding:
+        """Return what is here."""
+        return Finding(name=name, is_present=True, detail=detail, is_required=is_required)
+
+    @staticmethod
+    def missing(name: str, detail: str, remedy: str, *, is_required: bool = False) -> Finding:
+        """Return what is not here, and how to get it."""
+        return Finding(
+            name=name, is_present=False, detail=detail, remedy=remedy, is_required=is_required
+        )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -23,31 +22,15 @@ __all__ = ["model"]
 MAX_RANKS = 2048
 
 
-class ClusterName(str, enum.Enum):
-    """Names of `CLUSTERS` on the command line."""
+ClusterName = Literal["h800-cx7", "h100-cx7", "h200-cx7", "b200-cx7", "gb200-cx7"]
+"""Names of `CLUSTERS`."""
 
-    H800_CX7 = "h800-cx7"
-    H100_CX7 = "h100-cx7"
-    H200_CX7 = "h200-cx7"
-    B200_CX7 = "b200-cx7"
-    GB200_CX7 = "gb200-cx7"
+WireName = Literal["bf16", "fp8_block128", "mxfp8"]
+"""Formats of dispatched rows."""
 
-
-class WireName(str, enum.Enum):
-    """Formats of dispatched rows on the command line."""
-
-    BF16 = "bf16"
-    FP8_BLOCK128 = "fp8_block128"
-    MXFP8 = "mxfp8"
-
-
-QUANTIZATIONS = {
-    WireName.BF16: None,
-    WireName.FP8_BLOCK128: FP8_BLOCK128,
-    WireName.MXFP8: MXFP8,
-}
+QUANTIZATIONS = {"bf16": None, "fp8_block128": FP8_BLOCK128, "mxfp8": MXFP8}
 # A scale factor of 4 bytes per 128 channels, of 1 byte per 32: the same on average.
-WIRE_BYTES = {WireName.BF16: 2.0, WireName.FP8_BLOCK128: 1.03125, WireName.MXFP8: 1.03125}
+WIRE_BYTES = {"bf16": 2.0, "fp8_block128": 1.03125, "mxfp8": 1.03125}
 
 
 def model(
@@ -57,10 +40,10 @@ def model(
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 7168,
     topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
     experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 256,
-    wire: Annotated[WireName, typer.Option(help="Dispatched rows.")] = WireName.BF16,
+    wire: Annotated[WireName, typer.Option(help="Dispatched rows.")] = "bf16",
     cluster: Annotated[
         ClusterName, typer.Option(help="Speeds of GPU and links, as their makers state them.")
-    ] = ClusterName.H100_CX7,
+    ] = "h100-cx7",
     hbm_gbs: Annotated[float | None, typer.Option(help="Device memory, GB/s.")] = None,
     nvlink_gbs: Annotated[float | None, typer.Option(help="NVLink, GB/s one way.")] = None,
     nic_gbs: Annotated[float | None, typer.Option(help="NIC of a rank, GB/s one way.")] = None,
@@ -82,7 +65,7 @@ def model(
 ) -> None:
     """Predict dispatch and combine on a cluster: time, bytes per link, heap, count rows."""
     with in_a_sentence("model"):
-        machine = CLUSTERS[cluster.value]
+        machine = CLUSTERS[cluster]
         overrides = {"hbm_gbs": hbm_gbs, "nvlink_gbs": nvlink_gbs, "nic_gbs": nic_gbs}
         for name, value in overrides.items():
             if value is not None and not value > 0.0:

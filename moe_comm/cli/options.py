@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from moe_comm.ep.config import Layout
 from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 __all__ = [
@@ -14,6 +13,7 @@ __all__ = [
     "LayoutName",
     "QuantizationName",
     "ScaleFormatName",
+    "layout_of",
     "parse_bytes",
     "quantization_of",
     "reduced_ranks",
@@ -21,43 +21,25 @@ __all__ = [
 ]
 
 
-class LayoutName(str, enum.Enum):
-    """Names of `Layout` on the command line."""
+LayoutName = Literal["expert-major", "rank-major", "low-latency"]
+"""Names of `Layout` on the command line."""
 
-    EXPERT_MAJOR = "expert-major"
-    RANK_MAJOR = "rank-major"
-    LOW_LATENCY = "low-latency"
-
-
-class DtypeName(str, enum.Enum):
-    """Row types on the command line."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    FP64 = "fp64"
-
-
-def _lower(names: Iterable[str]) -> dict[str, str]:
-    return {name: name.lower() for name in names}
-
+DtypeName = Literal["bf16", "fp16", "fp32", "fp64"]
+"""Row types on the command line."""
 
 # Of all that the tables of formats have, which a type checker cannot read.
 if TYPE_CHECKING:
-
-    class QuantizationName(str, enum.Enum):
-        """Names of `QuantizationFormat` on the command line."""
-
-        NONE = "none"
-
-    class ScaleFormatName(str, enum.Enum):
-        """Names of `ScaleFormat` on the command line."""
-
+    QuantizationName: TypeAlias = str
+    ScaleFormatName: TypeAlias = str
 else:
-    QuantizationName = enum.Enum(
-        "QuantizationName", _lower(["NONE", *QuantizationFormat.__members__]), type=str
-    )
-    ScaleFormatName = enum.Enum("ScaleFormatName", _lower(ScaleFormat.__members__), type=str)
+    _FORMATS = ("none", *map(str.lower, QuantizationFormat.__members__))
+    QuantizationName = Literal[_FORMATS]
+    ScaleFormatName = Literal[tuple(map(str.lower, ScaleFormat.__members__))]
+
+
+def layout_of(name: LayoutName) -> Layout:
+    """Return the layout of a name."""
+    return Layout[name.upper().replace("-", "_")]
 
 
 def quantization_of(
@@ -72,19 +54,17 @@ def quantization_of(
         ValueError: The format has no such scale factors, there are none to shape, or rows of this
             dtype are not quantized.
     """
-    if quantization.name not in QuantizationFormat.__members__:
+    if quantization == "none":
         if scale_format is not None or is_column_major:
             raise ValueError(
                 "--scale-format and --column-major-scales need --quantization, got none"
             )
         return None
-    if dtype is DtypeName.FP64:
-        raise ValueError(
-            f"rows that are to be quantized must be bf16, fp16 or fp32, got {dtype.value}"
-        )
+    if dtype == "fp64":
+        raise ValueError(f"rows that are to be quantized must be bf16, fp16 or fp32, got {dtype}")
     return Quantization(
-        format=QuantizationFormat[quantization.name],
-        scale_format=None if scale_format is None else ScaleFormat[scale_format.name],
+        format=QuantizationFormat[quantization.upper()],
+        scale_format=None if scale_format is None else ScaleFormat[scale_format.upper()],
         is_column_major=is_column_major,
     )
 

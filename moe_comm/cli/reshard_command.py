@@ -75,7 +75,7 @@ def plan(
     source_ranks: SourceRanks = 8,
     destination_ranks: DestinationRanks = None,
     disjoint: Disjoint = False,
-    model: Annotated[ModelName, typer.Option(help="Sizes to start from.")] = ModelName.DEEPSEEK_V3,
+    model: Annotated[ModelName, typer.Option(help="Sizes to start from.")] = "deepseek-v3",
     layers: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
     dense_layers: Annotated[
         int | None, typer.Option(min=0, help="Layers without experts, from the first on.")
@@ -93,7 +93,7 @@ def plan(
     fused_experts: Annotated[
         bool | None, typer.Option(help="A rank's experts lie in one tensor.")
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Of the source's parameters.")] = DtypeName.BF16,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the source's parameters.")] = "bf16",
     destination_dtype: Annotated[
         DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
     ] = None,
@@ -147,8 +147,8 @@ def plan(
             source=Parallelism.parse(source, source_ranks),
             destination=Parallelism.parse(destination, destination_ranks or source_ranks),
             is_disjoint=disjoint,
-            source_dtype=DTYPES[dtype.value],
-            destination_dtype=DTYPES[(destination_dtype or dtype).value],
+            source_dtype=DTYPES[dtype],
+            destination_dtype=DTYPES[destination_dtype or dtype],
         )
         links = Links(
             ranks_per_node=ranks_per_node,
@@ -234,13 +234,13 @@ def explain(
         _check_plot(plot, rank)
         sides = (
             ModelSide(
-                source, source_layout, source_ranks, None if dtype is None else DTYPES[dtype.value]
+                source, source_layout, source_ranks, None if dtype is None else DTYPES[dtype]
             ),
             ModelSide(
                 destination,
                 destination_layout,
                 destination_ranks or source_ranks,
-                None if destination_dtype is None else DTYPES[destination_dtype.value],
+                None if destination_dtype is None else DTYPES[destination_dtype],
             ),
         )
         offset = source_ranks if disjoint else 0

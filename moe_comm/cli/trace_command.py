@@ -72,7 +72,7 @@ def run(
     hidden: Annotated[int, typer.Option(min=1, help="Elements per row.")] = 2048,
     topk: Annotated[int, typer.Option(min=1, help="Choices per token.")] = 8,
     experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 64,
-    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = DtypeName.BF16,
+    dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = "bf16",
     skew: Annotated[float, typer.Option(min=0.0, help="Zipf exponent of expert popularity.")] = 0.0,
     iterations: Annotated[int, typer.Option(min=1, help="Dispatches and combines to record.")] = 20,
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
@@ -88,7 +88,7 @@ def run(
             hidden=hidden,
             num_topk=topk,
             num_experts=experts,
-            dtype=dtype.value,
+            dtype=dtype,
             skew=skew,
         )
         with RankProcesses(case, BenchOptions()) as processes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-from typing import Any
+from typing import Any, Literal
 
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
@@ -12,14 +11,8 @@ from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
 __all__ = ["ModelName", "describe", "shape_from_options"]
 
 
-class ModelName(str, enum.Enum):
-    """Names of `PUBLISHED_SHAPES` on the command line."""
-
-    MIXTRAL_8X7B = "mixtral-8x7b"
-    QWEN3_30B = "qwen3-30b-a3b"
-    QWEN3_235B = "qwen3-235b-a22b"
-    DEEPSEEK_V3 = "deepseek-v3"
-    KIMI_K2 = "kimi-k2"
+ModelName = Literal["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"]
+"""Names of `PUBLISHED_SHAPES` on the command line."""
 
 
 def shape_from_options(model: ModelName, **sizes: int | bool | None) -> MoEShape:
@@ -33,7 +26,7 @@ def shape_from_options(model: ModelName, **sizes: int | bool | None) -> MoEShape
         ValueError: The sizes contradict each other.
     """
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    return dataclasses.replace(PUBLISHED_SHAPES[model.value], **given)
+    return dataclasses.replace(PUBLISHED_SHAPES[model], **given)
 
 
 def describe(shape: MoEShape | TensorList) -> str:
