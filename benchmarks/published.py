@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -66,90 +66,62 @@ class Published:
     source: str
 
 
-def _deep_ep_v1(ranks: int, dispatch_gbs: float, combine_gbs: float) -> tuple[Published, ...]:
-    nodes = max(1, ranks // 8)
+Figures = tuple[tuple[str, float, float], ...]
+"""Operation, bytes of an element on the wire, and what was published."""
+
+
+def _figures(
+    who: str, cluster: str, nodes: tuple[int, int], source: str, figures: Figures, **more: Any
+) -> tuple[Published, ...]:
+    """Figures of one case; `nodes`: their number and the ranks of each. Bandwidths, or times where `more` says so."""
+    unit = more.pop("unit", "gbs")
     return tuple(
         Published(
-            who="DeepEP V1",
+            who=who,
             operation=operation,
-            cluster="h800-cx7",
-            num_nodes=nodes,
-            num_local_ranks=8,
+            cluster=cluster,
+            num_nodes=nodes[0],
+            num_local_ranks=nodes[1],
             element_bytes=element,
-            gbs=gbs,
-            max_nodes=min(nodes, 4),
-            source="DeepEP docs/legacy.md",
+            source=source,
+            **{unit: value},
+            **more,
         )
-        for operation, element, gbs in (
-            ("dispatch", FP8, dispatch_gbs),
-            ("combine", BF16, combine_gbs),
-        )
+        for operation, element, value in figures
     )
 
 
+def _deep_ep_v1(ranks: int, dispatch_gbs: float, combine_gbs: float) -> tuple[Published, ...]:
+    nodes = max(1, ranks // 8)
+    figures = (("dispatch", FP8, dispatch_gbs), ("combine", BF16, combine_gbs))
+    limit = {"max_nodes": min(nodes, 4)}
+    return _figures("DeepEP V1", "h800-cx7", (nodes, 8), "DeepEP docs/legacy.md", figures, **limit)
+
+
 def _low_latency(ranks: int, dispatch_us: float, combine_us: float) -> tuple[Published, ...]:
-    return tuple(
-        Published(
-            who="DeepEP V1 low latency",
-            operation=operation,
-            cluster="h800-cx7",
-            num_nodes=ranks // 8,
-            num_local_ranks=8,
-            element_bytes=element,
-            time_us=time_us,
-            num_tokens=128,
-            is_low_latency=True,
-            source="DeepEP docs/legacy.md",
-        )
-        for operation, element, time_us in (
-            ("dispatch", FP8, dispatch_us),
-            ("combine", BF16, combine_us),
-        )
+    return _figures(
+        *("DeepEP V1 low latency", "h800-cx7", (ranks // 8, 8), "DeepEP docs/legacy.md"),
+        (("dispatch", FP8, dispatch_us), ("combine", BF16, combine_us)),
+        unit="time_us",
+        num_tokens=128,
+        is_low_latency=True,
     )
 
 
 def _deep_ep_v2(
     cluster: str, nodes: int, sms: int, dispatch_gbs: float, combine_gbs: float
 ) -> tuple[Published, ...]:
-    return tuple(
-        Published(
-            who=f"DeepEP V2, {sms} SMs",
-            operation=operation,
-            cluster=cluster,
-            num_nodes=nodes,
-            num_local_ranks=8,
-            element_bytes=element,
-            gbs=gbs,
-            num_tokens=8192,
-            source="DeepEP README",
-        )
-        for operation, element, gbs in (
-            ("dispatch", FP8, dispatch_gbs),
-            ("combine", BF16, combine_gbs),
-        )
-    )
+    figures = (("dispatch", FP8, dispatch_gbs), ("combine", BF16, combine_gbs))
+    who = f"DeepEP V2, {sms} SMs"
+    return _figures(who, cluster, (nodes, 8), "DeepEP README", figures, num_tokens=8192)
 
 
 def _hybrid_ep(
     cluster: str, nodes: int, local_ranks: int, sms: int, fp8: float, bf16: float, combine: float
 ) -> tuple[Published, ...]:
-    return tuple(
-        Published(
-            who=f"HybridEP kernel, {sms} SMs",
-            operation=operation,
-            cluster=cluster,
-            num_nodes=nodes,
-            num_local_ranks=local_ranks,
-            element_bytes=element,
-            gbs=gbs,
-            source="HybridEP README",
-        )
-        for operation, element, gbs in (
-            ("dispatch", FP8, fp8),
-            ("dispatch", BF16, bf16),
-            ("combine", BF16, combine),
-        )
-    )
+    figures = (("dispatch", FP8, fp8), ("dispatch", BF16, bf16), ("combine", BF16, combine))
+    who = f"HybridEP kernel, {sms} SMs"
+    return _figures(who, cluster, (nodes, local_ranks), "HybridEP README", figures)
 
 
 PUBLISHED: tuple[Published, ...] = (
@@ -239,19 +211,16 @@ def compare(published: Published, *, seed: int = 0) -> Comparison:
         workload.num_topk,
         published.max_nodes if published.num_nodes > 1 else None,
     )
-    if published.time_us is not None:
-        return Comparison(
-            published=published,
-            predicted_us=simulated.time_us,
-            published_us=published.time_us,
-            predicted_gbs=None,
-        )
-    assert published.gbs is not None
+    published_us, predicted_gbs = published.time_us, None
+    if published_us is None:
+        assert published.gbs is not None
+        published_us = rows * row_bytes / published.gbs / 1e3
+        predicted_gbs = rows * row_bytes / simulated.time_us / 1e3
     return Comparison(
         published=published,
         predicted_us=simulated.time_us,
-        published_us=rows * row_bytes / published.gbs / 1e3,
-        predicted_gbs=rows * row_bytes / simulated.time_us / 1e3,
+        published_us=published_us,
+        predicted_gbs=predicted_gbs,
     )
 
 

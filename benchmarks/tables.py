@@ -123,132 +123,144 @@ def _table_of(name: str, case: Case) -> Table | None:
     return _node_table if "local_ranks" in case else _row_table
 
 
-def _row_table(rows: Sequence[Row]) -> str:
-    head = (
-        "ranks x tokens, hidden",
-        "operation",
-        "p50",
-        "of the roof",
-        "against Gloo",
-        _against_mpi(rows),
-    )
-    body = (
-        (
-            _shape(case),
-            LABELS[case["op"]],
-            _ms(case["p50_us"]),
-            _share(case["fraction_of_roof"]),
-            _ratio(case, "gloo"),
-            _ratio(case, "mpi"),
-        )
-        for _, case in rows
-    )
-    return _table("Dispatch and combine", head, body, rows)
+class _Columns:
+    """A table of cases by its columns: a heading, and the cell of a case.
+
+    Args:
+        title: Above it.
+        cells: By heading; spaces behind a heading tell it from another of the same words.
+    """
+
+    def __init__(self, title: str, cells: Mapping[str, Callable[[Case], str]]) -> None:
+        self._title = title
+        self._cells = cells
+
+    def __call__(self, rows: Sequence[Row]) -> str:
+        peers = mpi_names(recorded for recorded, _ in rows)
+        head = [heading.strip().format(mpi=peers) for heading in self._cells]
+        body = ([cell(case) for cell in self._cells.values()] for _, case in rows)
+        return _table(self._title, head, body, rows)
+
+
+def _operation(case: Case) -> str:
+    return LABELS[case["op"]]
+
+
+def _p50_ms(case: Case) -> str:
+    return _ms(case["p50_us"])
+
+
+def _p50_us(case: Case) -> str:
+    return _us(case["p50_us"])
+
+
+def _of_roof(case: Case) -> str:
+    return _share(case["fraction_of_roof"])
+
+
+def _against(peer: str) -> Callable[[Case], str]:
+    return lambda case: _ratio(case, peer)
+
+
+def _shape(case: Case) -> str:
+    return f"{case['ranks']} x {case['tokens']}, {case['hidden']}"
+
+
+_SHAPE = "ranks x tokens, hidden"
+
+_row_table = _Columns(
+    "Dispatch and combine",
+    {
+        _SHAPE: _shape,
+        "operation": _operation,
+        "p50": _p50_ms,
+        "of the roof": _of_roof,
+        "against Gloo": _against("gloo"),
+        "against {mpi}": _against("mpi"),
+    },
+)
 
 
 def _decode_table(rows: Sequence[Row]) -> str:
-    head = (
-        "ranks x tokens, hidden",
-        "dispatch + combine from Python, p50",
-        "against Gloo",
-        _against_mpi(rows),
-        "differentiable: more per dispatch",
-    )
-    body = (
-        (
-            _shape(case),
-            _us(case["p50_us"]),
-            _ratio(case, "gloo"),
-            _ratio(case, "mpi"),
-            _us(_p50(recorded, "differentiable_overhead")),
-        )
-        for recorded, case in rows
-    )
-    return _table("Small batches", head, body, rows)
+    def overhead(case: Case) -> str:
+        recorded = next(recorded for recorded, each in rows if each is case)
+        return _us(_p50(recorded, "differentiable_overhead"))
+
+    return _Columns(
+        "Small batches",
+        {
+            _SHAPE: _shape,
+            "dispatch + combine from Python, p50": _p50_us,
+            "against Gloo": _against("gloo"),
+            "against {mpi}": _against("mpi"),
+            "differentiable: more per dispatch": overhead,
+        },
+    )(rows)
 
 
-def _sweep_table(rows: Sequence[Row]) -> str:
-    head = (
-        "ranks x tokens, hidden",
-        "dispatch + combine, p50",
-        "of the roof",
-        *PARTS,
-        "differentiable",
-        "threads",
-    )
-    body = (
-        (
-            _shape(case),
-            _us(case["p50_us"]),
-            _share(case["fraction_of_roof"]),
-            *(f"{case['parts_us'][name]:.1f} us" for name in PARTS),
-            f"{case['differentiable_ratio']:.1f} x",
-            f"{case['threads_ratio']:.2f} x",
-        )
-        for _, case in rows
-    )
-    return _table("What a call is made of", head, body, rows)
+def _part(name: str) -> Callable[[Case], str]:
+    return lambda case: f"{case['parts_us'][name]:.1f} us"
 
 
-def _fixed_cost_table(rows: Sequence[Row]) -> str:
-    head = ("ranks x tokens, hidden", "fixed cost of", "p50", "against", "p50", "ratio")
-    body = []
-    for _, case in rows:
-        ((against, their_us),) = case["peer_p50_us"].items()
-        cells = (case["what"], _us(case["p50_us"]), against, f"{their_us:.1f} us")
-        body.append((_shape(case), *cells, f"{case['ratio']:.1f}"))
-    return _table("Fixed cost", head, body, rows)
+_sweep_table = _Columns(
+    "What a call is made of",
+    {
+        _SHAPE: _shape,
+        "dispatch + combine, p50": _p50_us,
+        "of the roof": _of_roof,
+        **{name: _part(name) for name in PARTS},
+        "differentiable": lambda case: f"{case['differentiable_ratio']:.1f} x",
+        "threads": lambda case: f"{case['threads_ratio']:.2f} x",
+    },
+)
+
+_fixed_cost_table = _Columns(
+    "Fixed cost",
+    {
+        _SHAPE: _shape,
+        "fixed cost of": lambda case: str(case["what"]),
+        "p50": _p50_us,
+        "against": lambda case: next(iter(case["peer_p50_us"])),
+        "p50 ": lambda case: f"{next(iter(case['peer_p50_us'].values())):.1f} us",
+        "ratio": lambda case: f"{case['ratio']:.1f}",
+    },
+)
 
 
-def _baseline_table(rows: Sequence[Row]) -> str:
-    head = (
-        "ranks x tokens, hidden",
-        "case",
-        "operation",
-        "p50",
-        "in turns with",
-        "p50",
-        "times as fast",
-    )
-    body = []
-    for _, case in rows:
-        baseline = next(name for name in BASELINES if name in case["speedup"])
-        unit = _us if case["op"] == "dispatch+combine" else _ms
-        body.append(
-            (
-                _shape(case),
-                _asked_for(case),
-                LABELS[case["op"]],
-                unit(case["p50_us"]),
-                BASELINES[baseline],
-                unit(case["peer_p50_us"][baseline]),
-                f"{case['speedup'][baseline]:.2f}",
-            )
-        )
-    return _table("Against the plain call", head, body, rows)
+def _baseline(case: Case) -> str:
+    return next(name for name in BASELINES if name in case["speedup"])
 
 
-def _node_table(rows: Sequence[Row]) -> str:
-    head = (
-        "ranks x tokens, hidden",
-        "nodes, rail",
-        "operation",
-        "p50",
-        "MB between nodes",
-        'against `backend="collective"`',
-    )
-    body = (
-        (
-            _shape(case),
-            f"{case['ranks'] // case['local_ranks']} of {case['local_ranks']} ranks, {case['rail']}",
-            LABELS[case["op"]],
-            _ms(case["p50_us"]),
-            f"{case['internode_bytes'] / 1e6:.1f}",
-            _ratio(case, "collective"),
-        )
-        for _, case in rows
-    )
-    return _table("One machine as several nodes", head, body, rows)
+def _baseline_time(case: Case, us: float) -> str:
+    return _us(us) if case["op"] == "dispatch+combine" else _ms(us)
+
+
+_baseline_table = _Columns(
+    "Against the plain call",
+    {
+        _SHAPE: _shape,
+        "case": lambda case: _asked_for(case),
+        "operation": _operation,
+        "p50": lambda case: _baseline_time(case, case["p50_us"]),
+        "in turns with": lambda case: BASELINES[_baseline(case)],
+        "p50 ": lambda case: _baseline_time(case, case["peer_p50_us"][_baseline(case)]),
+        "times as fast": lambda case: f"{case['speedup'][_baseline(case)]:.2f}",
+    },
+)
+
+_node_table = _Columns(
+    "One machine as several nodes",
+    {
+        _SHAPE: _shape,
+        "nodes, rail": lambda case: (
+            f"{case['ranks'] // case['local_ranks']} of {case['local_ranks']} ranks, {case['rail']}"
+        ),
+        "operation": _operation,
+        "p50": _p50_ms,
+        "MB between nodes": lambda case: f"{case['internode_bytes'] / 1e6:.1f}",
+        'against `backend="collective"`': _against("collective"),
+    },
+)
 
 
 def _row_phase(framework: str) -> str:
@@ -258,7 +270,7 @@ def _row_phase(framework: str) -> str:
 
 def _client_table(framework: str, rows: Sequence[Row]) -> str:
     title, peer, phases = FRAMEWORKS[framework]
-    head = ("ranks x tokens, hidden", "client", *phases.values())
+    head = (_SHAPE, "client", *phases.values())
     body = []
     for recorded, case in rows:
         client = str(case["client"])
@@ -278,30 +290,18 @@ _DESTINATIONS = {
 }
 
 
-def _reshard_table(rows: Sequence[Row]) -> str:
-    head = (
-        "weights, second reshard of the same models",
-        "destination",
-        "p50",
-        "of the copy roof",
-        "against Gloo on the same plan",
-        "whole tensors by name",
-        "outside the copies",
-    )
-    body = (
-        (
-            _weights(case),
-            _DESTINATIONS[case["destination"]],
-            _ms(case["p50_us"]),
-            _share(case["fraction_of_roof"]),
-            _ratio(case, "gloo"),
-            _ratio(case, "full-tensors"),
-            _ms(case["outside_copies_us"]),
-        )
-        for _, case in rows
-    )
-    return _table("Reshard", head, body, rows)
-
+_reshard_table = _Columns(
+    "Reshard",
+    {
+        "weights, second reshard of the same models": lambda case: _weights(case),
+        "destination": lambda case: _DESTINATIONS[case["destination"]],
+        "p50": _p50_ms,
+        "of the copy roof": _of_roof,
+        "against Gloo on the same plan": _against("gloo"),
+        "whole tensors by name": _against("full-tensors"),
+        "outside the copies": lambda case: _ms(case["outside_copies_us"]),
+    },
+)
 
 _TABLES_OF_OPS: dict[str, Table] = {
     "reshard": _reshard_table,
@@ -333,10 +333,6 @@ def _table(
     lines.append("|" + "---|" * len(head))
     lines += [f"| {' | '.join(cells)} |" for cells in body]
     return "\n".join(lines)
-
-
-def _shape(case: Case) -> str:
-    return f"{case['ranks']} x {case['tokens']}, {case['hidden']}"
 
 
 def _asked_for(case: Case) -> str:
@@ -385,10 +381,6 @@ def _p50(recorded: Recorded, op: str) -> float | None:
 
 def _ratio(case: Case, peer: str) -> str:
     return f"{case['speedup'][peer]:.1f} x" if peer in case["speedup"] else "-"
-
-
-def _against_mpi(rows: Sequence[Row]) -> str:
-    return f"against {mpi_names(recorded for recorded, _ in rows)}"
 
 
 def _share(fraction: float | None) -> str:
