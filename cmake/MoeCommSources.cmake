@@ -77,7 +77,7 @@ moe_comm_unite(copies ${files})
 moe_comm_unite(bindings ${MOE_COMM_BINDING_SOURCES})
 moe_comm_unite(host_bindings ${MOE_COMM_HOST_BINDINGS})
 moe_comm_glob(files bindings/host_module.cpp bindings/bind_group.cpp bindings/bind_heap.cpp
-  bindings/bind_kernels.cpp bindings/bind_rail.cpp bindings/bind_shrink.cpp)
+  bindings/bind_kernels.cpp bindings/bind_rail.cpp)
 moe_comm_unite(host_bindings_of_parts ${files})
 moe_comm_unite(device_bindings ${MOE_COMM_DEVICE_BINDINGS})
 moe_comm_unite(runtime ${MOE_COMM_RUNTIME_SOURCES})

@@ -7,8 +7,10 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/native_group.h"
+#include "bindings/shared/signature.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
+#include "bindings/shared/without_gil.h"
 #include "cpu/strided_copy.h"
 #include "layout/strided.h"
 #include "ops/batched_copy.h"
@@ -168,11 +170,8 @@ std::shared_ptr<PreparedCopies> prepare(const BatchedCopy& engine,
 py::dict run(BatchedCopy& engine,
              const std::shared_ptr<PreparedCopies>& prepared,
              bool with_checksums) {
-  ops::CopyStats stats;
-  {
-    const py::gil_scoped_release no_gil;
-    stats = engine.run(prepared, with_checksums, signal_check());
-  }
+  const auto stats =
+      without_gil([&] { return engine.run(prepared, with_checksums, signal_check()); });
   py::dict values;
   values["direct_bytes"] = stats.direct_bytes;
   values["slot_bytes"] = stats.slot_bytes;
@@ -203,11 +202,7 @@ std::shared_ptr<PieceChecksums> make_piece_checksums(const py::list& pieces) {
 py::bytes piece_checksums(const PieceChecksums& self,
                           const std::vector<std::shared_ptr<PreparedCopies>>& sent,
                           int num_threads) {
-  std::vector<uint64_t> checksums;
-  {
-    const py::gil_scoped_release no_gil;
-    checksums = self.compute(sent, num_threads);
-  }
+  const auto checksums = without_gil([&] { return self.compute(sent, num_threads); });
   return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof(uint64_t)};
 }
 
@@ -295,15 +290,13 @@ void bind_batched_copy(py::module_& module) {
             const py::gil_scoped_release no_gil;
             return BatchedCopy::create(native->group, {slot_bytes, num_slots}, signal_check());
           },
-          py::arg("group"),
-          py::arg("slot_bytes"),
-          py::arg("num_slots"))
+          Signature("group, slot_bytes, num_slots"))
       .def_property_readonly("slot_bytes",
                              [](const BatchedCopy& self) { return self.config().slot_bytes; })
       .def_property_readonly("num_slots",
                              [](const BatchedCopy& self) { return self.config().num_slots; })
-      .def("prepare", &prepare, py::arg("sends"), py::arg("receives"))
-      .def("run", &run, py::arg("prepared"), py::arg("with_checksums") = false)
+      .def("prepare", &prepare, Signature("sends, receives"))
+      .def("run", &run, Signature("prepared, with_checksums=False"))
       .def(
           "reject",
           [](BatchedCopy& self, const std::string& message) {
@@ -314,23 +307,12 @@ void bind_batched_copy(py::module_& module) {
       .def("destroy", &BatchedCopy::destroy, py::call_guard<py::gil_scoped_release>());
   py::class_<PieceChecksums, std::shared_ptr<PieceChecksums>>(module, "PieceChecksums")
       .def(py::init(&make_piece_checksums), py::arg("pieces"))
-      .def("compute", &piece_checksums, py::arg("sent"), py::arg("num_threads"))
-      .def("compute_blocks",
-           &block_checksums,
-           py::arg("block_bytes"),
-           py::arg("sums"),
-           py::arg("wanted"),
-           py::arg("num_threads"))
-      .def("of_blocks", &checksums_of_blocks, py::arg("block_bytes"), py::arg("sums"))
+      .def("compute", &piece_checksums, Signature("sent, num_threads"))
+      .def("compute_blocks", &block_checksums, Signature("block_bytes, sums, wanted, num_threads"))
+      .def("of_blocks", &checksums_of_blocks, Signature("block_bytes, sums"))
       .def("move_blocks",
            &move_blocks,
-           py::arg("first"),
-           py::arg("end"),
-           py::arg("block_bytes"),
-           py::arg("wanted"),
-           py::arg("packed"),
-           py::arg("is_packing"),
-           py::arg("num_threads"));
+           Signature("first, end, block_bytes, wanted, packed, is_packing, num_threads"));
   module.def("checksum", &checksum_of, py::arg("tensor"));
 }
 

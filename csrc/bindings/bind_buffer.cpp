@@ -6,6 +6,7 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/bind_endpoint.h"
 #include "bindings/shared/count_writes.h"
+#include "bindings/shared/signature.h"
 #include "ops/exchange.h"
 
 namespace moe::bindings {
@@ -73,13 +74,7 @@ void bind_buffer(py::module_& module) {
   bind_plan<ops::Plan>(module);
   py::class_<ops::Endpoint, std::shared_ptr<ops::Endpoint>> endpoint(module, "Endpoint");
   bind_endpoint<ops::Endpoint, ops::Plan>(module, endpoint);
-  endpoint
-      .def_static("create",
-                  &create_endpoint,
-                  py::arg("settings"),
-                  py::arg("isa"),
-                  py::arg("rail"),
-                  py::arg("checks_messages"))
+  endpoint.def_static("create", &create_endpoint, Signature("settings, isa, rail, checks_messages"))
       .def("weighted_gradient", &weighted_gradient)
       .def("import_plan", &import_plan)
       .def("export_plan",

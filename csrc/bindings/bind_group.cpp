@@ -1,12 +1,16 @@
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "bindings/bind_shrink.h"
 #include "bindings/bindings.h"
 #include "bindings/shared/heap_stats.h"
 #include "bindings/shared/make_tensor.h"
 #include "bindings/shared/native_group.h"
-#include "bindings/shared/peer_check.h"
+#include "bindings/shared/signature.h"
+#include "bindings/shared/without_gil.h"
 #include "core/dtype.h"
 
 namespace moe::bindings {
@@ -71,16 +75,49 @@ std::shared_ptr<NativeGroup> create_child(const std::shared_ptr<NativeGroup>& pa
   return std::make_shared<NativeGroup>(NativeGroup{parent->mesh, parent->heap, group, false});
 }
 
+/// Payloads of all ranks.
+/// @param exchange  Gives them, and needs no GIL.
+template <typename Exchange>
+py::list gathered(const Exchange& exchange) {
+  py::list items;
+  for (const std::string& item : without_gil(exchange))
+    items.append(py::bytes(item));
+  return items;
+}
+
 py::list all_gather(NativeGroup& native, const std::string& payload) {
-  std::vector<std::string> payloads;
-  {
-    const py::gil_scoped_release no_gil;
-    payloads = native.group->all_gather(payload, signal_check());
-  }
-  py::list gathered;
-  for (const auto& item : payloads)
-    gathered.append(py::bytes(item));
-  return gathered;
+  return gathered([&] { return native.group->all_gather(payload, signal_check()); });
+}
+
+py::list shrink_gather(NativeGroup& native, const std::string& payload) {
+  return gathered(
+      [&] { return native.group->shrink_agreement().all_gather(payload, signal_check()); });
+}
+
+py::tuple to_tuple(const group::ShrinkDecision& decision) {
+  return py::make_tuple(decision.failed_ranks, decision.survivors, decision.completed_epochs);
+}
+
+py::tuple shrink_agree(NativeGroup& native,
+                       std::vector<int> failed_ranks,
+                       std::string call,
+                       std::string agreed,
+                       std::string problem,
+                       bool needs_majority) {
+  group::ShrinkAgreement::Arguments arguments{std::move(failed_ranks),
+                                              std::move(call),
+                                              std::move(agreed),
+                                              std::move(problem),
+                                              needs_majority};
+  const auto decision = without_gil(
+      [&] { return native.group->shrink_agreement().agree(arguments, signal_check()); });
+  return to_tuple(decision);
+}
+
+py::object shrink_finish(NativeGroup& native, bool has_group) {
+  const auto decision = without_gil(
+      [&] { return native.group->shrink_agreement().finish(has_group, signal_check()); });
+  return decision ? py::object(to_tuple(*decision)) : py::none();
 }
 
 /// Bytes of this rank's heap as a tensor of uint8; they go back when the last tensor over them
@@ -145,6 +182,27 @@ py::object resolve_bytes(
                      dlpack_type(DType::kBytes));
 }
 
+/// Adds how survivors leave a group for a new one.
+void bind_shrink(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
+  group
+      .def("shrink_agree",
+           &shrink_agree,
+           Signature("failed_ranks, call, agreed, problem, needs_majority"))
+      .def("shrink_gather", &shrink_gather, py::arg("payload"))
+      .def("shrink_finish", &shrink_finish, py::arg("has_group"))
+      .def(
+          "shrink_check",
+          [](NativeGroup& self) { self.group->shrink_ballots().check_round(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "shrink_refuse",
+          [](NativeGroup& self, const std::string& text, bool is_mistake) {
+            return self.group->shrink_ballots().refuse(text, is_mistake);
+          },
+          Signature("text, is_mistake"),
+          py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_group(py::module_& module) {
@@ -155,26 +213,13 @@ void bind_group(py::module_& module) {
   group
       .def_static("create",
                   &create_group,
-                  py::arg("mesh"),
-                  py::arg("heap"),
-                  py::arg("channel"),
-                  py::arg("stall_timeout_s"),
-                  py::arg("arrival_timeout_s"),
-                  py::arg("num_threads"),
-                  py::arg("num_local_ranks") = 0,
-                  py::arg("num_machine_ranks") = 0,
-                  py::arg("check") = py::none())
+                  Signature("mesh, heap, channel, stall_timeout_s, arrival_timeout_s, "
+                            "num_threads, num_local_ranks=0, num_machine_ranks=0, check=None"))
       .def_static("create_child",
                   &create_child,
-                  py::arg("parent"),
-                  py::arg("parent_ranks"),
-                  py::arg("rank_idx"),
-                  py::arg("channel"),
-                  py::arg("stall_timeout_s"),
-                  py::arg("arrival_timeout_s"),
-                  py::arg("num_threads"),
-                  py::arg("num_local_ranks") = 0,
-                  py::arg("num_machine_ranks") = 0)
+                  Signature("parent, parent_ranks, rank_idx, channel, stall_timeout_s, "
+                            "arrival_timeout_s, num_threads, num_local_ranks=0, "
+                            "num_machine_ranks=0"))
       .def_property_readonly("rank_idx",
                              [](const NativeGroup& self) { return self.group->rank_idx(); })
       .def_property_readonly("num_ranks",
@@ -196,13 +241,8 @@ void bind_group(py::module_& module) {
                     return heap::whole_pages(range).bytes > 0;
                   })
       .def("share", &share_memory, py::arg("ranges"))
-      .def("find", &find_place, py::arg("address"), py::arg("num_bytes"))
-      .def("resolve",
-           &resolve_bytes,
-           py::arg("rank_idx"),
-           py::arg("segment_idx"),
-           py::arg("offset"),
-           py::arg("num_bytes"))
+      .def("find", &find_place, Signature("address, num_bytes"))
+      .def("resolve", &resolve_bytes, Signature("rank_idx, segment_idx, offset, num_bytes"))
       .def(
           "reserve",
           [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
@@ -215,11 +255,7 @@ void bind_group(py::module_& module) {
            [](const NativeGroup& self) { return heap_stats_dict(self.heap->stats()); })
       .def("recover",
            [](NativeGroup& self) {
-             group::RecoveryResult result;
-             {
-               const py::gil_scoped_release no_gil;
-               result = self.group->recover(signal_check());
-             }
+             const auto result = without_gil([&] { return self.group->recover(signal_check()); });
              return py::make_tuple(result.failed_ranks, result.completed_epochs);
            })
       .def("prepare_to_leave", [](NativeGroup& self) { self.group->prepare_to_leave(); })

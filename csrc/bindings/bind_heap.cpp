@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/shared/peer_check.h"
+#include "bindings/shared/signature.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
 
@@ -23,9 +23,7 @@ void bind_heap(py::module_& module) {
           [](bool is_one_machine, const std::string& interfaces, const std::string& route_to) {
             return PeerMesh::create(heap::TcpOptions{is_one_machine, interfaces, route_to});
           },
-          py::arg("is_one_machine"),
-          py::arg("interfaces"),
-          py::arg("route_to"),
+          Signature("is_one_machine, interfaces, route_to"),
           NoGil())
       .def("address", [](const PeerMesh& self) { return py::bytes(self.address()); })
       .def(
@@ -42,12 +40,8 @@ void bind_heap(py::module_& module) {
             const py::gil_scoped_release no_gil;
             self.connect(rank_idx, addresses, options);
           },
-          py::arg("rank_idx"),
-          py::arg("addresses"),
-          py::arg("timeout_s"),
-          py::arg("check") = py::none(),
-          py::arg("num_local_ranks") = 0,
-          py::arg("link_timeout_s") = 30.0)
+          Signature("rank_idx, addresses, timeout_s, check=None, num_local_ranks=0, "
+                    "link_timeout_s=30.0"))
       .def("leave", &PeerMesh::leave, NoGil());
   py::class_<ShmHeap, std::shared_ptr<ShmHeap>>(module, "ShmHeap")
       .def_static(
@@ -59,10 +53,7 @@ void bind_heap(py::module_& module) {
             return ShmHeap::create(std::move(mesh),
                                    HeapOptions{limit_bytes, with_huge_pages, poison});
           },
-          py::arg("mesh"),
-          py::arg("limit_bytes") = 0,
-          py::arg("with_huge_pages") = true,
-          py::arg("poison") = false);
+          Signature("mesh, limit_bytes=0, with_huge_pages=True, poison=False"));
 }
 
 }  // namespace moe::bindings

@@ -1,4 +1,5 @@
 #include "bindings/bindings.h"
+#include "bindings/shared/signature.h"
 #include "layout/internode.h"
 #include "layout/internode_combine.h"
 
@@ -30,17 +31,9 @@ void bind_internode(py::module_& module) {
                                                     with_ids);
         return layout::internode_dispatch_bytes(row, num_rows, num_nodes, checks_messages);
       },
-      py::kw_only(),
-      py::arg("layout"),
-      py::arg("row_bytes"),
-      py::arg("scale_bytes"),
-      py::arg("weight_bytes"),
-      py::arg("num_topk"),
-      py::arg("num_local_ranks"),
-      py::arg("with_ids"),
-      py::arg("num_rows"),
-      py::arg("num_nodes"),
-      py::arg("checks_messages") = false);
+      Signature("*, layout, row_bytes, scale_bytes, weight_bytes, num_topk, "
+                "num_local_ranks, with_ids, num_rows, num_nodes, "
+                "checks_messages=False"));
   formulas.def(
       "pull_checksum_bytes",
       [](int64_t num_wanted_rows,
@@ -55,13 +48,8 @@ void bind_internode(py::module_& module) {
             are_sums ? layout::PullChunks::of_sums(row, num_supplied, num_slots, num_nodes)
                      : layout::PullChunks::make(row, num_supplied, num_slots, num_nodes));
       },
-      py::kw_only(),
-      py::arg("num_wanted_rows"),
-      py::arg("num_supplied"),
-      py::arg("are_sums"),
-      py::arg("row_bytes"),
-      py::arg("num_slots"),
-      py::arg("num_nodes"));
+      Signature("*, num_wanted_rows, num_supplied, are_sums, row_bytes, num_slots, "
+                "num_nodes"));
   formulas.def(
       "reduction_bytes",
       [](int64_t num_wanted_rows,
@@ -71,11 +59,7 @@ void bind_internode(py::module_& module) {
         return layout::internode_reduction_bytes(
             {num_wanted_rows, applied_bytes}, {row_bytes, 0, 0}, num_supplied_sums, 0);
       },
-      py::kw_only(),
-      py::arg("num_wanted_rows"),
-      py::arg("applied_bytes"),
-      py::arg("num_supplied_sums"),
-      py::arg("row_bytes"));
+      Signature("*, num_wanted_rows, applied_bytes, num_supplied_sums, row_bytes"));
   formulas.def(
       "combine_bytes",
       [](int64_t num_wanted_rows,
@@ -86,12 +70,8 @@ void bind_internode(py::module_& module) {
         return layout::internode_combine_bytes(
             num_wanted_rows, {row_bytes, weight_bytes, num_weights}, num_supplied_rows);
       },
-      py::kw_only(),
-      py::arg("num_wanted_rows"),
-      py::arg("num_supplied_rows"),
-      py::arg("row_bytes"),
-      py::arg("weight_bytes"),
-      py::arg("num_weights"));
+      Signature("*, num_wanted_rows, num_supplied_rows, row_bytes, weight_bytes, "
+                "num_weights"));
 }
 
 }  // namespace moe::bindings

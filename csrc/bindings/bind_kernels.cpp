@@ -11,6 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/byte_buffers.h"
+#include "bindings/shared/signature.h"
 #include "core/error.h"
 #include "core/sync.h"
 #include "cpu/crc32c.h"
@@ -235,46 +236,19 @@ void bind_kernels(py::module_& parent) {
   m.def("checksum_instruction_sets",
         &checksum_instruction_sets,
         "Names usable as `isa` of crc32c() here.");
-  m.def("crc32c", &crc32c, py::arg("data"), py::arg("isa") = py::none(), py::arg("crc") = 0);
+  m.def("crc32c", &crc32c, Signature("data, isa=None, crc=0"));
   m.def("roof_fan_out",
         &roof_fan_out,
-        py::arg("src"),
-        py::arg("row_bytes"),
-        py::arg("dst"),
-        py::arg("isa") = py::none(),
-        py::kw_only(),
-        py::arg("streaming") = true,
-        py::arg("num_passes") = 1);
-  m.def("roof_sum",
-        &roof_sum,
-        py::arg("src"),
-        py::arg("dst"),
-        py::arg("isa") = py::none(),
-        py::kw_only(),
-        py::arg("streaming") = true,
-        py::arg("num_passes") = 1);
-  m.def("roof_copy",
-        &roof_copy,
-        py::arg("src"),
-        py::arg("dst"),
-        py::arg("isa") = py::none(),
-        py::kw_only(),
-        py::arg("streaming") = true,
-        py::arg("num_passes") = 1);
+        Signature("src, row_bytes, dst, isa=None, *, streaming=True, num_passes=1"));
+  m.def("roof_sum", &roof_sum, Signature("src, dst, isa=None, *, streaming=True, num_passes=1"));
+  m.def("roof_copy", &roof_copy, Signature("src, dst, isa=None, *, streaming=True, num_passes=1"));
   m.def(
       "roof_of_meeting_ranks",
       &roof_of_meeting_ranks,
       "A dispatch and a combine by ranks that do no more than move their bytes and meet; words: a "
       "cache line for each of them, shared, zero at first.",
-      py::arg("fan_outs"),
-      py::arg("sums"),
-      py::arg("row_bytes"),
-      py::arg("words"),
-      py::arg("rank_idx"),
-      py::arg("isa") = py::none(),
-      py::kw_only(),
-      py::arg("streaming") = true,
-      py::arg("num_passes") = 1);
+      Signature("fan_outs, sums, row_bytes, words, rank_idx, isa=None, *, "
+                "streaming=True, num_passes=1"));
 }
 
 }  // namespace moe::bindings

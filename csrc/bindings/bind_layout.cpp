@@ -6,6 +6,7 @@
 #include "bindings/shared/bind_endpoint.h"
 #include "bindings/shared/count_matrix.h"
 #include "bindings/shared/make_tensor.h"
+#include "bindings/shared/signature.h"
 #include "bindings/shared/submitted.h"
 #include "core/error.h"
 #include "heap/window_allocator.h"
@@ -286,13 +287,10 @@ void bind_region_sizes(py::module_& sizes) {
   sizes.attr("SLOT_ROW_BITS") = layout::Slot::kRowBits;
   sizes.attr("ROW_HEADER_BYTES") = sizeof(layout::Row);
   sizes.attr("CONTROL_BLOCK_BYTES") = sizeof(layout::ControlBlock);
-  sizes.def("num_counts", &layout::Row::num_counts, py::arg("num_ranks"), py::arg("num_experts"));
-  sizes.def("row_stride", &layout::Row::stride, py::arg("num_ranks"), py::arg("num_experts"));
-  sizes.def("workspace_bytes",
-            &layout::Workspace::bytes,
-            py::arg("num_ranks"),
-            py::arg("num_experts"),
-            py::arg("depth"));
+  sizes.def("num_counts", &layout::Row::num_counts, Signature("num_ranks, num_experts"));
+  sizes.def("row_stride", &layout::Row::stride, Signature("num_ranks, num_experts"));
+  sizes.def(
+      "workspace_bytes", &layout::Workspace::bytes, Signature("num_ranks, num_experts, depth"));
   sizes.def(
       "rail_region_bytes",
       [](int num_ranks,
@@ -309,15 +307,8 @@ void bind_region_sizes(py::module_& sizes) {
                                    depth)
             .bytes;
       },
-      py::kw_only(),
-      py::arg("num_ranks"),
-      py::arg("num_local_ranks"),
-      py::arg("num_experts"),
-      py::arg("depth"),
-      py::arg("num_max_tokens"),
-      py::arg("num_max_topk"),
-      py::arg("max_row_bytes"),
-      py::arg("node_reduction"));
+      Signature("*, num_ranks, num_local_ranks, num_experts, depth, num_max_tokens, "
+                "num_max_topk, max_row_bytes, node_reduction"));
 }
 
 /// Binds sizes of what holds the rows of an operation.
@@ -332,12 +323,7 @@ void bind_window_sizes(py::module_& sizes) {
         return layout::RankSumsMap::make(num_tokens, num_slots, number_bytes)
             .bytes(num_rows, row_bytes);
       },
-      py::kw_only(),
-      py::arg("num_tokens"),
-      py::arg("num_slots"),
-      py::arg("number_bytes"),
-      py::arg("num_rows"),
-      py::arg("row_bytes"));
+      Signature("*, num_tokens, num_slots, number_bytes, num_rows, row_bytes"));
   sizes.def("window_bytes", &heap::WindowAllocator::rounded_bytes, py::arg("num_bytes"));
   sizes.def(
       "scale_region_bytes",
@@ -355,12 +341,8 @@ void bind_window_sizes(py::module_& sizes) {
                          is_column_major)
             .bytes(num_rows);
       },
-      py::arg("layout"),
-      py::arg("num_rows"),
-      py::arg("num_rows_per_expert"),
-      py::arg("num_scales"),
-      py::arg("scale_bytes"),
-      py::arg("is_column_major"));
+      Signature("layout, num_rows, num_rows_per_expert, num_scales, scale_bytes, "
+                "is_column_major"));
   sizes.def(
       "receive_window_bytes",
       [](int row_layout,
@@ -386,16 +368,8 @@ void bind_window_sizes(py::module_& sizes) {
                                            spans_devices && order != layout::RowLayout::kRankMajor)
             .bytes;
       },
-      py::arg("layout"),
-      py::arg("num_rows"),
-      py::arg("num_rows_per_expert"),
-      py::arg("row_bytes"),
-      py::arg("num_scales"),
-      py::arg("scale_bytes"),
-      py::arg("is_column_major"),
-      py::arg("weight_bytes"),
-      py::arg("num_topk"),
-      py::arg("spans_devices"));
+      Signature("layout, num_rows, num_rows_per_expert, row_bytes, num_scales, "
+                "scale_bytes, is_column_major, weight_bytes, num_topk, spans_devices"));
 }
 
 /// Binds formats as Python knows them; moe_comm/tensors/quantization.py has the same sizes of rows,
@@ -443,7 +417,7 @@ void bind_layout(py::module_& parent) {
   py::module_ module = parent.def_submodule(
       "layout", "Counts, capacities, slots, offsets and sizes: csrc/layout, on host tensors.");
   py::class_<Placement>(module, "Placement", py::module_local())
-      .def(py::init(&make_placement), py::arg("expert_rank"), py::arg("num_ranks"))
+      .def(py::init(&make_placement), Signature("expert_rank, num_ranks"))
       .def_readonly("num_ranks", &Placement::num_ranks)
       .def_readonly("num_experts", &Placement::num_experts)
       .def("local_expert_idx",
@@ -459,22 +433,13 @@ void bind_layout(py::module_& parent) {
                                 expert_alignment,
                                 num_places_per_expert};
            }),
-           py::arg("layout"),
-           py::arg("expert_alignment") = 1,
-           py::arg("num_places_per_expert") = 0)
+           Signature("layout, expert_alignment=1, num_places_per_expert=0"))
       .def_readonly("num_places_per_expert", &Arrangement::rows_per_expert);
   py::class_<Replicas, std::shared_ptr<Replicas>>(module, "Replicas", py::module_local())
       .def(py::init(&make_replicas),
-           py::arg("slot_expert"),
-           py::arg("num_experts"),
-           py::arg("num_local_ranks"),
-           py::arg("placement"));
-  module.def("fullest_rank",
-             &fullest_rank,
-             py::arg("expert_rows"),
-             py::arg("slot_rank"),
-             py::arg("slot_expert"),
-             py::arg("num_ranks"));
+           Signature("slot_expert, num_experts, num_local_ranks, placement"));
+  module.def(
+      "fullest_rank", &fullest_rank, Signature("expert_rows, slot_rank, slot_expert, num_ranks"));
   module.def(
       "plan_placement",
       [](py::handle loads,
@@ -491,22 +456,9 @@ void bind_layout(py::module_& parent) {
             present,
             {num_experts, num_ranks, num_slots, ranks_per_node, move_price, scatter, num_kept});
       },
-      py::arg("loads"),
-      py::arg("present"),
-      py::kw_only(),
-      py::arg("num_experts"),
-      py::arg("num_ranks"),
-      py::arg("num_slots"),
-      py::arg("ranks_per_node"),
-      py::arg("move_price"),
-      py::arg("scatter"),
-      py::arg("num_kept"));
-  module.def("count_choices",
-             &count_choices,
-             py::arg("placement"),
-             py::arg("topk_idx"),
-             py::arg("row"),
-             py::arg("replicas") = nullptr);
+      Signature("loads, present, *, num_experts, num_ranks, num_slots, "
+                "ranks_per_node, move_price, scatter, num_kept"));
+  module.def("count_choices", &count_choices, Signature("placement, topk_idx, row, replicas=None"));
   module.def("share_rows", &share_rows);
   module.def("choose_slots", &choose_slots);
   module.def("check_overflow", &check_overflow);

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/signature.h"
 #include "core/error.h"
 #include "core/rail.h"
 #include "group/queued_rail.h"
@@ -91,25 +92,17 @@ void bind_rail(py::module_& module) {
       .def_property_readonly("name", &Rail::name)
       .def_property_readonly("sent_bytes", &Rail::sent_bytes)
       .def_property_readonly("received_bytes", &Rail::received_bytes)
-      .def("send", &send, py::arg("node_idx"), py::arg("memory"))
-      .def("receive", &receive, py::arg("node_idx"), py::arg("memory"))
+      .def("send", &send, Signature("node_idx, memory"))
+      .def("receive", &receive, Signature("node_idx, memory"))
       .def("give_up", &Rail::give_up, py::arg("reason"), NoGil());
   bind_requests(module);
   py::class_<QueuedRail, Rail, std::shared_ptr<QueuedRail>>(module, "QueuedRail")
-      .def(py::init<std::string, int, int>(),
-           py::arg("name"),
-           py::arg("num_nodes"),
-           py::arg("node_idx"))
+      .def(py::init<std::string, int, int>(), Signature("name, num_nodes, node_idx"))
       .def_property_readonly("is_given_up", &QueuedRail::is_given_up)
-      .def("next_send",
-           &QueuedRail::next_send,
-           py::arg("node_idx"),
-           py::arg("is_waiting") = true,
-           NoGil())
+      .def("next_send", &QueuedRail::next_send, Signature("node_idx, is_waiting=True"), NoGil())
       .def("next_receive",
            &QueuedRail::next_receive,
-           py::arg("node_idx"),
-           py::arg("is_waiting") = true,
+           Signature("node_idx, is_waiting=True"),
            NoGil())
       .def("next", &QueuedRail::next, py::arg("is_waiting") = true, NoGil());
 }

@@ -11,6 +11,7 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/count_writes.h"
 #include "bindings/shared/exchange_api.h"
+#include "bindings/shared/signature.h"
 #include "bindings/shared/tensor_behind.h"
 #include "bindings/shared/tensor_view.h"
 
@@ -400,13 +401,8 @@ void bind_tensor_table(py::module_& module) {
       [](py::handle tensor) { return problem_with_memory(tensor); },
       py::arg("tensor"));
   py::class_<SeenDicts>(module, "SeenDicts").def(py::init<>());
-  module.def("hold_same",
-             &hold_same,
-             py::arg("modules"),
-             py::arg("keys"),
-             py::arg("values"),
-             py::arg("seen"));
-  module.def("any_has", &any_has, py::arg("modules"), py::arg("key"));
+  module.def("hold_same", &hold_same, Signature("modules, keys, values, seen"));
+  module.def("any_has", &any_has, Signature("modules, key"));
 }
 
 }  // namespace moe::bindings

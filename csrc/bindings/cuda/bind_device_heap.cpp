@@ -3,6 +3,8 @@
 #include "bindings/device/bind_strided_copies.h"
 #include "bindings/shared/heap_stats.h"
 #include "bindings/shared/make_tensor.h"
+#include "bindings/shared/signature.h"
+#include "bindings/shared/without_gil.h"
 
 namespace moe::bindings {
 
@@ -30,11 +32,7 @@ py::dict describe_device(int device_idx) {
 
 /// Bytes of the device heap as a tensor of uint8; they go back once streams are done with them.
 py::object empty_bytes(const DeviceHeap& self, uint64_t bytes) {
-  std::shared_ptr<Window> window;
-  {
-    const py::gil_scoped_release no_gil;
-    window = self.heap->allocate(bytes);
-  }
+  auto window = without_gil([&] { return self.heap->allocate(bytes); });
   std::byte* data = window->data();
   constexpr int32_t kUint8 = 1 << 8 | 8;
   return make_tensor(std::move(window),
@@ -65,7 +63,7 @@ void bind_devices(py::module_& module) {
   module.def("driver_version", &cuda::driver_version);
   module.def("count_devices", &count_devices);
   module.def("describe_device", &describe_device, py::arg("device_idx"));
-  module.def("can_reach", &cuda::can_reach, py::arg("device_idx"), py::arg("peer_device_idx"));
+  module.def("can_reach", &cuda::can_reach, Signature("device_idx, peer_device_idx"));
 }
 
 DeviceHeapClass bind_device_heap(py::module_& module) {
@@ -93,10 +91,7 @@ DeviceHeapClass bind_device_heap(py::module_& module) {
              const py::list& sources,
              uintptr_t stream,
              int num_sms) { strided_copies(*self.device, targets, sources, stream, num_sms); },
-          py::arg("targets"),
-          py::arg("sources"),
-          py::arg("stream"),
-          py::arg("num_sms") = 0)
+          Signature("targets, sources, stream, num_sms=0"))
       .def("stats", [](const DeviceHeap& self) { return heap_stats_dict(self.heap->stats()); });
   return heap;
 }

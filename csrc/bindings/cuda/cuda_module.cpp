@@ -2,6 +2,7 @@
 
 #include "bindings/cuda/bind_device_heap.h"
 #include "bindings/shared/errors.h"
+#include "bindings/shared/signature.h"
 #include "bindings/shared/warnings.h"
 
 namespace moe::bindings {
@@ -31,18 +32,12 @@ PYBIND11_MODULE(_cuda, module) {
   register_errors();
   bind_warnings(module);
   bind_devices(module);
-  bind_device_heap(module).def_static("create",
-                                      &create_device_heap,
-                                      pybind11::arg("group"),
-                                      pybind11::arg("device_idx"),
-                                      pybind11::arg("max_connections"),
-                                      pybind11::arg("limit_bytes"),
-                                      pybind11::arg("poison"));
-  bind_device_endpoint(module).def_static("create",
-                                          &create_endpoint,
-                                          pybind11::arg("settings"),
-                                          pybind11::arg("heap"),
-                                          pybind11::arg("num_sms"),
-                                          pybind11::arg("num_threads"),
-                                          pybind11::arg("tokens_per_chunk"));
+  bind_device_heap(module).def_static(
+      "create",
+      &create_device_heap,
+      Signature("group, device_idx, max_connections, limit_bytes, poison"));
+  bind_device_endpoint(module).def_static(
+      "create",
+      &create_endpoint,
+      Signature("settings, heap, num_sms, num_threads, tokens_per_chunk"));
 }

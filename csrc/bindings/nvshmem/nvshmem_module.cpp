@@ -5,7 +5,9 @@
 #include "bindings/cuda/bind_device_heap.h"
 #include "bindings/device/internode_kernels.h"
 #include "bindings/shared/errors.h"
+#include "bindings/shared/signature.h"
 #include "bindings/shared/warnings.h"
+#include "bindings/shared/without_gil.h"
 #include "nvshmem/host_library.h"
 #include "nvshmem/world.h"
 
@@ -56,11 +58,7 @@ void bind_library(py::module_& module) {
       py::arg("path"));
   module.def("is_initialized", &World::exists);
   module.def("make_unique_id", [] {
-    std::string id;
-    {
-      const py::gil_scoped_release no_gil;
-      id = World::make_unique_id();
-    }
+    const auto id = without_gil([&] { return World::make_unique_id(); });
     return py::bytes(id);
   });
 }
@@ -81,21 +79,13 @@ PYBIND11_MODULE(_nvshmem, module) {
       module, "InternodeHeap", py::module_local())
       .def_static("create",
                   &create_heap,
-                  py::arg("group"),
-                  py::arg("device_idx"),
-                  py::arg("max_connections"),
-                  py::arg("limit_bytes"),
-                  py::arg("poison"),
-                  py::arg("unique_id"))
+                  Signature("group, device_idx, max_connections, limit_bytes, poison, unique_id"))
       .def_property_readonly("gpu_sharing",
                              [](const InternodeHeap& self) { return self.world->sharing(); })
       .def_property_readonly("symmetric_bytes",
                              [](const InternodeHeap& self) { return self.world->total_bytes(); });
-  bind_device_endpoint(module).def_static("create",
-                                          &create_endpoint,
-                                          pybind11::arg("settings"),
-                                          pybind11::arg("heap"),
-                                          pybind11::arg("num_sms"),
-                                          pybind11::arg("num_threads"),
-                                          pybind11::arg("tokens_per_chunk"));
+  bind_device_endpoint(module).def_static(
+      "create",
+      &create_endpoint,
+      Signature("settings, heap, num_sms, num_threads, tokens_per_chunk"));
 }

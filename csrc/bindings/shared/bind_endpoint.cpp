@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bindings/shared/count_matrix.h"
+#include "bindings/shared/without_gil.h"
 
 namespace moe::bindings {
 
@@ -33,11 +34,9 @@ py::object empty_rows(ops::EndpointBase& endpoint,
                       int64_t hidden,
                       int64_t row_bytes,
                       int32_t dtype) {
-  std::shared_ptr<Window> window;
-  {
-    const py::gil_scoped_release no_gil;
-    window = endpoint.memory().allocate(static_cast<uint64_t>(plan.num_rows() * row_bytes));
-  }
+  auto window = without_gil([&] {
+    return endpoint.memory().allocate(static_cast<uint64_t>(plan.num_rows() * row_bytes));
+  });
   std::byte* const data = window->data();
   return make_tensor(std::move(window),
                      data,

@@ -51,6 +51,22 @@ const group::InterruptCheck& signal_check() {
   return check;
 }
 
+group::InterruptCheck interrupt_check_with(const py::object& check) {
+  if (check.is_none())
+    return signal_check();
+  return [&check, checked_ns = int64_t{0}]() mutable {
+    // Soon: a rank that has given up waits for those that have not heard of it.
+    constexpr int64_t kEveryNs = 10'000'000;
+    signal_check()();
+    const int64_t now_ns = sync::now_ns();
+    if (now_ns - checked_ns < kEveryNs)
+      return;
+    checked_ns = now_ns;
+    const py::gil_scoped_acquire gil;
+    check();
+  };
+}
+
 void throw_raised_by_signal() {
   throw RaisedBySignal();
 }

@@ -5,6 +5,7 @@
 #include "bindings/device/bind_strided_copies.h"
 #include "bindings/device/internode_kernels.h"
 #include "bindings/shared/errors.h"
+#include "bindings/shared/signature.h"
 #include "bindings/shared/warnings.h"
 #include "bindings/simt/bind_graph.h"
 #include "bindings/simt/bind_stream.h"
@@ -50,12 +51,8 @@ PYBIND11_MODULE(_simt, module) {
   DeviceEndpointClass endpoint = bind_device_endpoint(module);
   endpoint.def_static("create",
                       &create_endpoint,
-                      pybind11::arg("settings"),
-                      pybind11::arg("num_sms"),
-                      pybind11::arg("num_threads"),
-                      pybind11::arg("tokens_per_chunk"),
-                      pybind11::arg("has_stream_callers"),
-                      pybind11::arg("device_number"));
+                      Signature("settings, num_sms, num_threads, tokens_per_chunk, "
+                                "has_stream_callers, device_number"));
   bind_stream(module);
   bind_graph(module, endpoint);
   module.def(
@@ -64,7 +61,5 @@ PYBIND11_MODULE(_simt, module) {
         moe::simt::SimtDevice device;
         strided_copies(device, targets, sources, 0, num_sms);
       },
-      pybind11::arg("targets"),
-      pybind11::arg("sources"),
-      pybind11::arg("num_sms") = 0);
+      Signature("targets, sources, num_sms=0"));
 }

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moe::bindings {
+
+/// The result of @p call, which runs without the GIL.
+template <typename Call>
+auto without_gil(const Call& call) {
+  const pybind11::gil_scoped_release no_gil;
+  return call();
+}
+
+}  // namespace moe::bindings
