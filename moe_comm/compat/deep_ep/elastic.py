@@ -39,6 +39,22 @@ __all__ = [
 ]
 
 
+class _NotOffered:
+    """A method of the experimental parts, whatever it is called with."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse(self._name)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} belongs to the experimental parts of ElasticBuffer; only dispatch and combine are here"
+    )
+
+
 class ElasticBuffer(BufferBase):
     """Dispatch and combine with the arguments of DeepEP's second interface.
 
@@ -120,7 +136,7 @@ class ElasticBuffer(BufferBase):
             if num_bytes is not None:
                 check_ints(0, num_bytes=num_bytes)
             if num_cpu_bytes:
-                _not_offered("memory of num_cpu_bytes")
+                _refuse("memory of num_cpu_bytes")
             return "an ElasticBuffer"
 
         self.group = group
@@ -360,64 +376,20 @@ class ElasticBuffer(BufferBase):
             ),
         )
 
-    def engram_write(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("engram_write")
-
-    def engram_fetch(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("engram_fetch")
-
-    @staticmethod
-    def get_engram_storage_size_hint(*_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("get_engram_storage_size_hint")
-
-    def pp_set_config(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("pp_set_config")
-
-    def pp_send(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("pp_send")
-
-    def pp_recv(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("pp_recv")
-
-    def create_agrs_session(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("create_agrs_session")
-
-    def destroy_agrs_session(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("destroy_agrs_session")
-
-    def agrs_new_session(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("agrs_new_session")
-
-    def agrs_set_config(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("agrs_set_config")
-
-    def agrs_get_inplace_tensor(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("agrs_get_inplace_tensor")
-
-    def all_gather(self, *_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("all_gather")
-
-    @staticmethod
-    def get_agrs_num_max_session_bytes(*_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("get_agrs_num_max_session_bytes")
-
-    @staticmethod
-    def get_agrs_buffer_size_hint(*_: Any, **__: Any) -> None:
-        """Not offered."""
-        _not_offered("get_agrs_buffer_size_hint")
+    engram_write = _NotOffered()
+    engram_fetch = _NotOffered()
+    get_engram_storage_size_hint = _NotOffered()
+    pp_set_config = _NotOffered()
+    pp_send = _NotOffered()
+    pp_recv = _NotOffered()
+    create_agrs_session = _NotOffered()
+    destroy_agrs_session = _NotOffered()
+    agrs_new_session = _NotOffered()
+    agrs_set_config = _NotOffered()
+    agrs_get_inplace_tensor = _NotOffered()
+    all_gather = _NotOffered()
+    get_agrs_num_max_session_bytes = _NotOffered()
+    get_agrs_buffer_size_hint = _NotOffered()
 
 
 def get_physical_domain_size(group_or_buffer: Group | BufferBase = None) -> tuple[int, int]:
@@ -434,9 +406,3 @@ def get_logical_domain_size(
     """Ranks of scale-out and of scale-up, which `allow_hybrid_mode` does not change. Local."""
     check_bools(allow_hybrid_mode=True if allow_hybrid_mode is None else allow_hybrid_mode)
     return get_physical_domain_size(group_or_buffer)
-
-
-def _not_offered(what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{what} belongs to the experimental parts of ElasticBuffer; only dispatch and combine are here"
-    )

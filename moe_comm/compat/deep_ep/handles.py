@@ -7,7 +7,7 @@ plan is made of what they say. The others are passed back as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
 from moe_comm.ep.routing_map import topk_of_routing_map
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "HybridHandle",
@@ -34,7 +37,18 @@ _NUM_RANK_MAJOR = 6
 _SLOT_RANK_SHIFT = 48  # of `PlanTensors.slots`
 
 
-class RankMajorHandle(tuple[torch.Tensor, ...]):
+class _Handle(tuple[Any, ...]):
+    """Places, and what they do not say."""
+
+    @classmethod
+    def of(cls, places: Iterable[object], **carried: Any) -> Self:
+        """Put places and what is carried together, which is all that the class says."""
+        handle = cls(places)
+        vars(handle).update(carried)
+        return handle
+
+
+class RankMajorHandle(_Handle):
     """Handle of `Buffer.dispatch`.
 
     Places: rank_prefix_matrix int32 `[R, R]`, channel_prefix_matrix int32 `[R, C]`,
@@ -55,30 +69,12 @@ class RankMajorHandle(tuple[torch.Tensor, ...]):
     num_rows: int
     num_topk: int | None
 
-    @classmethod
-    def of(
-        cls,
-        places: Iterable[torch.Tensor],
-        *,
-        buffer: EpBuffer,
-        native: DispatchHandle,
-        has_topk: bool,
-    ) -> RankMajorHandle:
-        """Put places and what is carried together."""
-        handle = cls(places)
-        handle.buffer = buffer
-        handle.native = native
-        handle.has_topk = has_topk
-        handle.num_rows = native.num_recv_tokens
-        handle.num_topk = native.num_recv_topk
-        return handle
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Its parts: what it carries belongs to this process."""
         return tuple, (tuple(self),)
 
 
-class LowLatencyHandle(tuple[Any, ...]):
+class LowLatencyHandle(_Handle):
     """Handle of `Buffer.low_latency_dispatch`.
 
     Places: src_info int32 `[El, n]`, layout_range int64 `[El, R]`, num_max_dispatch_tokens_per_rank,
@@ -95,8 +91,8 @@ class LowLatencyHandle(tuple[Any, ...]):
     buffer: EpBuffer
     pending: DispatchResult | None
     topk_idx: torch.Tensor
-    combine_buffer: torch.Tensor | None
-    _native: DispatchHandle | None
+    combine_buffer: torch.Tensor | None = None
+    _native: DispatchHandle | None = None
 
     @property
     def native(self) -> DispatchHandle:
@@ -107,26 +103,8 @@ class LowLatencyHandle(tuple[Any, ...]):
             self.pending = None
         return self._native
 
-    @classmethod
-    def of(
-        cls,
-        places: Iterable[object],
-        *,
-        buffer: EpBuffer,
-        result: DispatchResult,
-        topk_idx: torch.Tensor,
-    ) -> LowLatencyHandle:
-        """Put places and what is carried together."""
-        handle = cls(places)
-        handle.buffer = buffer
-        handle.pending = result
-        handle._native = None
-        handle.topk_idx = topk_idx
-        handle.combine_buffer = None
-        return handle
 
-
-class HybridHandle(tuple[Any, ...]):
+class HybridHandle(_Handle):
     """Handle of `HybridEPBuffer.dispatch` (7 places) and `dispatch_with_permute` (11 places).
 
     Attributes:
@@ -141,27 +119,7 @@ class HybridHandle(tuple[Any, ...]):
     native: DispatchHandle
     topk_idx: torch.Tensor
     num_experts: int
-    pad_multiple: int
-
-    @classmethod
-    def of(
-        cls,
-        places: Iterable[object],
-        *,
-        buffer: EpBuffer,
-        native: DispatchHandle,
-        topk_idx: torch.Tensor,
-        num_experts: int,
-        pad_multiple: int = 1,
-    ) -> HybridHandle:
-        """Put places and what is carried together."""
-        handle = cls(places)
-        handle.buffer = buffer
-        handle.native = native
-        handle.topk_idx = topk_idx
-        handle.num_experts = num_experts
-        handle.pad_multiple = pad_multiple
-        return handle
+    pad_multiple: int = 1
 
 
 def are_parts(handle: object) -> bool:
@@ -228,12 +186,14 @@ def from_parts(
         num_recv_tokens=num_filled,
         asked=torch.cat([received.sum()[None], received]),
     )
-    handle = RankMajorHandle.of(
-        parts, buffer=buffer, native=buffer.import_handle(plan), has_topk=True
+    return RankMajorHandle.of(
+        parts,
+        buffer=buffer,
+        native=buffer.import_handle(plan),
+        has_topk=True,
+        num_rows=recv_src_idx.numel(),
+        num_topk=None,
     )
-    handle.num_rows = recv_src_idx.numel()
-    handle.num_topk = None
-    return handle
 
 
 def require_rank_major(handle: object) -> RankMajorHandle:

@@ -152,7 +152,7 @@ def dispatch(
     handle = LowLatencyHandle.of(
         (src_info, layout_range, num_max_tokens, hidden, buffer.config.num_experts),
         buffer=buffer,
-        result=result,
+        pending=result,
         topk_idx=topk_idx.clone(),
     )
 

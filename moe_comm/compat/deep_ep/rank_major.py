@@ -303,5 +303,10 @@ def _make_handle(
         send_head,
     )
     return RankMajorHandle.of(
-        places, buffer=buffer, native=result.handle, has_topk=sending.topk_idx is not None
+        places,
+        buffer=buffer,
+        native=result.handle,
+        has_topk=sending.topk_idx is not None,
+        num_rows=result.handle.num_recv_tokens,
+        num_topk=result.handle.num_recv_topk,
     )
