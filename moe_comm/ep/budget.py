@@ -355,41 +355,6 @@ class WindowSizes:
     control: int
 
 
-def _recv_rows(
-    *,
-    num_ranks: int,
-    num_tokens: int,
-    num_topk: int,
-    num_local_experts: int,
-    expert_alignment: int,
-    imbalance: float,
-    worst_case: bool,
-    layout: LayoutName,
-) -> int:
-    """Rows of a result without a capacity; see `window_sizes`."""
-    if layout == "low_latency":
-        return low_latency_recv_rows(num_ranks, num_tokens, num_local_experts)
-    if layout == "rank_major":
-        return rank_major_recv_rows(
-            num_ranks, num_tokens, num_topk, imbalance=imbalance, worst_case=worst_case
-        )
-    if worst_case:
-        return worst_case_recv_rows(
-            num_ranks,
-            num_tokens,
-            num_topk,
-            num_local_experts=num_local_experts,
-            expert_alignment=expert_alignment,
-        )
-    return expected_recv_rows(
-        num_tokens,
-        num_topk,
-        imbalance=imbalance,
-        num_local_experts=num_local_experts,
-        expert_alignment=expert_alignment,
-    )
-
-
 def window_sizes(
     *,
     num_ranks: int,
@@ -442,16 +407,19 @@ def window_sizes(
     has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
     if layout == "low_latency" and has_capacity:
         raise ValueError("LOW_LATENCY has a place for every token and takes no capacity")
-    num_rows = _recv_rows(
-        num_ranks=num_ranks,
-        num_tokens=num_tokens,
-        num_topk=num_topk,
-        num_local_experts=num_local_experts,
-        expert_alignment=expert_alignment,
-        imbalance=imbalance,
-        worst_case=worst_case,
-        layout=layout,
-    )
+    if layout == "low_latency":
+        num_rows = low_latency_recv_rows(num_ranks, num_tokens, num_local_experts)
+    elif layout == "rank_major":
+        num_rows = rank_major_recv_rows(
+            num_ranks, num_tokens, num_topk, imbalance=imbalance, worst_case=worst_case
+        )
+    else:
+        by_expert = {"num_local_experts": num_local_experts, "expert_alignment": expert_alignment}
+        num_rows = (
+            worst_case_recv_rows(num_ranks, num_tokens, num_topk, **by_expert)
+            if worst_case
+            else expected_recv_rows(num_tokens, num_topk, imbalance=imbalance, **by_expert)
+        )
     num_rows = limited_recv_rows(
         num_rows,
         capacity_rows=capacity_rows,

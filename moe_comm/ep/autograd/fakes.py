@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moe_comm.ep.config import Layout
@@ -109,13 +111,10 @@ def dispatch_backward(
     counts: torch.Tensor,
     slots: torch.Tensor,
     topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    num_recv_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    weights_dtype: torch.dtype | None,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     """Return empty gradients of x and of topk_weights."""
+    hidden, dtype, weights_dtype = rest[-3:]
     weights = (
         slots.new_empty(0, dtype=torch.float32)
         if weights_dtype is None
@@ -130,14 +129,11 @@ def combine(
     buffer_id: torch.Tensor,
     counts: torch.Tensor,
     slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    link: torch.Tensor,
-    gradients: int,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     """Sums, and what ranks say of gradients where this one says anything."""
     sums = expert_out.new_empty((slots.shape[0], expert_out.shape[1]))
-    return [sums, buffer_id.new_empty(1)] if gradients else [sums]
+    return [sums, buffer_id.new_empty(1)] if rest[-1] else [sums]
 
 
 def combine_backward(
@@ -146,13 +142,10 @@ def combine_backward(
     topk_weights: torch.Tensor | None,
     counts: torch.Tensor,
     slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    num_recv_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     """Return empty gradients of expert_out and of topk_weights."""
+    num_recv_tokens, hidden, dtype = rest[-3:]
     weights = (
         slots.new_empty(0, dtype=torch.float32)
         if topk_weights is None

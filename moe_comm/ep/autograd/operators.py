@@ -73,6 +73,7 @@ library.define(
     "dispatch(Tensor x, Tensor? x_sf, Tensor topk_idx, Tensor? topk_weights, Tensor buffer_id, "
     "int[] sizes, int[] options, SymInt[] capacity, int gradients, Tensor? anchor) -> Tensor[]"
 )
+# Kernels and fakes of these three take what they do not name, a handle above all, as `*rest`.
 # -> gradient of x, gradient of topk_weights (0 elements without row_weights).
 library.define(
     "dispatch_backward(Tensor? grad_x, Tensor? grad_weights, "
@@ -220,22 +221,18 @@ def _zero_unfilled(num_filled: torch.Tensor, *per_row: torch.Tensor | None) -> N
             by_expert[expert_idx, num_rows:].zero_()
 
 
+def _local(*handle: torch.Tensor) -> tuple[EpBuffer, DispatchHandle]:
+    """The buffer that the tensors of a handle name, and the handle."""
+    buffer = resolve_buffer(int(handle[-1][META_BUFFER_ID]))
+    return buffer, local_handle(buffer, *handle)
+
+
 def _dispatch_backward(
-    grad_x: torch.Tensor | None,
-    grad_weights: torch.Tensor | None,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    num_recv_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    weights_dtype: torch.dtype | None,
+    grad_x: torch.Tensor | None, grad_weights: torch.Tensor | None, *rest: Any
 ) -> list[torch.Tensor]:
-    buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
-    handle = local_handle(buffer, counts, slots, topk_idx, meta)
+    *handle, num_recv_tokens, hidden, dtype, weights_dtype = rest
     return dispatch_backward(
-        buffer, handle, grad_x, grad_weights, num_recv_tokens, hidden, dtype, weights_dtype
+        *_local(*handle), grad_x, grad_weights, num_recv_tokens, hidden, dtype, weights_dtype
     )
 
 
@@ -283,18 +280,11 @@ def dispatch_backward(
 
 
 def _combine(
-    expert_out: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    buffer_id: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    link: torch.Tensor,
-    gradients: int,
+    expert_out: torch.Tensor, topk_weights: torch.Tensor | None, buffer_id: torch.Tensor, *rest: Any
 ) -> list[torch.Tensor]:
+    *tensors, _, gradients = rest
     buffer = resolve_buffer(int(buffer_id))
-    handle = local_handle(buffer, counts, slots, topk_idx, meta)
+    handle = local_handle(buffer, *tensors)
     sums, united = combine_rows(buffer, expert_out, handle, topk_weights, gradients)
     return [sums, torch.tensor([united], device="cpu")] if gradients else [sums]
 
@@ -318,18 +308,10 @@ def _combine_backward(
     grad_y: torch.Tensor | None,
     expert_out: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor,
-    meta: torch.Tensor,
-    num_recv_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
+    *rest: Any,
 ) -> list[torch.Tensor]:
-    del num_recv_tokens  # for the fake
-    buffer = resolve_buffer(int(meta[META_BUFFER_ID]))
-    handle = local_handle(buffer, counts, slots, topk_idx, meta)
-    return combine_backward(buffer, handle, grad_y, expert_out, topk_weights, hidden, dtype)
+    *handle, _, hidden, dtype = rest  # the number of rows is for the fake
+    return combine_backward(*_local(*handle), grad_y, expert_out, topk_weights, hidden, dtype)
 
 
 def combine_backward(

@@ -16,6 +16,7 @@ import torch
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.placement import Placement
+from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization
 
 __all__ = [
@@ -418,7 +419,6 @@ class Backend(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
     def weighted_gradient(
         self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -436,6 +436,9 @@ class Backend(abc.ABC):
         Returns:
             `[M]`, dtype of `weights`.
         """
+        dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
+        gradient.copy_(arithmetic.scale_rows(gradient, weights))
+        return dots
 
     @abc.abstractmethod
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:

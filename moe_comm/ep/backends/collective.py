@@ -179,13 +179,6 @@ class CollectiveBackend(Backend):
 
         return self._run(work, async_op=options.async_op)
 
-    def weighted_gradient(
-        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
-        gradient.copy_(arithmetic.scale_rows(gradient, weights))
-        return dots
-
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         # An ordinary tensor: there is no heap.
         return arithmetic.empty_rows(plan.num_recv_tokens, hidden, dtype, self._transport.device)

@@ -197,13 +197,6 @@ class ReferenceBackend(Backend):
         wait_ns = torch.zeros(self._peers.num_ranks, dtype=torch.int64)
         return CombineOutput(sums, pulled, wait_ns, _united(gathered))
 
-    def weighted_gradient(
-        self, gradient: torch.Tensor, expert_out: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        dots = arithmetic.dot_rows(gradient, expert_out, weights.dtype)
-        gradient.copy_(arithmetic.scale_rows(gradient, weights))
-        return dots
-
     def empty_expert_output(self, plan: Plan, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         # An ordinary tensor: there is no heap.
         return arithmetic.empty_rows(plan.num_recv_tokens, hidden, dtype)
