@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moe_comm.arguments import check_kind
 from moe_comm.dispatcher.megatron_manager import MegatronManager
 from moe_comm.dispatcher.spare_slots import balance_layers
 from moe_comm.ep.buffer import EpBuffer
-from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
+from moe_comm.peers.missed_calls import keeps_unbound
 
 if TYPE_CHECKING:
     from moe_comm.replicas import ExpertBalancer
@@ -49,19 +48,13 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
         balancer = balance_experts(model, num_steps=100)
         ```
     """
-    with Telling(keep, GATHER):
-        check_kind("model", model, nn.Module)
-    layers = [
-        _Layer(module)
-        for module in model.modules()
-        if isinstance(_manager_of(module), MegatronManager)
-    ]
     needed = "MoE layers over MegatronTokenDispatcher or MegatronManager"
-    return balance_layers(layers, num_spare_slots, options, needed)
+    return balance_layers(model, _layer_of, num_spare_slots, options, needed)
 
 
-def _manager_of(module: nn.Module) -> object:
-    return getattr(getattr(module, "token_dispatcher", None), "_comm_manager", None)
+def _layer_of(module: nn.Module) -> _Layer | None:
+    manager = getattr(getattr(module, "token_dispatcher", None), "_comm_manager", None)
+    return _Layer(module) if isinstance(manager, MegatronManager) else None
 
 
 class _Layer:

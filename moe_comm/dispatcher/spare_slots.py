@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -50,15 +50,17 @@ def with_spare_slots(buffer: EpBuffer, num_spare_slots: int) -> EpBuffer:
 
 
 def balance_layers(
-    layers: Sequence[BalanceableLayer],
+    model: nn.Module,
+    layer_of: Callable[[nn.Module], BalanceableLayer | None],
     num_spare_slots: int,
     options: dict[str, object],
     needed: str,
 ) -> ExpertBalancer:
-    """Give every layer spare slots, and a balancer that has them all. Collective.
+    """Give every layer of a model spare slots, and a balancer that has them all. Collective.
 
     Args:
-        layers: In the same order on all ranks, of one communicator.
+        model: Has its layers in the same order on all ranks, of one communicator.
+        layer_of: The layer that a module is, or None; may raise what is wrong with it.
         num_spare_slots: Of every rank and layer, >= 1.
         options: Of the balancer.
         needed: What layers are, for errors.
@@ -68,6 +70,9 @@ def balance_layers(
         TypeError: An argument of some rank has another type; on every rank.
     """
     with Telling(keep, GATHER):
+        check_kind("model", model, nn.Module)
+        found = map(layer_of, model.modules())
+        layers = [layer for layer in found if layer is not None]
         if not layers:
             raise ValueError(f"model must have {needed}, got none")
     communicator = layers[0].buffer.communicator

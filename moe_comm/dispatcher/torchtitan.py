@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_comm.arguments import as_dense, as_int, check_kind
+from moe_comm.arguments import as_dense, as_int
 from moe_comm.dispatcher.spare_slots import (
     SpareParameters,
     balance_layers,
@@ -317,18 +317,16 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
         balancer = balance_experts(model, num_steps=100)
         ```
     """
-    with Telling(keep, GATHER):
-        check_kind("model", model, nn.Module)
-        layers = [
-            _Layer(module)
-            for module in model.modules()
-            if isinstance(getattr(module, "token_dispatcher", None), TorchtitanTokenDispatcher)
-        ]
-        for layer in layers:
-            layer.buffer  # noqa: B018 - raises where it has not been wired
-    return balance_layers(
-        layers, num_spare_slots, options, "routed experts over TorchtitanTokenDispatcher"
-    )
+    needed = "routed experts over TorchtitanTokenDispatcher"
+    return balance_layers(model, _layer_of, num_spare_slots, options, needed)
+
+
+def _layer_of(module: nn.Module) -> _Layer | None:
+    if not isinstance(getattr(module, "token_dispatcher", None), TorchtitanTokenDispatcher):
+        return None
+    layer = _Layer(module)
+    layer.buffer  # noqa: B018 - raises where it has not been wired
+    return layer
 
 
 class _Layer:

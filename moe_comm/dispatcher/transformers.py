@@ -29,7 +29,7 @@ from moe_comm.dispatcher.spare_slots import (
 from moe_comm.ep.autograd import QuantizedRows
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
+from moe_comm.peers.missed_calls import keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
 if TYPE_CHECKING:
@@ -108,16 +108,13 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
         balancer = balance_experts(model, num_steps=100)
         ```
     """
-    with Telling(keep, GATHER):
-        check_kind("model", model, nn.Module)
-    layers = [
-        _BalanceableExperts(module, model)
-        for module in model.modules()
-        if isinstance(getattr(module, "moe_comm_experts", None), TransformersExperts)
-    ]
-    return balance_layers(
-        layers, num_spare_slots, options, "experts of an ep_implementation of register()"
-    )
+
+    def layer_of(module: nn.Module) -> _BalanceableExperts | None:
+        is_layer = isinstance(getattr(module, "moe_comm_experts", None), TransformersExperts)
+        return _BalanceableExperts(module, model) if is_layer else None
+
+    needed = "experts of an ep_implementation of register()"
+    return balance_layers(model, layer_of, num_spare_slots, options, needed)
 
 
 class _BalanceableExperts:
