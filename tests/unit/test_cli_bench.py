@@ -264,18 +264,12 @@ def test_smaps_counts_segments_once() -> None:
     assert total_bytes([memory, memory]) == 2148 * 1024
 
 
-class LoopTransport:
+def exchange_alone(
+    recv: torch.Tensor, send: torch.Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
+) -> None:
     """The all-to-all of a single rank."""
-
-    def exchange(
-        self,
-        recv: torch.Tensor,
-        send: torch.Tensor,
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-    ) -> None:
-        assert list(recv_counts) == list(send_counts) == [send.shape[0]]
-        recv.copy_(send)
+    assert list(recv_counts) == list(send_counts) == [send.shape[0]]
+    recv.copy_(send)
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
@@ -288,7 +282,7 @@ def test_pipeline_gives_expert_major_rows_and_sums(alignment: int) -> None:
         num_experts=6,
         expert_alignment=alignment,
     )
-    pipeline = AllToAllPipeline(case, 0, make_x(case, 0), LoopTransport())
+    pipeline = AllToAllPipeline(case, 0, make_x(case, 0), exchange_alone)
     for _ in range(2):
         expert_x = pipeline.dispatch()
         assert oracle.check_dispatch(case, 0, expert_x) is None
@@ -303,7 +297,7 @@ def test_pipeline_skips_unused_choices(tmp_path: Path) -> None:
         path, torch.tensor([[[0, -1], [-1, -1], [1, 0]]]), num_experts=2, num_ranks=1
     )
     case = BenchCase(num_ranks=1, num_tokens=3, hidden=16, num_topk=2, num_experts=2, routing=path)
-    pipeline = AllToAllPipeline(case, 0, make_x(case, 0), LoopTransport())
+    pipeline = AllToAllPipeline(case, 0, make_x(case, 0), exchange_alone)
     expert_x = pipeline.dispatch()
     assert oracle.check_dispatch(case, 0, expert_x) is None
     expert_out = torch.empty_like(expert_x)

@@ -14,7 +14,7 @@ from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchange
 from moe_comm.cli.bench.memory import WindowMemory, window_memory
 from moe_comm.cli.bench.options import BenchOptions
-from moe_comm.cli.bench.peers.gloo import GlooTransport
+from moe_comm.cli.bench.peers.gloo import exchange_by_gloo
 from moe_comm.cli.bench.peers.runner import PipelineRunner
 from moe_comm.cli.bench.rank import RankWorker, Sample
 from moe_comm.cli.bench.side import Side
@@ -203,7 +203,7 @@ class Worker(RankWorker):
 
     def prepare_gloo(self) -> None:
         """Make and check the Gloo pipeline; raises AssertionError if it is wrong."""
-        self.gloo = PipelineRunner(self.case, self.rank_idx, GlooTransport(), self.barrier, self.x)
+        self.gloo = PipelineRunner(self.case, self.rank_idx, exchange_by_gloo, self.barrier, self.x)
         self.gloo.check()
 
     def run_gloo(self, operation: str, num_iterations: int) -> list[Interval]:

@@ -7,18 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["GlooTransport"]
+__all__ = ["exchange_by_gloo"]
 
 
-class GlooTransport:
-    """`all_to_all_single` over the default process group."""
-
-    def exchange(
-        self,
-        recv: torch.Tensor,
-        send: torch.Tensor,
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-    ) -> None:
-        """Rows `[n, bytes]` to every rank and from every rank, in rank order."""
-        dist.all_to_all_single(recv, send, list(recv_counts), list(send_counts))
+def exchange_by_gloo(
+    recv: torch.Tensor, send: torch.Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
+) -> None:
+    """`all_to_all_single` over the default process group, see `Transport`."""
+    dist.all_to_all_single(recv, send, list(recv_counts), list(send_counts))

@@ -29,14 +29,14 @@ class MpiTransport:
         self.communicator: Any = MPI.COMM_WORLD
         self._row_types: dict[int, Any] = {}
 
-    def exchange(
+    def __call__(
         self,
         recv: torch.Tensor,
         send: torch.Tensor,
         recv_counts: Sequence[int],
         send_counts: Sequence[int],
     ) -> None:
-        """Rows `[n, bytes]` to every rank and from every rank, in rank order."""
+        """Rows to every rank and from every rank, see `Transport`."""
         row_type = self._row_type(int(send.shape[1]))
         self.communicator.Alltoallv(
             [send.numpy(), (list(send_counts), _starts(send_counts)), row_type],

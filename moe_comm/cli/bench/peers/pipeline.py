@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,25 +14,8 @@ from moe_comm.ep.config import Layout, default_expert_rank
 __all__ = ["AllToAllPipeline", "Transport"]
 
 
-class Transport(Protocol):
-    """Transport of rows to the other ranks."""
-
-    def exchange(
-        self,
-        recv: torch.Tensor,
-        send: torch.Tensor,
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-    ) -> None:
-        """All-to-all of rows: `send_counts[r]` rows of `send` go to rank r, in order.
-
-        Args:
-            recv: int64 `[sum(recv_counts), words]`.
-            send: int64 `[sum(send_counts), words]`.
-            recv_counts: Rows from every rank.
-            send_counts: Rows to every rank.
-        """
-        ...
+Transport = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
+"""All-to-all of rows, int64 `[n, words]`: what is received, what is sent, rows from and to every rank, in order."""
 
 
 class AllToAllPipeline:
@@ -92,7 +74,7 @@ class AllToAllPipeline:
         counts = torch.bincount(choice[choice >= 0], minlength=case.num_experts)
         num_local = self.num_local_experts[self.rank_idx]
         recv_expert_counts = torch.empty(case.num_ranks, num_local, dtype=torch.int64)
-        self.transport.exchange(
+        self.transport(
             recv_expert_counts.view(-1, 1),
             counts.view(-1, 1),
             [num_local] * case.num_ranks,
@@ -105,7 +87,7 @@ class AllToAllPipeline:
         )
         self.recv_counts = recv_expert_counts.sum(dim=1).tolist()
         num_recv = sum(self.recv_counts)
-        self.transport.exchange(
+        self.transport(
             _words(self.recv[:num_recv]),
             _words(self.send[:num_sent]),
             self.recv_counts,
@@ -129,7 +111,7 @@ class AllToAllPipeline:
                 expert_row : expert_row + num_rows
             ]
         num_sent = sum(self.send_counts)
-        self.transport.exchange(
+        self.transport(
             _words(self.send[:num_sent]),
             _words(self.recv[: sum(self.recv_counts)]),
             self.send_counts,
