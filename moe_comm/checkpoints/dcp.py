@@ -77,7 +77,7 @@ class CheckpointState:
             `{"model": {name: tensor}}` with `ChunkedTensor`s. With an optimizer also `{"optim": {"state":
             {name: {key: tensor}}, "param_groups": {name: {key: value}}}}`, the names of torch's
             `get_optimizer_state_dict` with `flatten_optimizer_state_dict`. Single numbers, such as `step`, are
-            copies, which `load_state_dict` puts back. State that the optimizer has not made yet is made.
+            copies, which `load_state_dict` puts back. State that the optimizer lacks is made.
 
         Raises:
             PlanError: Ranks contradict each other, or do not say which part of a tensor they hold; on every

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_comm.checkpoints.held_tensors import HeldTensor
 from moe_comm.resharding.describe.disagreement import PlanError
@@ -66,8 +68,7 @@ def states_beside(
 ) -> list[Beside | None]:
     """Return what an optimizer holds beside each of this rank's tensors; None where it is no parameter of it.
 
-    A state that the optimizer has not made is made, by a step with gradients and a learning rate of zero, as
-    `torch.distributed.checkpoint.state_dict` does.
+    State that the optimizer has not made of a parameter is made, as it is before a first step.
 
     Args:
         optimizer: Of parameters in whose memory `tensors` lie.
@@ -152,22 +153,60 @@ def _kind_of(name: str, key: str, value: object, param: torch.Tensor) -> StateKi
     )
 
 
+class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has operations that write into tensors do nothing, but for counters, which `undo` sets back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counters: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            if any(tensor.numel() != 1 for tensor in written):
+                return args[0] if func._schema.returns else None
+            for tensor in written:
+                self._counters.setdefault(id(tensor), (tensor, tensor.clone()))
+        return func(*args, **kwargs or {})
+
+    def undo(self) -> None:
+        """Set the counters back."""
+        for tensor, value in self._counters.values():
+            tensor.copy_(value)
+
+
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make the state that its first step would make, and change nothing else."""
+    """Have an optimizer make the state that it lacks, as it is before a first step, and change nothing else.
+
+    torch 2.13's `get_optimizer_state_dict` takes a step of zeros: then the counters of Adam stand at 1, and the
+    next step of AdamW is three quarters of a first one; where a gradient is there it makes nothing at all
+    (`findings/torch_state_of_fresh_optimizer.sh`). Here a step makes what it starts from and writes nothing,
+    beside hooks and schedulers.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if optimizer.state or any(param.grad is not None for param in params):
+    lacking = {
+        id(param) for param in params if param.requires_grad and not optimizer.state.get(param)
+    }
+    if not lacking:
         return
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    grads = [param.grad for param in params]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    unwritten = _Unwritten()
     for param in params:
-        if param.requires_grad:
-            param.grad = torch.zeros_like(param)
+        param.grad = torch.zeros_like(param) if id(param) in lacking else None
     try:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if decay is not None:
+                group["weight_decay"] = 0.0  # SGD begins from the sum of gradient and decay
+        with torch.no_grad(), unwritten:
+            inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            unwritten.undo()
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if decay is not None:
+                group["weight_decay"] = decay
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad

@@ -100,18 +100,69 @@ def test_optimizers_of_torch(tmp_path: Path, make: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_making_a_state_changes_nothing_else() -> None:
-    net = _Net(a=torch.ones(3))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.5)
-    state = CheckpointState(net, optimizer).state_dict()
-    assert net.a.tolist() == [1, 1, 1]
-    assert net.a.grad is None
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert set(state["optim"]["state"]["a"]) == {"step", "exp_avg", "exp_avg_sq"}
-    # Of an optimizer in the middle of a step nothing is made.
-    other = torch.optim.AdamW(net.parameters())
-    net.a.grad = torch.ones(3)
-    assert CheckpointState(net, other).state_dict()["optim"]["state"] == {}
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.Adam, {"weight_decay": 0.5, "foreach": True}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.5}),
+        (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+        (torch.optim.Adadelta, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Rprop, {}),
+    ],
+)
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["saved", "loaded"])
+def test_a_checkpoint_before_the_first_step_changes_nothing(
+    tmp_path: Path, kind: Any, options: dict[str, Any], is_loaded: bool
+) -> None:
+    """Neither the one that is saved nor one that is loaded trains otherwise than one that never was."""
+    nets = [_Net(a=torch.arange(6.0).view(2, 3), b=torch.ones(4)) for _ in range(2)]
+    one, other = (kind(net.parameters(), lr=0.25, **options) for net in nets)
+    hooked: list[object] = []
+    other.register_step_post_hook(lambda *given: hooked.append(given))
+    _save(nets[1], tmp_path, other)
+    if is_loaded:
+        nets[1].b.grad = torch.ones(4)  # as after a first backward
+        other = kind(nets[1].parameters(), lr=0.5, **options)
+        _load(nets[1], tmp_path, other)
+        assert nets[1].b.grad.tolist() == [1] * 4
+    assert not hooked
+    for seed in (3, 2):
+        for net, optimizer in zip(nets, (one, other), strict=True):
+            for param in net.parameters():
+                param.grad = torch.full_like(param, seed / 8)
+            optimizer.step()
+    assert torch.equal(nets[0].a, nets[1].a)
+    assert torch.equal(nets[0].b, nets[1].b)
+
+
+def test_state_is_made_of_parameters_that_lack_it(tmp_path: Path) -> None:
+    """Also where others have it, and where gradients are there."""
+    nets = [_Net(a=torch.ones(3), b=torch.ones(4)) for _ in range(2)]
+    one, other = (torch.optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.5) for net in nets)
+    for param, grad in ((nets[0].a, 1.0), (nets[0].b, 2.0), (nets[1].a, 3.0)):
+        param.grad = torch.full_like(param, grad)
+    one.step()
+    other.step()
+    before = nets[1].a.tolist()
+    state = CheckpointState(nets[1], other).state_dict()["optim"]["state"]
+    assert set(state["b"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert (float(other.state[nets[1].a]["step"]), nets[1].a.tolist()) == (1, before)
+    assert (other.state[nets[1].b]["step"], nets[1].b.tolist()) == (0, [1] * 4)
+    assert (nets[1].a.grad.tolist(), nets[1].b.grad) == ([3] * 3, None)
+    assert other.param_groups[0]["weight_decay"] == 0.5
+    _save(nets[0], tmp_path, one)
+    _load(nets[1], tmp_path, other)
+    for name in ("a", "b"):
+        kept, loaded = one.state[getattr(nets[0], name)], other.state[getattr(nets[1], name)]
+        assert {key: value.tolist() for key, value in kept.items()} == {
+            key: value.tolist() for key, value in loaded.items()
+        }
 
 
 def test_state_that_is_cut_otherwise_is_refused() -> None:
