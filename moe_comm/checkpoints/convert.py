@@ -148,8 +148,7 @@ def convert_checkpoint(
     """Write a checkpoint anew, as a whole version of a folder; yield the bytes of every chunk that was read.
 
     A chunk has at most 4 Mi elements, or 128 rows of a weight that is quantized; no tensor is held whole.
-    Other files are taken over; a `config.json` says the new dtype and format where transformers has words
-    for it.
+    Other files are taken over; a `config.json` says the new dtype and format as transformers does.
 
     Args:
         source: What is read.
@@ -358,10 +357,13 @@ def _config(config: dict[str, Any], new_format: NewFormat) -> str:
     if new_format.dtype is not None:
         old = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[old] = str(new_format.dtype).removeprefix("torch.")
-    if new_format.target == "fp8_block128":
+    if new_format.is_quantizing:
+        block, dtype = new_format.scale
         config["quantization_config"] = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
-            "weight_block_size": [_BLOCK, _BLOCK],
+            "weight_block_size": list(block),
+            # transformers 5.24 (FineGrainedFP8Config) reads MXFP8 under these words.
+            **({} if dtype == torch.float32 else {"scale_fmt": "ue8m0"}),
         }
     return json.dumps(config, indent=2)

@@ -87,7 +87,8 @@ def block_of(
     Raises:
         PlanError: Shapes and dtype are of no known blocks; names the weight.
     """
-    blocks = (MXFP8_BLOCK,) if dtype in _BYTES else FP8_BLOCKS
+    # transformers 5.24 writes bytes of blocks of any size: FineGrainedFP8Config(scale_fmt="ue8m0").
+    blocks = (MXFP8_BLOCK, *FP8_BLOCKS) if dtype in _BYTES else FP8_BLOCKS
     found = [block for block in blocks if len(shape) >= 2 and scale_shape(shape, block) == scale]
     if not found or not (dtype in _BYTES or dtype == torch.float32) or math.prod(scale) == 0:
         expected = {block: scale_shape(shape, block) for block in blocks} if len(shape) > 1 else {}

@@ -30,6 +30,7 @@ from moe_comm.resharding.formats.number_formats import (
     quantize_fp8_block,
     quantize_mxfp8,
 )
+from moe_comm.tensors.quantization import ScaleFormat
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.checkpoint_layouts import (
     DrawnSide,
@@ -737,10 +738,13 @@ def quantized(values: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tens
     if kind.startswith("mxfp8"):
         data, scale = quantize_mxfp8(values)
         return data, scale.view(torch.uint8) if kind == "mxfp8_u8" else scale
+    if kind == "128x128_e8m0":  # as transformers' FineGrainedFP8Config(scale_fmt="ue8m0")
+        data, scale = quantize_fp8_block(values, (128, 128), ScaleFormat.FLOAT32_POWER_OF_2)
+        return data, scale.to(torch.float8_e8m0fnu)
     return quantize_fp8_block(values, (128, 128) if kind == "128x128" else (1, 128))
 
 
-@pytest.mark.parametrize("kind", ["128x128", "1x128", "mxfp8", "mxfp8_u8"])
+@pytest.mark.parametrize("kind", ["128x128", "128x128_e8m0", "1x128", "mxfp8", "mxfp8_u8"])
 def test_fp8_weights_and_their_scales_go_through_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -761,7 +765,7 @@ def test_fp8_weights_and_their_scales_go_through_files(
         dequantize_mxfp8(data, scale, torch.float32)
         if kind.startswith("mxfp8")
         else dequantize_fp8_block(
-            data, scale, (128, 128) if kind == "128x128" else (1, 128), torch.float32
+            data, scale.float(), (128, 128) if "128x128" in kind else (1, 128), torch.float32
         )
     )
     # Rows of heads at no border of a block, and the columns of the other rank.

@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_comm.checkpoints import compact_checkpoint, load_checkpoint, save_checkpoint
+from moe_comm.checkpoints import convert as conversion
+from moe_comm.checkpoints.chains import open_checkpoint
+from moe_comm.checkpoints.stored_checkpoint import find_checkpoint
 from moe_comm.resharding import transformers_views
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.testing import RankContext, run_ranks
@@ -144,3 +147,29 @@ def test_transformers_reads_compacted_deltas(folders: dict[str, str], tmp_path: 
     for name, tensor in expected.items():
         changed = tensor * 2 * 3 if "layers.0" in name else tensor
         assert torch.equal(found[name], changed), name
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`moe-comm checkpoint convert`",
+    ran="qwen3_moe to FP8 in blocks and to MXFP8: `from_pretrained` reads the values that `load_checkpoint` does",
+)
+@pytest.mark.parametrize("target", ["fp8_block128", "mxfp8"])
+def test_transformers_reads_what_was_quantized(
+    folders: dict[str, str], tmp_path: Path, target: conversion.ConversionTarget
+) -> None:
+    source = open_checkpoint(find_checkpoint(Path(folders["qwen3_moe"]), None))
+    for _ in conversion.convert_checkpoint(source, tmp_path, "v", conversion.NewFormat(target)):
+        pass
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "v", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    plain = AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    load_checkpoint(transformers_views(plain), tmp_path)
+    found, expected = model.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    assert sum(not torch.equal(before[name], expected[name]) for name in before) > 5
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

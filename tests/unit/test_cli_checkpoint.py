@@ -239,7 +239,10 @@ def test_convert_to_fp8_is_what_quantizing_the_whole_weight_gives(
             assert torch.equal(found[name], tensor)
     assert found.keys() == tensors.keys()
     config = json.loads((out / "v" / "config.json").read_text())
-    assert ("quantization_config" in config) == (target == "fp8_block128")
+    words = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    if target == "mxfp8":
+        words |= {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    assert config["quantization_config"] == words
     # And back: the products, rounded once.
     assert run("convert", out, tmp_path / "back", "--to", "fp32").exit_code == 0
     back = plain_tensors(tmp_path / "back" / "v")
