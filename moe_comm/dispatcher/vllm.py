@@ -31,6 +31,7 @@ from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.peers.missed_calls import Telling
+from moe_comm.resharding.formats.number_formats import swizzle_scales
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
@@ -41,7 +42,8 @@ __all__ = [
     "weight_and_reduce",
 ]
 
-_Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+_Rows = tuple[torch.Tensor, torch.Tensor | None]
+_AsExpertsTake = Callable[[torch.Tensor, torch.Tensor | None], _Rows]
 _PrepareResult = tuple[
     torch.Tensor, torch.Tensor | None, Any, torch.Tensor | None, torch.Tensor | None
 ]
@@ -276,7 +278,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 )
             if self._has_local_ids and expert_map is not None:
                 self._check_expert_map(expert_map)
-            quantization, quantize_received = self._resolve_quantization(
+            quantization, as_experts_take = self._resolve_quantization(
                 quant_config, defer_input_quant
             )
             if apply_router_weight_on_input:
@@ -294,7 +296,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         def hook() -> None:
             pending.wait()
 
-        return hook, lambda: self._receive(pending, quantize_received)
+        return hook, lambda: self._receive(pending, as_experts_take)
 
     @rejects_unbound("combine", lambda args, _: args[0].buffer)
     def finalize(
@@ -430,12 +432,12 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         return reduced
 
     def _receive(
-        self, pending: PendingDispatch, quantize_received: _Quantize | None
+        self, pending: PendingDispatch, as_experts_take: _AsExpertsTake | None
     ) -> _PrepareResult:
         result = pending.wait()
         rows, scales = result.x, result.x_sf
-        if quantize_received is not None and rows.numel():
-            rows, scales = quantize_received(rows)
+        if as_experts_take is not None:
+            rows, scales = as_experts_take(rows, scales)
         counts = result.num_tokens_per_expert.to(torch.int32)
         metadata = ExpertTokensMetadata(
             expert_num_tokens=counts.to(result.x.device), expert_num_tokens_cpu=counts
@@ -467,8 +469,8 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
 
     def _resolve_quantization(
         self, quant_config: Any, defer_input_quant: bool
-    ) -> tuple[Quantization | None, _Quantize | None]:
-        """Return the quantization of rows, and a function for rows on arrival; errors are every rank's."""
+    ) -> tuple[Quantization | None, _AsExpertsTake | None]:
+        """Return the quantization of rows, and a function for rows and scales on arrival; errors are every rank's."""
         if self._quantization != "auto":
             return self._quantization, None
         dtype = getattr(quant_config, "quant_dtype", None)
@@ -480,7 +482,17 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                 return dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0), None
             return FP8_BLOCK128, None
         if dtype == "mxfp8":
-            return MXFP8, None
+            # vLLM 0.32's experts know exponents by their dtype, uint8 (deep_gemm_utils packs no other), and some
+            # read them in tiles (prepare_finalize/deepep_v2).
+            is_swizzled = quant_config.is_scale_swizzled
+            if is_swizzled and self.is_batched:
+                raise NotImplementedError("MXFP8 scales cannot be swizzled in the batched format")
+
+            def exponents(rows: torch.Tensor, scales: torch.Tensor | None) -> _Rows:
+                assert scales is not None
+                return rows, (swizzle_scales(scales) if is_swizzled else scales).view(torch.uint8)
+
+            return MXFP8, exponents
         kinds = f"rows cannot be quantized to {dtype} with blocks {block_shape} while they are dispatched"
         if self.is_batched:
             # A scale of all rows would come of what stands in places that nobody filled.
@@ -489,8 +501,10 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         if utils is None:
             raise NotImplementedError(f"{kinds}, and vLLM is not there to do it afterwards")
 
-        def quantize_received(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            quantized: tuple[torch.Tensor, torch.Tensor | None] = utils.moe_kernel_quantize_input(
+        def quantize_received(rows: torch.Tensor, scales: torch.Tensor | None) -> _Rows:
+            if not rows.numel():
+                return rows, scales
+            quantized: _Rows = utils.moe_kernel_quantize_input(
                 rows,
                 quant_config.a1_gscale if dtype == "nvfp4" else quant_config.a1_scale,
                 quant_dtype=dtype,

@@ -17,7 +17,7 @@ from moe_comm.dispatcher.vllm import (
 from moe_comm.dispatcher.vllm_manager import VllmAll2AllManager
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.peers.bootstrap import RankThreads
-from moe_comm.tensors.quantization import MXFP8
+from moe_comm.resharding.formats.number_formats import unswizzle_scales
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.serving_batches import (
     HIDDEN,
@@ -215,8 +215,20 @@ def test_how_rows_are_quantized() -> None:
                 given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS, None, False, config, defer
             )
 
-        mx = types.SimpleNamespace(quant_dtype="mxfp8", block_shape=[1, 32])
-        assert prepare(mx)[1].dtype is MXFP8.sf_dtype
+        mx = types.SimpleNamespace(
+            quant_dtype="mxfp8", block_shape=[1, 32], is_scale_swizzled=False
+        )
+        rows, scales, *_ = prepare(mx)
+        assert scales.dtype is torch.uint8
+        assert scales.shape == (*rows.shape[:-1], rows.shape[-1] // 32)
+        mx.is_scale_swizzled = True
+        if shape.is_batched:
+            with pytest.raises(NotImplementedError, match="cannot be swizzled in the batched"):
+                prepare(mx)
+        else:
+            swizzled = prepare(mx)[1]
+            assert swizzled.dtype is torch.uint8
+            assert torch.equal(unswizzle_scales(swizzled, *scales.shape), scales)
         assert prepare(FP8_CONFIG, defer=True)[0].dtype is torch.bfloat16
         nvfp4 = types.SimpleNamespace(quant_dtype="nvfp4", block_shape=None)
         with pytest.raises(
