@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
+from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
 __all__ = ["QUANT_KEYS", "DtypeChoice"]
 
@@ -24,6 +25,12 @@ QUANT_KEYS = frozenset(
 )
 _QUANTIZATION_OF_DTYPE = {"bf16": None, "fp8": FP8_BLOCK128, "mxfp8": MXFP8}
 _MODES = ("normal", "low_latency")
+_PACKED_OF_MODE = {
+    mode: dataclasses.replace(
+        FP8_BLOCK128, scale_format=ScaleFormat.UE8M0, is_column_major=mode == "low_latency"
+    )
+    for mode in _MODES
+}
 
 
 class DtypeChoice:
@@ -65,7 +72,9 @@ class DtypeChoice:
         if self._runner_backend is not None and self._default is None:
             # Also where a key says: server arguments go before it.
             asked = _ask_sglang(quant_config, self._runner_backend, mode)
-            told = told if asked is None else asked
+            if asked is not None and asked.is_packed:
+                return _PACKED_OF_MODE[mode]
+            told = told if asked is None else asked.dtype
         if told is None:
             return self._default
         return _quantization_of(name, told)
@@ -80,8 +89,15 @@ def _quantization_of(name: str, dtype: Any) -> Quantization | None:
     return _QUANTIZATION_OF_DTYPE[value]
 
 
-def _ask_sglang(quant_config: dict[str, Any], runner_backend: Any, mode: str) -> Any:
-    """Return the dtype that SGLang's own dispatcher would send, None where SGLang cannot be imported."""
+class _Asked(NamedTuple):
+    """Dtype that SGLang's own dispatcher would send; whether its experts take scale factors as packed UE8M0."""
+
+    dtype: str
+    is_packed: bool
+
+
+def _ask_sglang(quant_config: dict[str, Any], runner_backend: Any, mode: str) -> _Asked | None:
+    """Return what SGLang's own dispatcher would send, None where SGLang cannot be imported."""
     try:
         utils = importlib.import_module("sglang.srt.layers.moe.utils")
         deep_gemm = importlib.import_module("sglang.srt.layers.deep_gemm_wrapper")
@@ -96,4 +112,11 @@ def _ask_sglang(quant_config: dict[str, Any], runner_backend: Any, mode: str) ->
     ).value
     # In its normal mode only the experts of DeepGEMM take FP8.
     is_for_deep_gemm = mode == "normal" and dtype == "fp8"
-    return "bf16" if is_for_deep_gemm and not deep_gemm.ENABLE_JIT_DEEPGEMM else dtype
+    if is_for_deep_gemm and not deep_gemm.ENABLE_JIT_DEEPGEMM:
+        return _Asked("bf16", is_packed=False)
+    # On Blackwell its experts (0.5.23, moe_runner/deep_gemm) round float32 factors up to powers of two and leave
+    # the data as they are, which is right only of factors that are such powers.
+    packs = (
+        deep_gemm.DEEPGEMM_BLACKWELL if mode == "low_latency" else deep_gemm.DEEPGEMM_SCALE_UE8M0
+    )
+    return _Asked(dtype, is_packed=dtype == "fp8" and packs)

@@ -310,7 +310,9 @@ class FakeSglang:
         self.server_dtype = server_dtype
         self.asked: list[tuple[str, Any]] = []
         utils = types.SimpleNamespace(get_deepep_output_dtype=self.output_dtype)
-        self.deep_gemm = types.SimpleNamespace(ENABLE_JIT_DEEPGEMM=False)
+        self.deep_gemm = types.SimpleNamespace(
+            ENABLE_JIT_DEEPGEMM=False, DEEPGEMM_BLACKWELL=False, DEEPGEMM_SCALE_UE8M0=False
+        )
         patch.setitem(sys.modules, "sglang.srt.layers.moe.utils", utils)
         patch.setitem(sys.modules, "sglang.srt.layers.deep_gemm_wrapper", self.deep_gemm)
 
@@ -344,6 +346,16 @@ def test_sglang_chooses_where_it_says_for_which_experts(
     fake.deep_gemm.ENABLE_JIT_DEEPGEMM = True
     quantized = on_ranks(is_quantized, mode, runner_backend="triton")
     assert quantized == [True, True]
+
+    def scales(dispatcher: SglangDispatcher, given: Any) -> tuple[torch.dtype, bool]:
+        found = dispatcher.dispatch(given.x, given).hidden_states_scale
+        return found.dtype, found.stride(-1) == 1
+
+    assert on_ranks(scales, mode, runner_backend="triton") == [(torch.float32, True)] * 2
+    # As DeepGEMM's kernels of Blackwell read them.
+    fake.deep_gemm.DEEPGEMM_BLACKWELL = fake.deep_gemm.DEEPGEMM_SCALE_UE8M0 = True
+    packed = [(torch.int32, mode == "normal")] * 2
+    assert on_ranks(scales, mode, runner_backend="triton") == packed
     fake.server_dtype = "bf16"
     assert on_ranks(is_quantized, mode, runner_backend="triton") == [False, False]
     quantized = on_ranks(is_quantized, mode, runner_backend="triton", quantization=FP8_BLOCK128)
