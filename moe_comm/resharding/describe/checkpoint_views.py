@@ -22,6 +22,7 @@ from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
     module_state,
 )
+from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.resharding.describe.tensor_layout import common_shape
 from moe_comm.resharding.describe.tensor_table import TensorTable
 from moe_comm.tensors.memory import storage_id
@@ -231,6 +232,10 @@ class CheckpointViews(TensorSide):
             is_written: Views of the very same memory are left out, but the first.
         """
         left_out = {name for tie in self._state.ties for name in tie[1:]} if is_written else set()
+        with no_collection():
+            return self._metadata(owner_rank, left_out)
+
+    def _metadata(self, owner_rank: int, left_out: set[str]) -> list[ParameterMetadata]:
         return [
             ParameterMetadata(
                 name=name,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.mesh_layouts import mesh_intervals, read_mesh
 from moe_comm.resharding.describe.module_tensors import local_tensor
+from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.resharding.describe.tensor_layout import Shape, split
 
 __all__ = ["converted_views"]
@@ -47,27 +46,16 @@ def converted_views(
         PlanError: Elements come out changed, or not as rectangles; a DTensor has a pending sum, or a
             placement that is not known.
     """
-    with _no_collection():
+    with no_collection():
         return _converted_views(tensors, convert)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Put off the collection of garbage: among many thousands of new objects that stay, it takes most of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _converted_views(
     tensors: Mapping[str, torch.Tensor],
     convert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
 ) -> list[CheckpointView]:
-    given = {name: _IndexTensor.of_storage(name, tensor) for name, tensor in tensors.items()}
+    known: dict[Any, tuple[Intervals, ...] | None] = {}
+    given = {name: _IndexTensor.of_storage(name, tensor, known) for name, tensor in tensors.items()}
     views = []
     for name, tensor in convert(dict(given)).items():
         if not isinstance(tensor, _IndexTensor):
@@ -117,17 +105,29 @@ class _IndexTensor(torch.Tensor):
         return made
 
     @staticmethod
-    def of_storage(label: str, tensor: torch.Tensor) -> _IndexTensor:
-        """Return the whole of a DTensor, or of a plain tensor that is whole."""
+    def of_storage(
+        label: str, tensor: torch.Tensor, known: dict[Any, tuple[Intervals, ...] | None]
+    ) -> _IndexTensor:
+        """Return the whole of a DTensor, or of a plain tensor that is whole.
+
+        Args:
+            label: For messages.
+            tensor: Either.
+            known: Of DTensors that are cut alike, what the rank holds; is added to.
+        """
         local = local_tensor(tensor)
-        dims: tuple[Intervals, ...] | None = tuple(map(intervals.whole, local.shape))
-        if isinstance(tensor, DTensor):
+        dims: tuple[Intervals, ...] | None
+        if not isinstance(tensor, DTensor):
+            dims = tuple(map(intervals.whole, local.shape))
+        elif (cut := (tensor.device_mesh, tensor.placements, tensor.shape)) in known:
+            dims = known[cut]
+        else:
             mesh = read_mesh(tensor, label, tensor.device_mesh.mesh.flatten().tolist())
             if any(placement.kind == "partial" for placement in mesh.placements):
                 raise PlanError(
                     f"{label}: holds a pending sum, {tensor.placements}, and no weights"
                 )
-            dims = mesh_intervals(mesh, torch.distributed.get_rank(), label)
+            dims = known[cut] = mesh_intervals(mesh, torch.distributed.get_rank(), label)
         held = None if dims is None else tuple(map(intervals.total_length, dims))
         if held is not None and held != local.shape:
             raise PlanError(
@@ -336,9 +336,10 @@ def _drop(tensor: _IndexTensor, dim: int) -> _IndexTensor:
 
 def _squeeze(tensor: _IndexTensor, dim: int | Sequence[int] | None = None) -> _IndexTensor:
     every = range(tensor.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    squeezed = tensor
     for each in sorted((_wrap(tensor, each) for each in every), reverse=True):
-        tensor = _drop(tensor, each) if tensor.shape[each] == 1 else tensor
-    return _same(tensor)
+        squeezed = _drop(squeezed, each) if squeezed.shape[each] == 1 else squeezed
+    return _same(tensor) if squeezed is tensor else squeezed
 
 
 def _unsqueeze(tensor: _IndexTensor, dim: int) -> _IndexTensor:

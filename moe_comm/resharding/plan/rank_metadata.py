@@ -7,6 +7,7 @@ once and, per parameter, its name and the number of its kind.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ _OWN_FIELDS = ("name", "resolved_name", "global_expert_index", "owner_rank", "pl
 _KIND_FIELDS = tuple(
     field.name for field in dataclasses.fields(ParameterMetadata) if field.name not in _OWN_FIELDS
 )
+_kind_fields_of = operator.attrgetter(*_KIND_FIELDS)
 # Separates names, which are Python identifiers joined by dots.
 _SEPARATOR = "\n"
 
@@ -42,8 +44,9 @@ def resolved_name(meta: ParameterMetadata) -> str:
 
 def kind_key(meta: ParameterMetadata) -> tuple[Any, ...]:
     """Return the fields that two parameters of one kind have in common; hashable."""
-    fields = (getattr(meta, field) for field in _KIND_FIELDS)
-    values = tuple(tuple(value) if isinstance(value, list) else value for value in fields)
+    values: tuple[Any, ...] = _kind_fields_of(meta)
+    if list in map(type, values):
+        values = tuple(tuple(value) if isinstance(value, list) else value for value in values)
     return (*values, meta.global_expert_index is None)
 
 
