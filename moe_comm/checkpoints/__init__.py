@@ -13,6 +13,7 @@ from moe_comm.checkpoints.load import load_checkpoint
 from moe_comm.checkpoints.load_planner import CheckingLoadPlanner
 from moe_comm.checkpoints.mapped_reader import MappedFileReader
 from moe_comm.checkpoints.placed_experts import placed_views
+from moe_comm.checkpoints.pretrained import load_pretrained
 from moe_comm.checkpoints.save import save_checkpoint
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "MappedFileReader",
     "compact_checkpoint",
     "load_checkpoint",
+    "load_pretrained",
     "placed_views",
     "save_checkpoint",
 ]

@@ -126,16 +126,21 @@ def load(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Any:
-    """The model on these ranks, what the layout leaves over being FSDP."""
+    """The model on these ranks, as `plan_of` says."""
+    config = plan_of(implementation, context, layout)
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, distributed_config=config, **options
+    )
+
+
+def plan_of(implementation: str, context: RankContext, layout: Layout) -> DistributedConfig:
+    """The parallel plan of a layout; what it leaves over is FSDP."""
     quiet()
-    config = DistributedConfig(
+    return DistributedConfig(
         tp_size=layout.tp_size,
         fsdp_size=context.num_ranks // layout.tp_size,
         ep_size=layout.ep_size,
         ep_implementation=implementation,
-    )
-    return AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=dtype, distributed_config=config, **options
     )
 
 

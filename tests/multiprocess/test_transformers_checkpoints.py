@@ -16,7 +16,12 @@ pytest.importorskip("transformers", minversion="5.23")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_comm.checkpoints import compact_checkpoint, load_checkpoint, save_checkpoint
+from moe_comm.checkpoints import (
+    compact_checkpoint,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
 from moe_comm.checkpoints import convert as conversion
 from moe_comm.checkpoints.chains import open_checkpoint
 from moe_comm.checkpoints.stored_checkpoint import find_checkpoint
@@ -38,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The checkpoint of every model, as `save_pretrained` writes it."""
     return {
         name: models.save_model(name, tmp_path_factory.mktemp(name))
-        for name in ("qwen3_moe", "gpt_oss", "qwen3")
+        for name in ("qwen3_moe", "gpt_oss", "qwen3", "deepseek_v3")
     }
 
 
@@ -173,3 +178,84 @@ def test_transformers_reads_what_was_quantized(
     assert sum(not torch.equal(before[name], expected[name]) for name in before) > 5
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def load_both(
+    context: RankContext, folder: str, layouts: list[Layout | None], dtype: torch.dtype
+) -> list[str]:
+    """Everything that a model has by name, as transformers loads it and as this package does."""
+    faults = []
+    for layout in layouts:
+        plan = None if layout is None else models.plan_of("all_to_all", context, layout)
+        expected, found = (
+            load(AutoModelForCausalLM, folder, dtype=dtype, distributed_config=plan)
+            for load in (
+                lambda kind, *given, **named: kind.from_pretrained(*given, **named),
+                load_pretrained,
+            )
+        )
+        held = [
+            dict((*each.named_parameters(remove_duplicate=False), *each.named_buffers()))
+            for each in (expected, found)
+        ]
+        if list(held[0]) != list(held[1]) or found.training:
+            faults.append(f"{layout}: not the same names, or training")
+            continue
+        for name, tensor in held[0].items():
+            mine = held[1][name]
+            same = (mine.dtype, mine.device, mine.shape) == (
+                tensor.dtype,
+                tensor.device,
+                tensor.shape,
+            )
+            if not same or not torch.equal(local_tensor(mine), local_tensor(tensor)):
+                faults.append(f"{layout}: {name}: {mine.dtype} {mine.device}, not {tensor.dtype}")
+        tied = [len(set(map(id, each.parameters()))) for each in (expected, found)]
+        settings = [each.generation_config.to_dict() for each in (expected, found)]
+        tokens = models.batch(0, 5)
+        texts = [
+            each.generate(tokens, max_new_tokens=3, do_sample=False) for each in (expected, found)
+        ]
+        if tied[0] != tied[1] or settings[0] != settings[1] or not torch.equal(*texts):
+            faults.append(f"{layout}: ties {tied}, settings or text")
+    return faults
+
+
+@pytest.mark.client(
+    "transformers",
+    way="`load_pretrained()`",
+    ran="{name}, {dtype}, {num_ranks} ranks under every plan and without one: the parameters, buffers and text of "
+    "`from_pretrained`",
+)
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "dtype"),
+    [
+        ("qwen3_moe", 2, torch.bfloat16),
+        ("gpt_oss", 2, torch.float32),
+        ("qwen3", 2, torch.float32),  # tied
+        ("deepseek_v3", 2, torch.bfloat16),  # some stay float32
+        ("qwen3_moe", 4, torch.float32),
+    ],
+)
+def test_a_model_is_the_one_that_from_pretrained_makes(
+    folders: dict[str, str], name: str, num_ranks: int, dtype: torch.dtype
+) -> None:
+    layouts = [each for each in LAYOUTS[num_ranks] if each.ep_size == 1 or name != "qwen3"]
+    faults = run_fresh(load_both, num_ranks, folders[name], [*layouts, None], dtype)
+    assert [fault for rank in faults for fault in rank] == []
+
+
+def load_what_one_lacks(context: RankContext, folder: str, out: str) -> str:
+    own = folder if context.rank_idx == 0 else out
+    plan = models.plan_of("all_to_all", context, Layout(2))
+    try:
+        load_pretrained(AutoModelForCausalLM, own, distributed_config=plan)
+    except Exception as error:  # noqa: BLE001 - it is looked at
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_without_a_configuration_stops_all(folders: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    said = run_fresh(load_what_one_lacks, 2, folders["qwen3"], str(tmp_path))
+    assert all("rank 1" in each and str(tmp_path) in each for each in said), said

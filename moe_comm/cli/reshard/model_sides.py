@@ -22,7 +22,7 @@ from moe_comm.resharding.describe.metadata_extraction import (
     resolved_ties,
 )
 from moe_comm.resharding.describe.module_tensors import local_tensor
-from moe_comm.resharding.describe.transformers_views import transformers_views
+from moe_comm.resharding.describe.transformers_views import empty_model, transformers_views
 from moe_comm.resharding.hold.refit_models import unwrap_models
 from moe_comm.resharding.plan.rank_metadata import (
     RankMetadata,
@@ -174,11 +174,9 @@ class ModelSide:
         dtype = self.dtype or getattr(config, "dtype", None) or torch.bfloat16
 
         def make(_: int) -> CheckpointViews:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             plan = transformers.DistributedConfig(ep_implementation="all_to_all", **sizes)
-            kind = type(model)
-            plan, _, mesh = kind.prepare_distribute_model(plan)
-            return transformers_views(kind.maybe_distribute_model(model, plan, mesh))
+            kind = transformers.AutoModelForCausalLM
+            return transformers_views(empty_model(kind, config, dtype, plan, "meta"))
 
         return make
 

@@ -13,10 +13,10 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.converted_views import converted_views
 from moe_comm.resharding.describe.disagreement import PlanError
-from moe_comm.resharding.describe.module_tensors import memory_of
+from moe_comm.resharding.describe.module_tensors import memory_of, named_refit_tensors
 from moe_comm.tensors.memory import storage_id
 
-__all__ = ["disk_tensors", "transformers_views"]
+__all__ = ["disk_tensors", "empty_model", "transformers_views"]
 
 _CONVERSIONS = "transformers.core_model_loading"
 _NOT_PLAIN = {"hf_quantizer": "is quantized", "_hf_peft_config_loaded": "has adapters"}
@@ -42,6 +42,49 @@ def transformers_views(model: torch.nn.Module) -> CheckpointViews:
             words and is another in memory; the model is quantized, or has adapters.
     """
     return CheckpointViews(functools.partial(_describe, model), model)
+
+
+def empty_model(
+    auto_class: Any,
+    config: Any,
+    dtype: torch.dtype | str | None,
+    distributed_config: Any = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Any:
+    """Return a model of transformers without values, cut as `from_pretrained` cuts it. Collective with a plan.
+
+    Args:
+        auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
+        config: Its configuration, which the model keeps.
+        dtype: Of the weights but those that the model keeps in float32; None for the configuration's.
+        distributed_config: Of transformers, with the sizes of the parallel plan; None for the whole model.
+        device: Of its tensors, "meta" too; None for that of the parallel plan, or "cpu" without one.
+        options: Of the class, such as `attn_implementation`.
+
+    Raises:
+        Exception: As transformers does where the plan does not fit the model or the ranks.
+    """
+    if dtype is not None:
+        options["dtype"] = dtype
+    make = getattr(auto_class, "from_config", None) or auto_class._from_config
+    # Tensors are tied when they are where they stay: plans do not find one of two names.
+    untied = importlib.import_module("transformers.initialization").no_tie_weights()
+    with torch.device("meta"), untied:
+        model = make(config, **options)
+    kept = model._get_dtype_plan(model.dtype)
+    if kept:
+        named = importlib.import_module(_CONVERSIONS).build_glob_alternation(list(kept))[0]
+        for name, tensor in named_refit_tensors(model):
+            if named.search(name):
+                tensor.data = tensor.data.float()
+    kind = type(model)
+    plan, _, mesh = kind.prepare_distribute_model(distributed_config)
+    model = kind.maybe_distribute_model(model, plan, mesh)
+    mesh = getattr(model, "_device_mesh", None)
+    model.to_empty(device=device or ("cpu" if mesh is None else mesh.device_type))
+    model.tie_weights(recompute_mapping=False)
+    return model
 
 
 def disk_tensors(

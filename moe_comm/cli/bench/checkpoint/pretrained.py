@@ -1,4 +1,4 @@
-"""`from_pretrained` into 2 expert parallel ranks: by transformers, and by `load_checkpoint`."""
+"""`from_pretrained` into 2 expert parallel ranks: by transformers, and by `load_pretrained`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_comm.checkpoints import load_checkpoint
+from moe_comm.checkpoints import load_pretrained
 from moe_comm.checkpoints.tensor_file import crc32c
 from moe_comm.cli.bench.checkpoint.run import CheckpointRow
 from moe_comm.cli.bench.checkpoint.worker import FILES
@@ -30,8 +30,8 @@ from moe_comm.cli.bench.statistics import (
     time_columns,
 )
 from moe_comm.cli.reshard.model_shapes import MoEShape
-from moe_comm.resharding import transformers_views
 from moe_comm.resharding.describe.module_tensors import local_tensor
+from moe_comm.resharding.describe.transformers_views import empty_model
 from moe_comm.tensors.memory import bytes_of
 
 __all__ = ["TRANSFORMERS", "run_pretrained"]
@@ -66,7 +66,8 @@ class PretrainedWorker(RankWorker):
             tp_size=1, fsdp_size=NUM_RANKS, ep_size=NUM_RANKS, ep_implementation="all_to_all"
         )
         # Modules are imported when they are first used, which is no part of reading files.
-        self._empty(_config(SMALL))
+        auto_class = transformers.AutoModelForCausalLM
+        empty_model(auto_class, _config(SMALL), torch.bfloat16, self.config)
 
     def write(self, shape: MoEShape) -> int:
         """Write a checkpoint of random bits as `save_pretrained` does; return its bytes."""
@@ -105,23 +106,12 @@ class PretrainedWorker(RankWorker):
         )
 
     def _by_files(self) -> Any:
-        transformers = _transformers()
-        model = self._empty(transformers.AutoConfig.from_pretrained(self.place))
-        load_checkpoint(transformers_views(model), self.place)
-        return model.eval()
-
-    def _empty(self, config: Any) -> Any:
-        """A model as transformers spreads it, without values."""
-        transformers = _transformers()
-        with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        kind = type(model)
-        distributed, _, mesh = kind.prepare_distribute_model(self.config)
-        model = kind.maybe_distribute_model(model, distributed, mesh)
-        model.to_empty(device="cpu")
-        # Buffers that are in no checkpoint.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        return model
+        return load_pretrained(
+            _transformers().AutoModelForCausalLM,
+            self.place,
+            dtype=torch.bfloat16,
+            distributed_config=self.config,
+        )
 
     def close(self) -> None:
         """Leave in good order."""

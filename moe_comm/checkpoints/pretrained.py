@@ -1,0 +1,82 @@
+"""A model of transformers out of safetensors files: made without values, and filled with what each rank holds."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
+from moe_comm.checkpoints.load import load_checkpoint
+from moe_comm.checkpoints.stored_checkpoint import find_checkpoint
+from moe_comm.resharding.describe.module_tensors import named_refit_tensors
+from moe_comm.resharding.describe.transformers_views import empty_model, transformers_views
+
+__all__ = ["load_pretrained"]
+
+
+def load_pretrained(
+    auto_class: Any,
+    folder: str | os.PathLike[str],
+    version: str | None = None,
+    *,
+    config: Any = None,
+    distributed_config: Any = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    checksums: bool = False,
+    **options: Any,
+) -> Any:
+    """Return what `auto_class.from_pretrained` returns, read by `load_checkpoint`. Collective, blocking.
+
+    The model is made on "meta", cut by its parallel plan, given memory and filled: each rank reads its own parts
+    alone, and no tensor is put together beside the model. Buffers that no checkpoint has are computed, as
+    transformers does. Deltas are read too, and FP8 weights with their scale factors into float ones.
+
+    Args:
+        auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
+        folder: See `load_checkpoint`.
+        version: Likewise.
+        config: Of the model, copied; None for the `config.json` of the version.
+        distributed_config: Of transformers; its sizes are those of the default process group. None for the
+            whole model on every rank.
+        dtype: Of the weights but those that the model keeps in float32; None for the configuration's.
+        device: Of the weights; None for that of the parallel plan, or "cpu" without one.
+        strict: See `load_checkpoint`.
+        checksums: Likewise.
+        options: Of the class, such as `attn_implementation`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ImportError: There is no transformers, or one older than 5.23.
+        OSError, ValueError: There is no configuration, or the plan fits neither model nor ranks; as transformers
+            raises them. What any rank says of the files is raised on all.
+        Exception: See `load_checkpoint` and `transformers_views`.
+    """
+    ranks = CheckpointRanks("load", None)
+    transformers: Any = None
+    path = Path(folder)
+    with ranks.problem:
+        transformers = importlib.import_module("transformers")
+        path = find_checkpoint(path, version)
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(path)
+    # Before transformers makes groups, in which ranks would wait for one that has failed.
+    ranks.agree()
+    config = copy.deepcopy(config)
+    config.name_or_path = str(path)
+    model = empty_model(auto_class, config, dtype, distributed_config, device, **options)
+    for _, tensor in named_refit_tensors(model):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()  # buffers that are not saved alone
+    load_checkpoint(transformers_views(model), folder, version, strict=strict, checksums=checksums)
+    if model.can_generate() and (path / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model.eval()
