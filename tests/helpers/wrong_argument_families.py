@@ -25,7 +25,7 @@ from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.testing import RankContext
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.sharded_nets import ShardedNet
-from tests.helpers.wrong_arguments import Entry
+from tests.helpers.wrong_arguments import Entry, same_as_first
 
 CASE = oracle.Case("wrong", 6, 2, 64, (5, 4), share_unused=0.0)
 NUM_MAX = 8
@@ -47,37 +47,20 @@ OTHER_SIZE = frozenset(
 )
 
 
-def tensors_in(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, tuple | list):
-        return [tensor for each in result for tensor in tensors_in(each)]
-    return []
+def routed(mine: oracle.Given) -> dict[str, torch.Tensor]:
+    return {"x": mine.x, "topk_idx": mine.topk_idx, "topk_weights": mine.topk_weights}
 
 
-def same_as_first() -> Callable[[Any], None]:
-    """A check that every result has the bits of the first one."""
-    first: list[torch.Tensor] = []
-
-    def check(result: Any) -> None:
-        found = tensors_in(result)
-        assert found
-        if not first:
-            first.extend(tensor.clone() for tensor in found)
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True)), (first, found)
-
-    return check
+def mapped(mine: oracle.Given) -> dict[str, torch.Tensor]:
+    empty = torch.zeros(mine.num_tokens, 6, dtype=torch.bool)
+    routing_map = empty.scatter_(1, mine.topk_idx, True)
+    return {"routing_map": routing_map, "probs": routing_map.float()}
 
 
 def compat_calls(context: RankContext) -> Mapping[str, Entry]:
     mine = oracle.given(CASE, context.rank_idx)
     buffer = Buffer(context.group)
-    sending = {
-        "x": mine.x,
-        **oracle.routing(buffer, mine.topk_idx, 6),
-        "topk_idx": mine.topk_idx,
-        "topk_weights": mine.topk_weights,
-    }
+    sending = {**routed(mine), **oracle.routing(buffer, mine.topk_idx, 6)}
     rows, _, weights, _, handle, _ = buffer.dispatch(**sending)
     sending_ll = {
         "x": mine.x,
@@ -89,71 +72,35 @@ def compat_calls(context: RankContext) -> Mapping[str, Entry]:
     rows_ll, _, handle_ll, _, _ = buffer.low_latency_dispatch(**sending_ll)
     assert isinstance(rows_ll, torch.Tensor)
     combining_ll = {
+        **routed(mine),
         "x": torch.zeros_like(rows_ll),
-        "topk_idx": mine.topk_idx,
-        "topk_weights": mine.topk_weights,
         "handle": handle_ll,
         "out": torch.zeros_like(mine.x),
     }
     counts = same_as_first()
     return {
-        "Buffer.dispatch": Entry(
-            buffer.dispatch, sending, same_as_first(), left_out=OTHER_SIZE, finish=ended
-        ),
-        "Buffer.dispatch, cached": Entry(
-            buffer.dispatch, {"x": mine.x, "handle": handle}, same_as_first(), finish=ended
-        ),
+        "Buffer.dispatch": Entry(buffer.dispatch, sending, left_out=OTHER_SIZE),
+        "Buffer.dispatch, cached": Entry(buffer.dispatch, {"x": mine.x, "handle": handle}),
         "Buffer.combine": Entry(
-            buffer.combine,
-            {"x": rows, "handle": handle, "topk_weights": weights},
-            same_as_first(),
-            finish=ended,
+            buffer.combine, {"x": rows, "handle": handle, "topk_weights": weights}
         ),
         "Buffer.low_latency_dispatch": Entry(
-            buffer.low_latency_dispatch,
-            sending_ll,
-            lambda result: counts(result[1]),
-            left_out=OTHER_SIZE,
-            finish=ended,
+            buffer.low_latency_dispatch, sending_ll, lambda result: counts(result[1]), OTHER_SIZE
         ),
-        "Buffer.low_latency_combine": Entry(
-            buffer.low_latency_combine, combining_ll, same_as_first(), finish=ended
-        ),
+        "Buffer.low_latency_combine": Entry(buffer.low_latency_combine, combining_ll),
     }
-
-
-def ended(result: Any) -> Any:
-    """A result of DeepEP's calls, whose event or hook has been waited for."""
-    for each in result if isinstance(result, tuple) else ():
-        if hasattr(each, "current_stream_wait") and getattr(each, "event", None) is not None:
-            each.current_stream_wait()
-        elif callable(each):
-            each()
-    return result
 
 
 def elastic_calls(context: RankContext) -> Mapping[str, Entry]:
     mine = oracle.given(CASE, context.rank_idx)
     buffer = ElasticBuffer(context.group, num_max_tokens_per_rank=NUM_MAX)
-    sending = {
-        "x": mine.x,
-        "topk_idx": mine.topk_idx,
-        "topk_weights": mine.topk_weights,
-        "num_experts": 6,
-    }
+    sending = {**routed(mine), "num_experts": 6}
     rows, _, weights, handle, _ = buffer.dispatch(**sending)
     return {
-        "ElasticBuffer.dispatch": Entry(
-            buffer.dispatch, sending, same_as_first(), left_out=OTHER_SIZE, finish=ended
-        ),
-        "ElasticBuffer.dispatch, cached": Entry(
-            buffer.dispatch, {"x": mine.x, "handle": handle}, same_as_first(), finish=ended
-        ),
+        "ElasticBuffer.dispatch": Entry(buffer.dispatch, sending, left_out=OTHER_SIZE),
+        "ElasticBuffer.dispatch, cached": Entry(buffer.dispatch, {"x": mine.x, "handle": handle}),
         "ElasticBuffer.combine": Entry(
-            buffer.combine,
-            {"x": rows, "handle": handle, "topk_weights": weights},
-            same_as_first(),
-            finish=ended,
+            buffer.combine, {"x": rows, "handle": handle, "topk_weights": weights}
         ),
         "ElasticBuffer.barrier": Entry(buffer.barrier, {}),
     }
@@ -162,28 +109,24 @@ def elastic_calls(context: RankContext) -> Mapping[str, Entry]:
 def hybrid_calls(context: RankContext) -> Mapping[str, Entry]:
     mine = oracle.given(CASE, context.rank_idx)
     buffer = HybridEPBuffer(context.group, 64, NUM_MAX, 3)
-    routing_map = torch.zeros(mine.num_tokens, 6, dtype=torch.bool).scatter_(1, mine.topk_idx, True)
-    sending = {"hidden": mine.x, "routing_map": routing_map, "probs": routing_map.float()}
+    sending = {"hidden": mine.x, **mapped(mine)}
     rows, probs, _, handle = buffer.dispatch(**sending)
     permuted, permuted_probs, _, _, permuted_handle = buffer.dispatch_with_permute(**sending)
     combining = {"hidden": rows, "probs": probs, "handle": handle}
     unpermuting = {"hidden": permuted, "probs": permuted_probs, "handle": permuted_handle}
     return {
-        "HybridEPBuffer.dispatch": Entry(buffer.dispatch, sending, same_as_first()),
+        "HybridEPBuffer.dispatch": Entry(buffer.dispatch, sending),
         "HybridEPBuffer.dispatch_with_permute": Entry(
-            buffer.dispatch_with_permute, sending, same_as_first(), left_out=OTHER_SIZE
+            buffer.dispatch_with_permute, sending, left_out=OTHER_SIZE
         ),
-        "HybridEPBuffer.combine": Entry(buffer.combine, combining, same_as_first()),
-        "HybridEPBuffer.combine_with_unpermute": Entry(
-            buffer.combine_with_unpermute, unpermuting, same_as_first()
-        ),
+        "HybridEPBuffer.combine": Entry(buffer.combine, combining),
+        "HybridEPBuffer.combine_with_unpermute": Entry(buffer.combine_with_unpermute, unpermuting),
     }
 
 
 def fused_calls(context: RankContext) -> Mapping[str, Entry]:
     mine = oracle.given(CASE, context.rank_idx)
     group = {"group": context.group}
-    routing_map = torch.zeros(mine.num_tokens, 6, dtype=torch.bool).scatter_(1, mine.topk_idx, True)
     sending = {
         "x": mine.x,
         "token_indices": mine.topk_idx,
@@ -191,41 +134,19 @@ def fused_calls(context: RankContext) -> Mapping[str, Entry]:
         "num_experts": 6,
         **group,
     }
-    hybrid = {
-        "x": mine.x,
-        "routing_map": routing_map,
-        "probs": routing_map.float(),
-        "num_local_experts": 3,
-        **group,
-    }
+    hybrid = {"x": mine.x, **mapped(mine), "num_local_experts": 3, **group}
     rows, _, _, _, handle = fused_a2a.fused_dispatch(**sending)
     permuted, _, _, _, permuted_handle = fused_a2a.hybrid_ep_dispatch(**hybrid)
     # Nothing else says who the peers are.
     groups = frozenset({"group"})
+    sizes = groups | OTHER_SIZE
+    combining = {"x": rows, "handle": handle, **group}
+    unpermuting = {"x": permuted, "handle": permuted_handle}
     return {
-        "fused_dispatch": Entry(
-            fused_a2a.fused_dispatch,
-            sending,
-            same_as_first(),
-            left_out=groups | OTHER_SIZE,
-        ),
-        "fused_combine": Entry(
-            fused_a2a.fused_combine,
-            {"x": rows, "handle": handle, **group},
-            same_as_first(),
-            left_out=groups,
-        ),
-        "hybrid_ep_dispatch": Entry(
-            fused_a2a.hybrid_ep_dispatch,
-            hybrid,
-            same_as_first(),
-            left_out=groups | OTHER_SIZE,
-        ),
-        "hybrid_ep_combine": Entry(
-            fused_a2a.hybrid_ep_combine,
-            {"x": permuted, "handle": permuted_handle},
-            same_as_first(),
-        ),
+        "fused_dispatch": Entry(fused_a2a.fused_dispatch, sending, left_out=sizes),
+        "fused_combine": Entry(fused_a2a.fused_combine, combining, left_out=groups),
+        "hybrid_ep_dispatch": Entry(fused_a2a.hybrid_ep_dispatch, hybrid, left_out=sizes),
+        "hybrid_ep_combine": Entry(fused_a2a.hybrid_ep_combine, unpermuting),
     }
 
 
@@ -314,7 +235,6 @@ def training_calls(context: RankContext) -> Mapping[str, Entry]:
     }
     rows, _, metadata = dispatcher.dispatch(**sending)
     manager = MegatronManager(context.group, 3)
-    routing_map = torch.zeros(mine.num_tokens, 6, dtype=torch.bool).scatter_(1, mine.topk_idx, True)
 
     def megatron(
         hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -328,26 +248,19 @@ def training_calls(context: RankContext) -> Mapping[str, Entry]:
         manager.handle = kept
         return manager.combine(hidden_states)
 
-    routed = {
-        "hidden_states": mine.x,
-        "routing_map": routing_map,
-        "probs": routing_map.float(),
-    }
-    manager.setup_metadata(routing_map, routing_map.float())
+    routing = mapped(mine)
+    manager.setup_metadata(**routing)
     permuted = manager.dispatch(mine.x)
     kept = manager.handle
+    combining = {"routed_output_RD": rows, "metadata": metadata, "x_TD": mine.x}
     return {
-        "TorchtitanTokenDispatcher.dispatch": Entry(dispatcher.dispatch, sending, same_as_first()),
-        "TorchtitanTokenDispatcher.combine": Entry(
-            dispatcher.combine,
-            {"routed_output_RD": rows, "metadata": metadata, "x_TD": mine.x},
-            same_as_first(),
-        ),
+        "TorchtitanTokenDispatcher.dispatch": Entry(dispatcher.dispatch, sending),
+        "TorchtitanTokenDispatcher.combine": Entry(dispatcher.combine, combining),
         "MegatronManager.dispatch": Entry(
-            megatron, routed, same_as_first(), left_out=UNBOUND | NO_ROUTING
+            megatron, {"hidden_states": mine.x, **routing}, left_out=UNBOUND | NO_ROUTING
         ),
         "MegatronManager.combine": Entry(
-            megatron_combine, {"hidden_states": permuted}, same_as_first(), left_out=UNBOUND
+            megatron_combine, {"hidden_states": permuted}, left_out=UNBOUND
         ),
     }
 
@@ -394,27 +307,14 @@ def serving_calls(context: RankContext) -> Mapping[str, Entry]:
         given = (arrived[0], arrived[2], arrived[3]) if combine_input == 0 else combine_input
         return sglang.combine(given)
 
+    tripped = {"hidden_states": mine.x, "topk_output": topk, "combine_input": 0}
     return {
         "VllmPrepareAndFinalize.prepare": Entry(
-            shape.prepare,
-            preparing,
-            lambda result: same(result[0]),
-            left_out=frozenset({"expert_map"}),
+            shape.prepare, preparing, left_out=frozenset({"expert_map"})
         ),
-        "VllmPrepareAndFinalize.finalize": Entry(
-            finalize, finalizing, same_as_first(), left_out=UNBOUND
-        ),
-        "SglangDispatcher": Entry(
-            round_trip,
-            {"hidden_states": mine.x, "topk_output": topk, "combine_input": 0},
-            same_as_first(),
-            left_out=UNBOUND,
-        ),
+        "VllmPrepareAndFinalize.finalize": Entry(finalize, finalizing, left_out=UNBOUND),
+        "SglangDispatcher": Entry(round_trip, tripped, left_out=UNBOUND),
     }
-
-
-def same(result: Any) -> None:
-    assert isinstance(result, torch.Tensor)
 
 
 def refit_calls(context: RankContext) -> Mapping[str, Entry]:
@@ -430,35 +330,23 @@ def refit_calls(context: RankContext) -> Mapping[str, Entry]:
             for tensor in dst.state_dict().values():
                 tensor.zero_()
 
+    by_name, over_service = {"refit_method": "symmetric"}, {"refit_method": service}
+    run = lambda made: made.run()  # noqa: E731
+    calls: dict[str, tuple[Any, ...]] = {
+        "swap_model_weights": (refit.swap_model_weights, by_name),
+        "swap_model_weights over a service": (refit.swap_model_weights, over_service),
+        "reshard_model_weights": (refit.reshard_model_weights, {"service": service}),
+        "Refit": (refit.Refit, by_name, run),
+        "Refit over a service": (refit.Refit, over_service, run),
+    }
+    service_of = {"backend": "symmetric", "group": context.group}
     return {
-        "swap_model_weights": Entry(
-            refit.swap_model_weights, {**models, "refit_method": "symmetric"}, is_copied
-        ),
-        "swap_model_weights over a service": Entry(
-            refit.swap_model_weights, {**models, "refit_method": service}, is_copied
-        ),
-        "reshard_model_weights": Entry(
-            refit.reshard_model_weights, {**models, "service": service}, is_copied
-        ),
         "prepare_swap_model_weights": Entry(refit.prepare_swap_model_weights, models),
-        "Refit": Entry(
-            refit.Refit,
-            {**models, "refit_method": "symmetric"},
-            is_copied,
-            finish=lambda made: made.run(),
-        ),
-        "Refit over a service": Entry(
-            refit.Refit,
-            {**models, "refit_method": service},
-            is_copied,
-            finish=lambda made: made.run(),
-        ),
         "Refit.run": Entry(refit.Refit(src, dst, service).run, {}, is_copied),
-        "get_or_create_service": Entry(
-            get_new_service,
-            {"backend": "symmetric", "group": context.group},
-            left_out=UNBOUND,
-        ),
+        "get_or_create_service": Entry(get_new_service, service_of, left_out=UNBOUND),
+    } | {
+        name: Entry(call, {**models, **method}, is_copied, frozenset(), *finish)
+        for name, (call, method, *finish) in calls.items()
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,40 @@ ARRIVAL_S = 20.0
 """Limit of a wait for a rank that does not come: no wrong argument may lead to it."""
 
 
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [tensor for each in result for tensor in tensors_in(each)]
+    return []
+
+
+def same_as_first() -> Callable[[Any], None]:
+    """A check that every result has the bits of the first one."""
+    first: list[torch.Tensor] | None = None
+
+    def check(result: Any) -> None:
+        nonlocal first
+        found = tensors_in(result)
+        if first is None:
+            first = [tensor.clone() for tensor in found]
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True)), (first, found)
+
+    return check
+
+
+def ended(result: Any) -> Any:
+    """A result, whose event or hook has been waited for."""
+    for each in result if isinstance(result, tuple) else ():
+        if hasattr(each, "current_stream_wait") and getattr(each, "event", None) is not None:
+            each.current_stream_wait()
+        elif callable(each):
+            each()
+    if hasattr(result, "event"):
+        result.event.wait()
+    return result
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A collective call.
@@ -29,17 +64,18 @@ class Entry:
     Args:
         function: Whose signature is read.
         right: Arguments by name that are right on every rank.
-        check: Raises where the result of the right call is wrong.
+        check: Raises where the result of the right call is wrong; unless given, where the bits of its
+            tensors are not those of the first result.
         left_out: Parameters that are not tried, and changes, as "name: what", that choose another
             buffer than the peers': those are found late. "unbound": calls that Python rejects.
-        finish: What makes a result complete.
+        finish: What makes a result complete; unless given, its event or hook is waited for.
     """
 
     function: Callable[..., Any]
     right: Mapping[str, Any]
-    check: Callable[[Any], None] = lambda result: None
+    check: Callable[[Any], None] = dataclasses.field(default_factory=same_as_first)
     left_out: frozenset[str] = frozenset()
-    finish: Callable[[Any], Any] = lambda result: result
+    finish: Callable[[Any], Any] = ended
 
     def call(self, change: Change | None = None) -> Any:
         """The right call, or one that differs from it."""
@@ -134,6 +170,18 @@ def outcome_of(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
         return type(error).__name__, str(error)
     return "", ""
+
+
+def told_by(calls: Any, call: str, change: Callable[[Any], Mapping[str, Any]] | None) -> str:
+    """ "ValueError: rank 1: x must ...", which a method of `calls` raises with changed arguments."""
+    return ": ".join(outcome_of(lambda: getattr(calls, call)(**(change(calls) if change else {}))))
+
+
+def missing_of(told: str, rank_idx: int, wanted: str) -> list[str]:
+    """Parts of "ValueError: 16 .. 24" that an error of a rank lacks: type, rank and pieces, in any order."""
+    kind, *pieces = re.split(r": | \.\. ", wanted)
+    beginning = f"{kind}: rank {rank_idx}: " if pieces else f"{kind}: "
+    return [beginning] * (not told.startswith(beginning)) + [p for p in pieces if p not in told]
 
 
 def try_all(

@@ -15,6 +15,7 @@ from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import deep_ep_oracle as oracle
 from tests.helpers.deep_ep_oracle import Case
+from tests.helpers.wrong_arguments import missing_of, told_by
 
 CASE = Case("bad_input", 6, 2, 64, (5, 4), share_unused=0.0)
 NUM_MAX = 8
@@ -92,232 +93,105 @@ class Calls:
         return self.hybrid.combine_with_unpermute(**{**arguments, **changes})
 
 
-Call = Callable[[Calls], object]
+Change = Callable[[Calls], dict[str, Any]]
 
-# Name: (what the others call, what one rank does, type, pieces of the message).
-MISTAKES: dict[str, tuple[str, Call, type[Exception], tuple[str, ...]]] = {
-    "x type": ("dispatch", lambda c: c.dispatch(x=[1.0]), TypeError, ("tensor", "list")),
-    "x strides": (
-        "dispatch", lambda c: c.dispatch(x=c.mine.x.T.contiguous().T), ValueError, ("contiguous",)
-    ),
-    "x of four": (
-        "dispatch", lambda c: c.dispatch(x=(c.mine.x,) * 4), ValueError, ("pair", "4 values")
-    ),
-    "x wide pair": (
-        "dispatch", lambda c: c.dispatch(x=(c.mine.x, c.mine.x.float())), TypeError, ("one byte", "bfloat16")
-    ),
-    "x scales": (
-        "dispatch",
-        lambda c: c.dispatch(x=(c.mine.x.view(torch.uint8), torch.zeros(1, 1))),
-        ValueError,
-        ("scales", "(1, 1)"),
-    ),
-    "no layout": ("dispatch", lambda c: c.dispatch(is_token_in_rank=None), TypeError, ("NoneType",)),
-    "no counts": (
-        "dispatch", lambda c: c.dispatch(num_tokens_per_expert=None), TypeError, ("num_tokens_per_expert",)
-    ),
-    "another layout": (
-        "dispatch",
-        lambda c: c.dispatch(is_token_in_rank=~c.v1.get_dispatch_layout(c.mine.topk_idx, 6)[3]),
-        ValueError,
-        ("is_token_in_rank[", "topk_idx["),
-    ),
-    "other counts": (
-        "dispatch",
-        lambda c: c.dispatch(num_tokens_per_expert=torch.full((6,), 99, dtype=torch.int32)),
-        ValueError,
-        ("99", "topk_idx has"),
-    ),
-    "other counts of ranks": (
-        "dispatch",
-        lambda c: c.dispatch(num_tokens_per_rank=torch.full((2,), 99, dtype=torch.int32)),
-        ValueError,
-        ("99", "topk_idx has"),
-    ),
-    "weights alone": (
-        "dispatch", lambda c: c.dispatch(topk_idx=None), ValueError, ("go together", "topk_idx is None")
-    ),
-    "narrow ids": (
-        "dispatch",
-        lambda c: c.dispatch(topk_idx=c.mine.topk_idx.to(torch.int32)),
-        TypeError,
-        ("int64", "int32"),
-    ),
-    "expert id": (
-        "dispatch", lambda c: c.dispatch(topk_idx=c.mine.topk_idx + 6), ValueError, ("[-1, 6)",)
-    ),
-    "alignment": (
-        "dispatch", lambda c: c.dispatch(expert_alignment=0), ValueError, (">= 1", "0")
-    ),
-    "worst tokens": (
-        "dispatch", lambda c: c.dispatch(num_worst_tokens=-1), ValueError, (">= 0", "-1")
-    ),
-    "too many worst tokens": (
-        "dispatch", lambda c: c.dispatch(num_worst_tokens=1 << 31), ValueError, ("2147483648",)
-    ),
-    "odd sms": ("dispatch", lambda c: c.dispatch(config=Config(7)), ValueError, ("even", "7")),
-    "config type": ("dispatch", lambda c: c.dispatch(config=7), TypeError, ("Config", "int")),
-    "stream alone": (
-        "dispatch",
-        lambda c: c.dispatch(allocate_on_comm_stream=True),
-        ValueError,
-        ("previous_event", "None"),
-    ),
-    "event type": (
-        "dispatch", lambda c: c.dispatch(previous_event=3), TypeError, ("EventOverlap", "int")
-    ),
-    "ranks per node": (
-        "dispatch",
-        lambda c: c.dispatch(num_tokens_per_rdma_rank=torch.zeros(1)),
-        ValueError,
-        ("num_tokens_per_rdma_rank",),
-    ),
-    "cached with ids": (
-        "cached", lambda c: c.cached(topk_idx=c.mine.topk_idx), ValueError, ("None with a handle",)
-    ),
-    "handle in too few parts": (
-        "cached", lambda c: c.cached(handle=tuple(c.handle)[:5]), TypeError, ("handle", "tuple")
-    ),
-    "rows of cached": (
-        "cached", lambda c: c.cached(x=c.mine.x[:1]), ValueError, ("1 tokens",)
-    ),
-    "combine handle": ("combine", lambda c: c.combine(handle=None), TypeError, ("NoneType",)),
-    "combine rows": (
-        "combine", lambda c: c.combine(x=c.rows[:-1]), ValueError, ("x must have shape",)
-    ),
-    "combine bytes": (
-        "combine", lambda c: c.combine(x=c.rows.view(torch.uint8)), TypeError, ("uint8",)
-    ),
-    "combine weights": (
-        "combine", lambda c: c.combine(topk_weights=torch.zeros(1, 2)), ValueError, ("(1, 2)",)
-    ),
-    "one bias": (
-        "combine", lambda c: c.combine(bias=c.mine.x), ValueError, ()
-    ),
-    "bias shape": (
-        "combine", lambda c: c.combine(bias=c.mine.x[:, :8]), ValueError, ("bias",)
-    ),
-    "three biases": (
-        "combine", lambda c: c.combine(bias=(c.mine.x,) * 3), ValueError, ("3 values",)
-    ),
-    "too many tokens": (
-        "ll_dispatch",
-        lambda c: c.ll_dispatch(
-            x=torch.zeros(9, 64).bfloat16(), topk_idx=torch.zeros(9, 2, dtype=torch.int64)
-        ),
-        ValueError,
-        ("9", "8"),
-    ),
-    "event and hook": (
-        "ll_dispatch",
-        lambda c: c.ll_dispatch(async_finish=True, return_recv_hook=True),
-        ValueError,
-        ("exclude",),
-    ),
-    "exponents alone": (
-        "ll_dispatch",
-        lambda c: c.ll_dispatch(use_fp8=True, use_ue8m0=True),
-        ValueError,
-        ("round_scale",),
-    ),
-    "counts dtype": (
-        "ll_dispatch",
-        lambda c: c.ll_dispatch(cumulative_local_expert_recv_stats=torch.zeros(3)),
-        TypeError,
-        ("int32", "float32"),
-    ),
-    "wait shape": (
-        "ll_dispatch",
-        lambda c: c.ll_dispatch(dispatch_wait_recv_cost_stats=torch.zeros(2, 2, dtype=torch.int64)),
-        ValueError,
-        ("(2, 2)",),
-    ),
-    "experts type": (
-        "ll_dispatch", lambda c: c.ll_dispatch(num_experts=6.0), TypeError, ("num_experts", "6.0")
-    ),
-    "other ids": (
-        "ll_combine",
-        lambda c: c.ll_combine(topk_idx=c.mine.topk_idx.flip(1)),
-        ValueError,
-        ("that of the dispatch",),
-    ),
-    "low-latency handle": (
-        "ll_combine", lambda c: c.ll_combine(handle=c.handle), TypeError, ("low_latency_dispatch",)
-    ),
-    "zero copy of nothing": (
-        "ll_combine", lambda c: c.ll_combine(zero_copy=True), ValueError, ("get_next_low_latency",)
-    ),
-    "zero copy and logfmt": (
-        "ll_combine",
-        lambda c: c.ll_combine(zero_copy=True, use_logfmt=True),
-        ValueError,
-        ("exclude",),
-    ),
-    "out shape": (
-        "ll_combine", lambda c: c.ll_combine(out=torch.zeros(1, 64).bfloat16()), ValueError, ("out",)
-    ),
-    "no routing": (
-        "permute", lambda c: c.permute(routing_map=None), ValueError, ("routing_map or topk_idx",)
-    ),
-    "map dtype": (
-        "permute", lambda c: c.permute(routing_map=c.probs), TypeError, ("bool", "float32")
-    ),
-    "map width": (
-        "permute",
-        lambda c: c.permute(routing_map=c.routing_map[:, :4].contiguous(), probs=None),
-        ValueError,
-        ("routing_map", "6"),
-    ),
-    "probs dtype": (
-        "permute", lambda c: c.permute(probs=c.probs.double()), TypeError, ("float32", "float64")
-    ),
-    "bytes without scales": (
-        "permute", lambda c: c.permute(hidden=c.mine.x.view(torch.uint8)), ValueError, ("scaling_factor",)
-    ),
-    "fp8 of wide rows": (
-        "permute", lambda c: c.permute(use_fp8=True), ValueError, ("use_fp8", "bfloat16")
-    ),
-    "non-blocking": (
-        "permute", lambda c: c.permute(non_blocking=True), ValueError, ("num_permuted_tokens", "None")
-    ),
-    "uneven limit": (
-        "permute",
-        lambda c: c.permute(num_permuted_tokens=10, pad_multiple=4),
-        ValueError,
-        ("multiple", "10"),
-    ),
-    "other experts": (
-        "permute", lambda c: c.permute(num_of_experts=8), ValueError, ("num_of_experts", "8")
-    ),
-    "experts per rank": (
-        "permute",
-        lambda c: c.permute(num_of_experts_per_rank="3"),
-        ValueError,
-        ("num_of_experts_per_rank", "3"),
-    ),
-    "cached limit": (
-        "permute",
-        lambda c: c.permute(handle=c.permuted_handle, num_permuted_tokens=999),
-        ValueError,
-        ("999",),
-    ),
-    "other kind of handle": (
-        "hybrid_combine", lambda c: c.hybrid_combine(handle=c.permuted_handle), ValueError, ("other kind",)
-    ),
-    "probs of one": (
-        "hybrid_combine",
-        lambda c: c.hybrid_combine(probs=torch.zeros(c.plain.shape[0], 6)),
-        ValueError,
-        (),
-    ),
-    "no handle": ("unpermute", lambda c: c.unpermute(handle=None), TypeError, ("NoneType",)),
-    "other padding": (
-        "unpermute", lambda c: c.unpermute(pad_multiple=4), ValueError, ("pad_multiple", "4")
-    ),
-    "permuted probs": (
-        "unpermute", lambda c: c.unpermute(probs=torch.zeros(1)), ValueError, ("probs", "(1,)")
-    ),
-}  # fmt: skip
+# By what all ranks call and what all are told, the type and pieces: what one rank does otherwise.
+BY_CALL: dict[str, dict[str, Change]] = {
+    "dispatch": {
+        "TypeError: tensor .. list": lambda c: {"x": [1.0]},
+        "ValueError: contiguous": lambda c: {"x": c.mine.x.T.contiguous().T},
+        "ValueError: pair .. 4 values": lambda c: {"x": (c.mine.x,) * 4},
+        "TypeError: one byte .. bfloat16": lambda c: {"x": (c.mine.x, c.mine.x.float())},
+        "ValueError: scales .. (1, 1)": lambda c: {
+            "x": (c.mine.x.view(torch.uint8), torch.zeros(1, 1))
+        },
+        "TypeError: NoneType": lambda c: {"is_token_in_rank": None},
+        "TypeError: num_tokens_per_expert": lambda c: {"num_tokens_per_expert": None},
+        "ValueError: is_token_in_rank[ .. topk_idx[": lambda c: {
+            "is_token_in_rank": ~c.v1.get_dispatch_layout(c.mine.topk_idx, 6)[3]
+        },
+        "ValueError: num_tokens_per_expert .. 99 .. topk_idx has": lambda c: {
+            "num_tokens_per_expert": torch.full((6,), 99, dtype=torch.int32)
+        },
+        "ValueError: num_tokens_per_rank .. 99 .. topk_idx has": lambda c: {
+            "num_tokens_per_rank": torch.full((2,), 99, dtype=torch.int32)
+        },
+        "ValueError: go together .. topk_idx is None": lambda c: {"topk_idx": None},
+        "TypeError: int64 .. int32": lambda c: {"topk_idx": c.mine.topk_idx.to(torch.int32)},
+        "ValueError: [-1, 6)": lambda c: {"topk_idx": c.mine.topk_idx + 6},
+        "ValueError: >= 1 .. 0": lambda c: {"expert_alignment": 0},
+        "ValueError: >= 0 .. -1": lambda c: {"num_worst_tokens": -1},
+        "ValueError: 2147483648": lambda c: {"num_worst_tokens": 1 << 31},
+        "ValueError: even .. 7": lambda c: {"config": Config(7)},
+        "TypeError: Config .. int": lambda c: {"config": 7},
+        "ValueError: previous_event .. None": lambda c: {"allocate_on_comm_stream": True},
+        "TypeError: EventOverlap .. int": lambda c: {"previous_event": 3},
+        "ValueError: num_tokens_per_rdma_rank": lambda c: {
+            "num_tokens_per_rdma_rank": torch.zeros(1)
+        },
+    },
+    "cached": {
+        "ValueError: None with a handle": lambda c: {"topk_idx": c.mine.topk_idx},
+        "TypeError: handle .. tuple": lambda c: {"handle": tuple(c.handle)[:5]},
+        "ValueError: 1 tokens": lambda c: {"x": c.mine.x[:1]},
+    },
+    "combine": {
+        "TypeError: NoneType": lambda c: {"handle": None},
+        "ValueError: x must have shape": lambda c: {"x": c.rows[:-1]},
+        "TypeError: uint8": lambda c: {"x": c.rows.view(torch.uint8)},
+        "ValueError: (1, 2)": lambda c: {"topk_weights": torch.zeros(1, 2)},
+        "ValueError": lambda c: {"bias": c.mine.x},
+        "ValueError: bias": lambda c: {"bias": c.mine.x[:, :8]},
+        "ValueError: 3 values": lambda c: {"bias": (c.mine.x,) * 3},
+    },
+    "ll_dispatch": {
+        "ValueError: 9 .. 8": lambda c: {
+            "x": torch.zeros(9, 64).bfloat16(),
+            "topk_idx": torch.zeros(9, 2, dtype=torch.int64),
+        },
+        "ValueError: exclude": lambda c: {"async_finish": True, "return_recv_hook": True},
+        "ValueError: round_scale": lambda c: {"use_fp8": True, "use_ue8m0": True},
+        "TypeError: int32 .. float32": lambda c: {
+            "cumulative_local_expert_recv_stats": torch.zeros(3)
+        },
+        "ValueError: (2, 2)": lambda c: {
+            "dispatch_wait_recv_cost_stats": torch.zeros(2, 2, dtype=torch.int64)
+        },
+        "TypeError: num_experts .. 6.0": lambda c: {"num_experts": 6.0},
+    },
+    "ll_combine": {
+        "ValueError: that of the dispatch": lambda c: {"topk_idx": c.mine.topk_idx.flip(1)},
+        "TypeError: low_latency_dispatch": lambda c: {"handle": c.handle},
+        "ValueError: get_next_low_latency": lambda c: {"zero_copy": True},
+        "ValueError: exclude": lambda c: {"zero_copy": True, "use_logfmt": True},
+        "ValueError: out": lambda c: {"out": torch.zeros(1, 64).bfloat16()},
+    },
+    "permute": {
+        "ValueError: routing_map or topk_idx": lambda c: {"routing_map": None},
+        "TypeError: bool .. float32": lambda c: {"routing_map": c.probs},
+        "ValueError: routing_map .. 6": lambda c: {
+            "routing_map": c.routing_map[:, :4].contiguous(),
+            "probs": None,
+        },
+        "TypeError: float32 .. float64": lambda c: {"probs": c.probs.double()},
+        "ValueError: scaling_factor": lambda c: {"hidden": c.mine.x.view(torch.uint8)},
+        "ValueError: use_fp8 .. bfloat16": lambda c: {"use_fp8": True},
+        "ValueError: num_permuted_tokens .. None": lambda c: {"non_blocking": True},
+        "ValueError: multiple .. 10": lambda c: {"num_permuted_tokens": 10, "pad_multiple": 4},
+        "ValueError: num_of_experts .. 8": lambda c: {"num_of_experts": 8},
+        "ValueError: num_of_experts_per_rank .. 3": lambda c: {"num_of_experts_per_rank": "3"},
+        "ValueError: 999": lambda c: {"handle": c.permuted_handle, "num_permuted_tokens": 999},
+    },
+    "hybrid_combine": {
+        "ValueError: other kind": lambda c: {"handle": c.permuted_handle},
+        "ValueError": lambda c: {"probs": torch.zeros(c.plain.shape[0], 6)},
+    },
+    "unpermute": {
+        "TypeError: NoneType": lambda c: {"handle": None},
+        "ValueError: pad_multiple .. 4": lambda c: {"pad_multiple": 4},
+        "ValueError: probs .. (1,)": lambda c: {"probs": torch.zeros(1)},
+    },
+}
 
 
 def make_calls(context: RankContext) -> Calls:
@@ -342,23 +216,12 @@ def check_mistakes(context: RankContext, backend: str) -> None:
     with oracle.backend_of_group(context, backend):
         calls = make_calls(context)
         for culprit in range(context.num_ranks):
-            for name, (operation, mistake, kind, pieces) in MISTAKES.items():
-                is_culprit = context.rank_idx == culprit
-                try:
-                    if is_culprit:
-                        mistake(calls)
-                    else:
-                        getattr(calls, operation)()
-                except (TypeError, ValueError) as error:
-                    assert type(error) is kind, (name, error)  # noqa: PT017
-                    if pieces:
-                        assert f"rank {culprit}" in str(error), (name, error)  # noqa: PT017
-                    for piece in pieces:
-                        assert piece in str(error), (name, error)  # noqa: PT017
-                else:
-                    raise AssertionError(f"{name}: nothing was raised on rank {context.rank_idx}")
-            for operation in sorted({each[0] for each in MISTAKES.values()}):
-                getattr(calls, operation)()
+            for call, mistakes in BY_CALL.items():
+                for wanted, change in mistakes.items():
+                    is_culprit = context.rank_idx == culprit
+                    told = told_by(calls, call, change if is_culprit else None)
+                    assert missing_of(told, culprit, wanted) == [], (call, told)
+                getattr(calls, call)()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -38,48 +38,26 @@ def buffer_calls(context: RankContext, communicator: Communicator) -> Mapping[st
     arrived = buffer.dispatch(x, topk_idx)
     want, handle = arrived.x.clone(), arrived.handle
     rows = torch.zeros_like(arrived.x)
-    routed = {"x": x, "topk_idx": topk_idx, "topk_weights": weights}
-    combined = {"expert_out": rows, "handle": handle}
     sums = torch.zeros(NUM_TOKENS, 16, dtype=torch.bfloat16)
-    rows_of = lambda result: equal(want, result.x)  # noqa: E731
-    is_zero = functools.partial(equal, sums)
     dispatcher = TokenDispatcher(6, buffer=buffer)
     tokens = dispatcher.dispatch(x, weights, topk_idx=topk_idx)
+    routed = {"x": x, "topk_idx": topk_idx, "topk_weights": weights}
+    again = {"x": x, "topk_idx": None, "handle": handle}
+    combined = {"expert_out": rows, "handle": handle, "topk_weights": weights}
+    permuted = {"hidden": x, "probs": weights, "topk_idx": topk_idx}
+    unpermuted = {"expert_out": torch.zeros_like(tokens.tokens), "routed": tokens}
+    rows_of = lambda result: equal(want, result.x)  # noqa: E731
+    tokens_of = lambda result: equal(want, result.tokens)  # noqa: E731
+    is_zero = functools.partial(equal, sums)
     return {
-        "EpBuffer.dispatch": Entry(buffer.dispatch, routed, rows_of, finish=ended),
-        "EpBuffer.dispatch, cached": Entry(
-            buffer.dispatch, {"x": x, "topk_idx": None, "handle": handle}, rows_of, finish=ended
-        ),
-        "EpBuffer.combine": Entry(
-            buffer.combine,
-            {**combined, "topk_weights": weights, "out": sums},
-            is_zero,
-            finish=ended,
-        ),
+        "EpBuffer.dispatch": Entry(buffer.dispatch, routed, rows_of),
+        "EpBuffer.dispatch, cached": Entry(buffer.dispatch, again, rows_of),
+        "EpBuffer.combine": Entry(buffer.combine, {**combined, "out": sums}, is_zero),
         "dispatch": Entry(moe_comm.dispatch, {**routed, "buffer": buffer}, rows_of),
-        "combine": Entry(
-            moe_comm.combine,
-            {**combined, "topk_weights": weights, "buffer": buffer},
-            is_zero,
-        ),
-        "TokenDispatcher.dispatch": Entry(
-            dispatcher.dispatch,
-            {"hidden": x, "probs": weights, "topk_idx": topk_idx},
-            lambda result: equal(want, result.tokens),
-        ),
-        "TokenDispatcher.combine": Entry(
-            dispatcher.combine,
-            {"expert_out": torch.zeros_like(tokens.tokens), "routed": tokens},
-            is_zero,
-        ),
+        "combine": Entry(moe_comm.combine, {**combined, "buffer": buffer}, is_zero),
+        "TokenDispatcher.dispatch": Entry(dispatcher.dispatch, permuted, tokens_of),
+        "TokenDispatcher.combine": Entry(dispatcher.combine, unpermuted, is_zero),
     }
-
-
-def ended(result: Any) -> Any:
-    """The result of a call that may have been asynchronous."""
-    if hasattr(result, "event"):
-        result.event.wait()
-    return result
 
 
 def group_calls(context: RankContext, communicator: Communicator) -> Mapping[str, Entry]:
