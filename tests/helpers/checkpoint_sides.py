@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from moe_comm.checkpoints import load_checkpoint, save_checkpoint
+from moe_comm.errors import CommunicationError
 from moe_comm.resharding import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.testing import RankContext, run_ranks
@@ -90,6 +92,49 @@ def refused(
     return texts[0]
 
 
+def refused_load(
+    error: type[Exception],
+    folder: Path,
+    *version: str,
+    shape: tuple[int, int] = (4, 8),
+    **options: Any,
+) -> str:
+    """What a load of `a` and `b` says, which leaves the target as it was."""
+    sides, before = (halves(numbers(-5, a=shape, b=shape)) for _ in range(2))
+    text = refused(
+        error,
+        sides,
+        lambda side, group: load_checkpoint(side, folder, *version, group=group, **options),
+    )
+    for side, kept in zip(sides, before, strict=True):
+        for view, other in zip(side, kept, strict=True):
+            assert torch.equal(view.tensor, other.tensor), f"{view.name} was written"
+    return text
+
+
+def refused_save(
+    error: type[Exception],
+    sides: list[list[CheckpointView]],
+    folder: Path,
+    version: str,
+    **options: Any,
+) -> str:
+    """What a save says, which leaves the folder as it was."""
+
+    def state() -> dict[str, bytes]:
+        paths = sorted(path for path in folder.rglob("*") if path.name != ".lock")
+        return {str(path): path.read_bytes() if path.is_file() else b"" for path in paths}
+
+    before = state()
+    text = refused(
+        error,
+        sides,
+        lambda side, group: save_checkpoint(side, folder, version, group=group, **options),
+    )
+    assert state() == before
+    return text
+
+
 # Calls of the system by which a save changes what is on the disk.
 CHANGES = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "replace", "rmdir", "unlink")
 
@@ -124,3 +169,72 @@ def in_a_fork(run: Callable[[], None]) -> int:
 
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def saves_killed_anywhere(
+    folder: Path,
+    wholes: tuple[dict[str, torch.Tensor], ...],
+    options: Callable[[str], dict[str, Any]],
+) -> int:
+    """Kill a save at every call that changes the disk, in turn; and the next one is as if it had not been.
+
+    Args:
+        folder: Has a folder `first`, whose latest version is "before".
+        wholes: Tensors of that version, of the one whose save is killed, and of the next.
+        options: Of a save over a version.
+
+    Returns:
+        How many such calls there are.
+    """
+    before, after, later = wholes
+    found = []
+    for number in range(1, 100):
+        versions = folder / str(number)
+        shutil.copytree(folder / "first", versions)
+
+        def run(number: int = number, versions: Path = versions) -> None:
+            ends_at(number, killed)
+            save_checkpoint(CheckpointViews(side_of(after)), versions, "after", **options("before"))
+
+        status = in_a_fork(run)
+        for expected in ({"before": before, "after": after}, {"after": later, "next": later}):
+            target = {name: torch.full_like(tensor, -1) for name, tensor in before.items()}
+            (path,) = load([side_of(target)], versions, checksums=True)
+            found.append(path.name)
+            assert all(torch.equal(target[name], expected[path.name][name]) for name in target)
+            if "before" in expected:
+                again = "next" if path.name == "after" else "after"
+                save([side_of(later)], versions, again, **options(path.name))
+        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was killed is left"
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert found[0] == "before"
+    assert found[-2:] == ["after", "next"]
+    return number
+
+
+def dying(
+    context: RankContext, folder: str, kill: tuple[int, str, int], options: dict[str, Any]
+) -> str:
+    """One rank is killed in one of its calls, by its number, during a save; the others must hear of it."""
+    dies, call, number = kill
+    if context.rank_idx == dies:
+        original, count = getattr(os, call), itertools.count(1)
+
+        def counted(*args: Any) -> Any:
+            if next(count) == number:
+                killed()
+            return original(*args)
+
+        setattr(os, call, counted)
+    side = halves(numbers(2, a=(256, 256), b=(256, 256)))[context.rank_idx]
+    with pytest.raises(CommunicationError) as found:
+        save_checkpoint(CheckpointViews(side), folder, "after", **options)
+    return str(found.value)
+
+
+def save_with_a_killed_rank(folder: Path, kill: tuple[int, str, int], **options: Any) -> None:
+    texts = run_ranks(dying, 2, str(folder), kill, options, fresh=True, expect_dead=[kill[0]])
+    assert texts[kill[0]] is None
+    assert "a save of a checkpoint ended" in texts[1 - kill[0]]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.checkpoints import compact_checkpoint, load_checkpoint, save_checkpoint
+from moe_comm.checkpoints import compact_checkpoint, save_checkpoint
 from moe_comm.checkpoints.blocks import BLOCK_BYTES, boxes_of_run, num_neighbors, place_of
-from moe_comm.errors import CheckpointError, CommunicationError
+from moe_comm.errors import CheckpointError
 from moe_comm.resharding import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import whole
 from moe_comm.resharding.formats.number_formats import quantize_fp8_block
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers import checkpoint_sides
 from tests.helpers.checkpoint_layouts import DrawnSide, drawn_finer, drawn_shapes
 from tests.helpers.checkpoint_sides import (
-    ends_at,
     folder_in_memory,
     halves,
-    in_a_fork,
-    killed,
     load,
     numbers,
-    refused,
     save,
+    save_with_a_killed_rank,
+    saves_killed_anywhere,
     side_of,
 )
 from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors
@@ -353,35 +352,15 @@ def chain(folder: Path) -> list[dict[str, torch.Tensor]]:
     return saved
 
 
-def refused_load(folder: Path, version: str, **options: Any) -> str:
-    """What a load says, which leaves the target as it was."""
-    sides = halves(numbers(-5, a=(256, 256), b=(256, 256)))
-    text = refused(
-        CheckpointError,
-        sides,
-        lambda side, group: load_checkpoint(side, folder, version, group=group, **options),
-    )
-    before = halves(numbers(-5, a=(256, 256), b=(256, 256)))
-    for side, kept in zip(sides, before, strict=True):
-        assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(side, kept, strict=True))
-    return text
+SHAPES = {"a": (256, 256), "b": (256, 256)}
+refused_load = functools.partial(checkpoint_sides.refused_load, CheckpointError, shape=SHAPES["a"])
 
 
 def refused_save(
-    error: type[Exception],
-    folder: Path,
-    base: Any,
-    shapes: dict[str, tuple[int, ...]] | None = None,
+    error: type[Exception], folder: Path, base: Any, shapes: dict[str, tuple[int, ...]] = SHAPES
 ) -> str:
-    """What a save says, which leaves the folder as it was."""
-    before = sorted(str(path) for path in folder.rglob("*"))
-    text = refused(
-        error,
-        halves(numbers(**shapes or {"a": (256, 256), "b": (256, 256)})),
-        lambda side, group: save_checkpoint(side, folder, "new", base=base, group=group),
-    )
-    assert sorted(str(path) for path in folder.rglob("*")) == before
-    return text
+    sides = halves(numbers(**shapes))
+    return checkpoint_sides.refused_save(error, sides, folder, "new", base=base)
 
 
 def edit(path: Path, **said: object) -> None:
@@ -517,66 +496,20 @@ def test_what_cannot_be_compacted(folder: Path) -> None:
 def test_a_delta_that_is_killed_anywhere_leaves_the_version_before_or_the_new_one(
     folder: Path,
 ) -> None:
-    """At every call that changes the disk, in turn; and the next delta is as if it had not been."""
     before = numbers(1, a=(4, 8), b=(4, 8))
     after, later = ({**before, "b": before["b"] + add} for add in (1, 2))
     save([side_of(before)], folder / "first", "whole")
     save([side_of(before)], folder / "first", "before", base="whole")
-    found = []
-    for number in range(1, 100):
-        versions = folder / str(number)
-        shutil.copytree(folder / "first", versions)
-
-        def run(number: int = number, versions: Path = versions) -> None:
-            ends_at(number, killed)
-            save_checkpoint(CheckpointViews(side_of(after)), versions, "after", base="before")
-
-        status = in_a_fork(run)
-        for wholes in ({"before": before, "after": after}, {"after": later, "next": later}):
-            target = numbers(-1, a=(4, 8), b=(4, 8))
-            (path,) = load([side_of(target)], versions, checksums=True)
-            found.append(path.name)
-            assert equal_bits(target, wholes[path.name])
-            if wholes.keys() == {"before", "after"}:
-                again = "next" if path.name == "after" else "after"
-                save([side_of(later)], versions, again, base=path.name)
-        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was killed is left"
-        if status == 0:
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    assert 15 < number < 99
-    assert found[0] == "before"
-    assert found[-2:] == ["after", "next"]
+    wholes = (before, after, later)
+    assert 15 < saves_killed_anywhere(folder, wholes, lambda base: {"base": base}) < 99
 
 
-def dying(context: RankContext, folder: str, dies: int, call: str, number: int) -> str:
-    """One rank is killed in one of its calls; the others must hear of it."""
-    sides = halves(numbers(2, a=(256, 256), b=(256, 256)))
-    if context.rank_idx == dies:
-        original, count = getattr(os, call), [0]
-
-        def counted(*args: Any) -> Any:
-            count[0] += 1
-            if count[0] == number:
-                killed()
-            return original(*args)
-
-        setattr(os, call, counted)
-    with pytest.raises(CommunicationError) as found:
-        save_checkpoint(CheckpointViews(sides[context.rank_idx]), folder, "after", base="v2")
-    return str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("dies", "call", "number"), [(1, "pwrite", 4), (1, "fsync", 1), (0, "rename", 1)]
-)
+@pytest.mark.parametrize("kill", [(1, "pwrite", 4), (1, "fsync", 1), (0, "rename", 1)])
 def test_a_rank_that_is_killed_leaves_the_version_before(
-    folder: Path, dies: int, call: str, number: int
+    folder: Path, kill: tuple[int, str, int]
 ) -> None:
     saved = chain(folder)
-    texts = run_ranks(dying, 2, str(folder), dies, call, number, fresh=True, expect_dead=[dies])
-    assert texts[dies] is None
-    assert "a save of a checkpoint ended" in texts[1 - dies]
+    save_with_a_killed_rank(folder, kill, base="v2")
     target = numbers(-1, a=(256, 256), b=(256, 256))
     assert load([side_of(target)], folder, checksums=True) == [folder / "v2"]
     assert equal_bits(target, saved[2])

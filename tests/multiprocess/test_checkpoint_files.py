@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from moe_comm.checkpoints import load_checkpoint, rectangles, save_checkpoint
-from moe_comm.errors import CheckpointError, CommunicationError
+from moe_comm.errors import CheckpointError
 from moe_comm.resharding import CheckpointView, CheckpointViews, Parallelism, is_stale
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.resharding.formats.number_formats import (
@@ -39,15 +39,16 @@ from tests.helpers.checkpoint_layouts import (
     drawn_wholes,
 )
 from tests.helpers.checkpoint_sides import (
-    ends_at,
     folder_in_memory,
     halves,
-    in_a_fork,
-    killed,
     load,
     numbers,
     refused,
+    refused_load,
+    refused_save,
     save,
+    save_with_a_killed_rank,
+    saves_killed_anywhere,
     side_of,
 )
 from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors, write_plain
@@ -56,6 +57,10 @@ from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors, wr
 @pytest.fixture
 def folder() -> Iterator[Path]:
     yield from folder_in_memory()
+
+
+def config(where: Path) -> None:
+    (where / "config.json").write_text('{"a": 1}')
 
 
 # ---------------------------------------------------------------------------------------------
@@ -232,9 +237,6 @@ def test_memory_of_several_names_is_saved_once_and_filled_by_any_of_them(folder:
 
 
 def test_versions_stand_beside_each_other(folder: Path) -> None:
-    def config(where: Path) -> None:
-        (where / "config.json").write_text("{}")
-
     for number in (1, 2):
         save(halves(numbers(number, a=(4, 4))), folder, f"step-{number}", add_files=config)
     target = numbers(-1, a=(4, 4))
@@ -284,18 +286,6 @@ def saved(folder: Path) -> Path:
     return folder / "v"
 
 
-def refused_load(error: type[Exception], folder: Path, **options: Any) -> str:
-    """What a load says, which leaves the target as it was."""
-    sides = halves(numbers(-5, a=(4, 8), b=(4, 8)))
-    text = refused(
-        error, sides, lambda side, group: load_checkpoint(side, folder, group=group, **options)
-    )
-    for side, before in zip(sides, halves(numbers(-5, a=(4, 8), b=(4, 8))), strict=True):
-        for view, kept in zip(side, before, strict=True):
-            assert torch.equal(view.tensor, kept.tensor), f"{view.name} was written"
-    return text
-
-
 def file_of(folder: Path, tensor: str) -> Path:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return folder / index["weight_map"][tensor]
@@ -323,9 +313,6 @@ def test_files_that_are_cut_or_gone(folder: Path) -> None:
 
 def test_every_flipped_byte_is_found_by_checksums(folder: Path) -> None:
     version = saved(folder)
-
-    def config(where: Path) -> None:
-        (where / "config.json").write_text('{"a": 1}')
 
     save(halves(numbers(a=(4, 8), b=(4, 8))), folder, "w", max_file_bytes=128, add_files=config)
     version = folder / "w"
@@ -380,9 +367,6 @@ def test_files_of_two_saves_are_no_checkpoint(folder: Path) -> None:
     ],
 )
 def test_json_of_other_kinds_is_named(folder: Path, name: str, path: list[Any], value: Any) -> None:
-    def config(where: Path) -> None:
-        (where / "config.json").write_text("{}")
-
     save(halves(numbers(a=(4, 8), b=(4, 8))), folder, "v", max_file_bytes=128, add_files=config)
     file = (folder / "v" / name).resolve()
     said = json.loads(file.read_text())
@@ -486,32 +470,6 @@ def test_what_no_rank_takes_is_left_when_asked(folder: Path) -> None:
     sides = halves(numbers(-5, a=(4, 8), b=(4, 8)))
     load(sides, folder, strict=False)
     assert torch.equal(sides[0][0].tensor, tensors["a"][:, :4])
-
-
-def refused_save(
-    error: type[Exception],
-    sides: list[list[CheckpointView]],
-    folder: Path,
-    version: str,
-    **options: Any,
-) -> str:
-    """What a save says, which leaves the folder as it was."""
-
-    def state() -> dict[str, bytes]:
-        return {
-            str(path): path.read_bytes()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != ".lock"
-        }
-
-    before = state()
-    text = refused(
-        error,
-        sides,
-        lambda side, group: save_checkpoint(side, folder, version, group=group, **options),
-    )
-    assert state() == before
-    return text
 
 
 def test_saves_that_cannot_be(folder: Path) -> None:
@@ -640,34 +598,10 @@ def test_a_stale_model_is_not_saved_and_a_failed_load_makes_one(
 def test_a_save_that_is_killed_anywhere_leaves_the_version_before_or_the_new_one(
     folder: Path,
 ) -> None:
-    """At every call that changes the disk, in turn; and the next save is as if it had not been."""
-    before, after, later = (numbers(first, a=(4, 8), b=(4, 8)) for first in (1, 2, 3))
-    save([side_of(before)], folder / "first", "before", max_file_bytes=128)
-    found = []
-    for number in range(1, 100):
-        versions = folder / str(number)
-        shutil.copytree(folder / "first", versions)
-
-        def run(number: int = number, versions: Path = versions) -> None:
-            ends_at(number, killed)
-            save_checkpoint(CheckpointViews(side_of(after)), versions, "after", max_file_bytes=128)
-
-        status = in_a_fork(run)
-        for wholes in ({"before": before, "after": after}, {"after": later, "next": later}):
-            target = numbers(-1, a=(4, 8), b=(4, 8))
-            (path,) = load([side_of(target)], versions, checksums=True)
-            found.append(path.name)
-            assert all(torch.equal(target[name], wholes[path.name][name]) for name in target)
-            if wholes.keys() == {"before", "after"}:
-                again = "next" if path.name == "after" else "after"
-                save([side_of(later)], versions, again, max_file_bytes=128)
-        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was killed is left"
-        if status == 0:
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    assert 20 < number < 99
-    assert found[0] == "before"
-    assert found[-2:] == ["after", "next"]
+    wholes = tuple(numbers(first, a=(4, 8), b=(4, 8)) for first in (1, 2, 3))
+    options = {"max_file_bytes": 128}
+    save([side_of(wholes[0])], folder / "first", "before", **options)
+    assert 20 < saves_killed_anywhere(folder, wholes, lambda _: options) < 99
 
 
 def full_disk(context: RankContext, folder: str) -> str:
@@ -683,24 +617,6 @@ def full_disk(context: RankContext, folder: str) -> str:
     return str(found.value)
 
 
-def dying(context: RankContext, folder: str, dies: int, call: str, number: int) -> str:
-    """One rank is killed in one of its calls; the others must hear of it."""
-    sides = halves(numbers(2, a=(4, 8), b=(4, 8)))
-    if context.rank_idx == dies:
-        original, count = getattr(os, call), [0]
-
-        def counted(*args: Any) -> Any:
-            count[0] += 1
-            if count[0] == number:
-                killed()
-            return original(*args)
-
-        setattr(os, call, counted)
-    with pytest.raises(CommunicationError) as found:
-        save_checkpoint(CheckpointViews(sides[context.rank_idx]), folder, "after")
-    return str(found.value)
-
-
 def test_a_full_disk_on_one_rank_is_an_error_on_all(folder: Path) -> None:
     save(halves(numbers(1, a=(4, 8), b=(4, 8))), folder, "before")
     (text,) = set(run_ranks(full_disk, 2, str(folder), fresh=True))
@@ -709,17 +625,15 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dies", "call", "number"),
+    "kill",
     [(1, "pwrite", 3), (1, "fsync", 1), (0, "fsync", 2), (0, "rename", 1), (0, "replace", 1)],
 )
 def test_a_rank_that_is_killed_leaves_the_version_before(
-    folder: Path, dies: int, call: str, number: int
+    folder: Path, kill: tuple[int, str, int]
 ) -> None:
     before = numbers(1, a=(4, 8), b=(4, 8))
     save(halves(before), folder, "before")
-    texts = run_ranks(dying, 2, str(folder), dies, call, number, fresh=True, expect_dead=[dies])
-    assert texts[dies] is None
-    assert "a save of a checkpoint ended" in texts[1 - dies]
+    save_with_a_killed_rank(folder, kill)
     target = numbers(-1, a=(4, 8), b=(4, 8))
     assert load([side_of(target)], folder, checksums=True) == [folder / "before"]
     assert all(torch.equal(target[name], before[name]) for name in before)
