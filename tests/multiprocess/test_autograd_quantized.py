@@ -11,7 +11,6 @@ import moe_comm
 from moe_comm import (
     FP8_BLOCK128,
     MXFP8,
-    Capacity,
     Communicator,
     EpBuffer,
     EpConfig,
@@ -221,47 +220,3 @@ def one_rank_differs(context: RankContext, backend: str, how: str) -> list[str]:
 def test_no_rank_waits_for_one_that_differs(backend: str, mode: str, how: str) -> None:
     used, skipped = run_ranks(one_rank_differs, 2, backend, how, mode=mode)
     assert used == skipped == ["dispatch", "combine", "cached dispatch", "combine"]
-
-
-def bad_option(context: RankContext, backend: str, what: str) -> str:
-    """Rank 1 makes a mistake; what this rank raises, after which the buffer still works."""
-    is_odd = context.rank_idx == 1
-    x, topk_idx, _ = inputs(context.rank_idx, 4, 2)
-    bad: dict[str, Any] = {
-        "other format": {"quantization": MXFP8 if is_odd else FP8_BLOCK128},
-        "no format": {"quantization": "fp8" if is_odd else FP8_BLOCK128},
-        "low latency capacity": {
-            "layout": Layout.LOW_LATENCY,
-            "capacity": Capacity(num_rows=8) if is_odd else None,
-        },
-        "no capacity": {"capacity": 8 if is_odd else None},
-    }[what]
-    with Communicator(context.group, backend=backend) as communicator:
-        with EpBuffer(communicator, open_config()) as buffer:
-            caught = ""
-            try:
-                moe_comm.dispatch(x.requires_grad_(), topk_idx, buffer=buffer, **bad)
-            except (TypeError, ValueError) as error:
-                caught = f"{type(error).__name__}: {error}"
-            result = moe_comm.dispatch(x, topk_idx, buffer=buffer)
-            assert torch.equal(moe_comm.combine(result.x, result.handle, buffer=buffer), x * 2)
-    return caught
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("what", "kind", "said"),
-    [
-        ("other format", "ValueError", ""),
-        ("no format", "TypeError", "fp8"),
-        ("low latency capacity", "ValueError", "capacity must be None"),
-        ("no capacity", "TypeError", "Capacity"),
-    ],
-)
-@pytest.mark.parametrize(("backend", "mode"), MODES[:2])
-def test_a_mistake_is_raised_on_every_rank(
-    backend: str, mode: str, what: str, kind: str, said: str
-) -> None:
-    for caught in run_ranks(bad_option, 2, backend, what, mode=mode):
-        assert caught.startswith(kind)
-        assert said in caught

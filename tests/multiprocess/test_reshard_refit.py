@@ -384,11 +384,14 @@ def _forgets(context: RankContext) -> list[str]:
     src, dst = nets(context, "tp1", "tp4")
     wrong = []
     for seed in range(4):
+        key = "symmetric", refit_group.identity_of(context.group)
+        old = refit_services.service_cache.get(key)
         if seed and context.rank_idx == seed - 1:
-            key = "symmetric", refit_group.identity_of(context.group)
             refit_services.service_cache.pop(key).close()
         swap(context, src.fill(seed), dst)
         wrong += dst.wrong(seed)
+        if old is not None:
+            assert "destroyed" in error_of(lambda old=old: old.communicator.all_gather(b""))
         method: Any = "no such" if context.rank_idx == seed else "symmetric"
         with pytest.raises(ValueError, match="no such"):
             refit.swap_model_weights(src, dst, method, group=context.group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,7 @@ import torch.distributed as dist
 
 from moe_comm.cli.reshard.model_shapes import (
     MoEShape,
-    ShapedModel,
     build_module,
-    fill,
-    find_differences,
     roster,
 )
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads, bootstrap_for
@@ -31,8 +27,6 @@ from moe_comm.resharding.planner import (
     build_plan_from_rosters,
     index_metadata_rosters,
 )
-from moe_comm.resharding.utils import get_refit_tensor_dict
-from tests.helpers.cut_tensors import numbered, run_plans
 
 TINY = MoEShape(
     num_layers=2,
@@ -98,103 +92,6 @@ def test_modules_on_other_ranks_than_their_copies() -> None:
     rosters = index_metadata_rosters(pairs)
     for rank, made in plans.items():
         assert made == build_plan_from_rosters(*rosters, rank)
-
-
-@pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize(
-    ("source", "destination"),
-    [
-        (("tp2.ep2", 4), ("tp4", 4)),
-        (("ep4", 4), ("tp2.ep2", 4)),
-        (("tp2.pp2.ep2.etp1", 4), ("ep2.etp2", 4)),
-        (("single", 1), ("tp2.pp2.ep4.etp1", 8)),
-        (("tp4.ep2.etp2", 4), ("pp2", 2)),
-    ],
-)
-def test_models_with_known_values(
-    source: tuple[str, int], destination: tuple[str, int], is_fused: bool
-) -> None:
-    shape = dataclasses.replace(TINY, has_fused_experts=is_fused, shared_expert_ffn=8)
-    num_ranks = max(source[1], destination[1])
-
-    def modules(layout: tuple[str, int]) -> dict[int, ShapedModel]:
-        parallelism = Parallelism.parse(*layout)
-        return {
-            rank: build_module(shape, parallelism, rank, dtype=torch.float32)
-            for rank in range(layout[1])
-        }
-
-    sources, destinations = modules(source), modules(destination)
-    for module in sources.values():
-        fill(module, seed=1)
-    for module in destinations.values():
-        fill(module, seed=2)
-    plans = on_ranks(
-        num_ranks,
-        lambda group, rank: build_local_reshard_plan(
-            sources.get(rank), destinations.get(rank), num_experts=4, group=group
-        ),
-    )
-    run_plans(
-        dict(enumerate(plans)),
-        {rank: get_refit_tensor_dict(module) for rank, module in sources.items()},
-        {rank: get_refit_tensor_dict(module) for rank, module in destinations.items()},
-    )
-    for module in destinations.values():
-        assert find_differences(module, seed=1) == []
-
-
-def grouped_module(layout: Parallelism, rank: int) -> torch.nn.Module:
-    """Weights as Megatron's `GroupedMLP` keeps them: 2-D, but read as one matrix per expert."""
-    num_experts, hidden, inner = 4, 3, 8
-    groups = layout.groups(rank)
-    num_local = num_experts // layout.ep
-    first = groups.ep.rank() * num_local
-    weight1, weight2 = (
-        numbered((num_experts, hidden, inner)),
-        numbered((num_experts, inner, hidden)),
-    )
-    part1 = weight1[first : first + num_local].chunk(layout.etp, 2)[groups.expt_tp.rank()]
-    part2 = weight2[first : first + num_local].chunk(layout.etp, 1)[groups.expt_tp.rank()]
-    experts = torch.nn.Module()
-    experts.num_local_experts = num_local  # type: ignore[assignment]
-    experts.weight1 = torch.nn.Parameter(part1.reshape(hidden, -1).float())
-    experts.weight2 = torch.nn.Parameter(part2.reshape(-1, hidden).float())
-    for dim, weight in ((1, experts.weight1), (0, experts.weight2)):
-        weight.allreduce = layout.ep == 1
-        weight.tensor_model_parallel, weight.partition_dim = True, dim
-    model = torch.nn.Module()
-    model.experts = experts
-    model.pg_collection = groups  # type: ignore[assignment]
-    return model
-
-
-@pytest.mark.parametrize(
-    ("source", "destination"), list(itertools.permutations(["ep4", "ep2.etp2", "etp4"], 2))
-)
-def test_grouped_experts_over_other_ranks(source: str, destination: str) -> None:
-    layouts = Parallelism.parse(source, 4), Parallelism.parse(destination, 4)
-    sources, destinations, expected = (
-        {rank: grouped_module(layout, rank) for rank in range(4)}
-        for layout in (*layouts, layouts[1])
-    )
-    for module in destinations.values():
-        for weight in module.parameters():
-            weight.data.fill_(-1)
-    plans = on_ranks(
-        4,
-        lambda group, rank: build_local_reshard_plan(
-            sources[rank], destinations[rank], num_experts=4, group=group
-        ),
-    )
-    tensors = [
-        {rank: get_refit_tensor_dict(module) for rank, module in side.items()}
-        for side in (sources, destinations, expected)
-    ]
-    run_plans(dict(enumerate(plans)), tensors[0], tensors[1])
-    for rank in range(4):
-        for name, tensor in tensors[2][rank].items():
-            assert torch.equal(tensors[1][rank][name], tensor), (rank, name)
 
 
 def test_ranks_are_those_of_the_group() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import gc
 import weakref
 from typing import Any
@@ -15,7 +15,7 @@ from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.describe.parallelism import Parallelism
-from moe_comm.resharding.hold import plan_cache, refit_group, refit_pass, refit_services
+from moe_comm.resharding.hold import plan_cache, refit_pass, refit_services
 from moe_comm.resharding.hold.plan_cache import PlanCacheKey
 from moe_comm.resharding.hold.refit_models import unwrap_models
 from moe_comm.resharding.move import stale
@@ -205,24 +205,6 @@ def test_backends_that_are_not_there(backend: Any, text: str) -> None:
         refit.get_or_create_service(backend, moe_comm.RankThreads(1)[0])
 
 
-def test_a_rank_that_closed_its_service_gets_a_new_one_with_the_others() -> None:
-    def rank(context: RankContext) -> None:
-        src, dst = nets(context, "tp2", "single")
-        for seed in range(3):
-            known = ("symmetric", refit_group.identity_of(context.group))
-            old = refit_services.service_cache.get(known)
-            if seed == 1 and context.rank_idx == 0:
-                refit_services.service_cache.pop(known).close()
-            swap(context, src.fill(seed), dst)
-            assert dst.wrong(seed) == []
-            if seed == 1:
-                assert isinstance(old, SymmetricCopyService)
-                assert old is not refit_services.service_cache[known]
-                assert "destroyed" in error_of(lambda old=old: old.communicator.all_gather(b""))
-
-    threads(rank, 2)
-
-
 def test_over_a_service_of_the_callers() -> None:
     def rank(context: RankContext) -> None:
         src, dst = nets(context, "tp2", "single")
@@ -265,10 +247,8 @@ def test_sources_and_targets_on_ranks_of_their_own() -> None:
     threads(rank, 5)
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_pools_are_written_one_after_the_other(
-    is_prepared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", ["swapped", "prepared", "held"])
+def test_pools_are_written_one_after_the_other(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 trains; ranks 1 and 2-3 are pools with a whole target each."""
 
     def rank(context: RankContext) -> None:
@@ -280,12 +260,15 @@ def test_pools_are_written_one_after_the_other(
         elif rank_idx > 1:
             dst, pool = ShardedNet(Parallelism(2, tp=2), rank_idx - 2, rank_offset=2), 1
         pools = {"num_dst_pools": 2, "dst_pool_index": pool}
-        if is_prepared:
+        move: Any = functools.partial(swap, context, src, dst, **pools)
+        if way == "prepared":
             refit.prepare_swap_model_weights(src, dst, group=context.group, **pools)
+        elif way == "held":
+            move = refit.Refit(src, dst, "symmetric", context.group, **pools).run
         for seed in range(2):
             if src is not None:
                 src.fill(seed)
-            swap(context, src, dst, **pools)
+            move()
             assert dst is None or dst.wrong(seed) == []
 
     plans: list[ReshardPlan] = []
@@ -307,35 +290,8 @@ def test_nobody_has_anything() -> None:
     threads(lambda context: swap(context, None, None), 2)
 
 
-def test_prepared_before_the_first_refit(plans_made: list[int]) -> None:
-    def rank(context: RankContext) -> None:
-        src, dst = nets(context, "tp2", "single")
-        refit.prepare_swap_model_weights(src, dst, group=context.group)
-        before = copy.deepcopy(dst.state_dict())
-        assert all(torch.equal(before[name], value) for name, value in dst.state_dict().items())
-        swap(context, src.fill(3), dst)
-        assert dst.wrong(3) == []
-
-    threads(rank, 2)
-    assert sorted(plans_made) == [0, 1]
-
-
-def test_wrapped_and_listed_models() -> None:
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    def rank(context: RankContext) -> None:
-        src, dst = nets(context, "tp2", "single")
-        swap(context, [Wrapper(Wrapper(src.fill(1)))], (dst,))
-        assert dst.wrong(1) == []
-
-    threads(rank, 2)
-
-
 def test_what_torch_wraps_is_seen() -> None:
-    """A source in wrappers and of wrapped layers, into a target of others."""
+    """A listed source in wrappers and of wrapped layers, into a target of others."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
@@ -353,8 +309,8 @@ def test_what_torch_wraps_is_seen() -> None:
         trained, served = net(context, 2.0), net(context, 0.0)
         trained[0], trained[1] = checkpoint_wrapper(trained[0]), torch.compile(trained[1])
         served[0] = torch.compile(checkpoint_wrapper(served[0]))
-        source = torch.compile(Wrapper(torch.optim.swa_utils.AveragedModel(trained)))
-        swap(context, source, torch.compile(served), verify="checksum")
+        source = torch.compile(Wrapper(Wrapper(torch.optim.swa_utils.AveragedModel(trained))))
+        swap(context, [source], (torch.compile(served),), verify="checksum")
         assert all((tensor == 2.0).all() for tensor in served.state_dict().values())
 
     threads(rank, 2)
@@ -506,34 +462,6 @@ def test_an_output_layer_that_repeats_the_embedding_needs_no_destination(is_tied
         assert bool(text) != is_tied
 
 
-class _Lossy(SymmetricCopyService):
-    """Loses a bit of the first destination of rank 1."""
-
-    def run_prepared(self, prepared: Any) -> None:
-        super().run_prepared(prepared)
-        if self.rank == 1:
-            self.damaged.view(torch.uint8)[5] ^= 4
-
-
-def test_checksums_catch_a_transport_that_loses_a_bit() -> None:
-    def rank(context: RankContext) -> tuple[str, bool]:
-        src, dst = nets(context, "tp2", "single")
-        service = _Lossy(context.group)
-        service.damaged = dst.up.detach().flatten()
-        refit.swap_model_weights(src.fill(1), dst, service)
-        refit.clear_plan_cache()
-        text = error_of(lambda: refit.swap_model_weights(src, dst, service, verify="checksum"))
-        service.close()
-        return text, stale.is_stale(dst)
-
-    (first, first_is_stale), (second, second_is_stale) = threads(rank, 2)
-    for text in (first, second):
-        assert text.startswith("RefitError")
-        assert "up" in text
-        assert "rank 1" in text
-    assert (first_is_stale, second_is_stale) == (False, True)
-
-
 @pytest.mark.parametrize(("verify", "num_checks"), [(None, 0), ("plan", 2), ("checksum", 2)])
 def test_plans_are_verified_once_when_they_are_made(
     verify: Any, num_checks: int, monkeypatch: pytest.MonkeyPatch
@@ -573,14 +501,3 @@ def test_a_rank_that_fails_when_all_has_arrived(verify: str) -> None:
     first, second = threads(rank, 2)
     assert second == "RuntimeError: no room for the cache"
     assert first == ("" if verify == "plan" else "RuntimeError: rank 1: no room for the cache")
-
-
-def test_a_stale_target_is_made_whole() -> None:
-    def rank(context: RankContext) -> None:
-        src, dst = nets(context, "tp2", "single")
-        stale.mark_stale(dst, "torn")
-        swap(context, src.fill(1), dst)
-        assert not stale.is_stale(dst)
-        assert dst.wrong(1) == []
-
-    threads(rank, 2)

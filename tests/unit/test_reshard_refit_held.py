@@ -10,7 +10,6 @@ import torch
 
 from moe_comm.resharding import Refit, SymmetricCopyService, is_stale, mark_stale, refit
 from moe_comm.resharding.copy_services.symmetric_copy_service import PreparedBatch
-from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.hold import refit_group, refit_pass, refit_services
 from moe_comm.testing import RankContext
 from tests.helpers.sharded_nets import SHAPES, ShardedNet
@@ -341,24 +340,3 @@ def test_one_rank_that_forgot_its_plans_makes_all_plan_anew(plans_made: list[int
 
     threads(rank, 2)
     assert sorted(plans_made) == [0, 0, 1, 1]
-
-
-def test_pools() -> None:
-    """Rank 0 trains; rank 1 and ranks 2-3 are pools with a whole target each."""
-
-    def rank(context: RankContext) -> None:
-        rank_idx = context.rank_idx
-        src = ShardedNet(Parallelism(1), 0) if rank_idx == 0 else None
-        dst, pool = None, 0
-        if rank_idx == 1:
-            dst = ShardedNet(Parallelism(1), 0, rank_offset=1)
-        elif rank_idx > 1:
-            dst, pool = ShardedNet(Parallelism(2, tp=2), rank_idx - 2, rank_offset=2), 1
-        held = Refit(src, dst, "symmetric", context.group, num_dst_pools=2, dst_pool_index=pool)
-        for seed in range(2):
-            if src is not None:
-                src.fill(seed)
-            held.run()
-            assert dst is None or dst.wrong(seed) == []
-
-    threads(rank, 4)
