@@ -8,15 +8,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import moe_comm
-from moe_comm import Communicator, EpBuffer, EpConfig
+from moe_comm import CommunicationError, Communicator, EpBuffer, EpConfig
 from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.testing import RankContext
 
@@ -32,6 +32,16 @@ SHORT_S = 3.0
 """A limit that tests let run out. Where no other rank may be late by it, a test is marked `clock`."""
 PF_EXITING = 0x4
 PACKAGE = str(Path(moe_comm.__file__).parent)
+
+
+class Told(NamedTuple):
+    """Of an error of communication what travels between processes."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    phase: str
+    epoch: int
+    text: str
 
 
 def config_for(num_ranks: int, num_tokens: int = 64, hidden: int = 64) -> EpConfig:
@@ -144,6 +154,20 @@ def error_of(call: Callable[[], Any]) -> BaseException:
     except BaseException as error:  # noqa: BLE001 - the test looks at it
         return error.with_traceback(None)
     raise AssertionError("raised nothing")
+
+
+def told(error: BaseException) -> Told:
+    assert isinstance(error, CommunicationError), repr(error)
+    return Told(type(error).__name__, error.ranks, error.phase, error.epoch, str(error))
+
+
+def assert_all_told(results: Sequence[Any], kind: type[Exception], culprit: int) -> None:
+    """Every other rank, and each was told of the culprit in an error of this kind."""
+    for rank_idx, result in enumerate(results):
+        if rank_idx != culprit:
+            assert result is not None
+            assert result[:2] == (kind.__name__, (culprit,)), result
+            assert f"rank {culprit} " in result.text
 
 
 def die(when: Path | None = None) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from moe_comm import (
-    CommunicationError,
     Communicator,
     EpBuffer,
     PeerFailedError,
@@ -28,6 +27,8 @@ from tests.helpers.failing_ranks import (
     NUM_TOPK,
     PROGRAM_S,
     SHORT_S,
+    Told,
+    assert_all_told,
     config_for,
     die,
     die_after,
@@ -41,35 +42,21 @@ from tests.helpers.failing_ranks import (
     own_sockets,
     step,
     steps_until_error,
+    told,
     wait_for,
     when_waiting,
 )
 from tests.helpers.fresh_python import FreshPython
 from tests.helpers.source_tree import ROOT
 
-Told = tuple[str, tuple[int, ...], str, int, str]
-
-
-def told(error: BaseException) -> Told:
-    assert isinstance(error, CommunicationError), repr(error)
-    return type(error).__name__, error.ranks, error.phase, error.epoch, str(error)
-
-
-def assert_all_told(results: list[Told | None], kind: type[Exception], culprit: int) -> None:
-    for rank_idx, result in enumerate(results):
-        if rank_idx != culprit:
-            assert result is not None
-            name, ranks, _, _, text = result
-            assert (name, ranks) == (kind.__name__, (culprit,)), text
-            assert f"rank {culprit} " in text
-
-
 # ---------------------------------------------------------------------------------------------
 # SIGKILL.
 
 
-def _die_at_random(context: RankContext, victim: int, delay_s: float, hidden: int) -> Told:
-    buffer = make_buffer(context, num_tokens=512, hidden=hidden)
+def _die_at_random(
+    context: RankContext, backend: str, victim: int, delay_s: float, hidden: int
+) -> Told:
+    buffer = make_buffer(context, num_tokens=512, hidden=hidden, backend=backend)
     step(buffer, 0)
     meet(context)
     if context.rank_idx == victim:
@@ -77,28 +64,33 @@ def _die_at_random(context: RankContext, victim: int, delay_s: float, hidden: in
     error, _ = steps_until_error(buffer)
     later = error_of(lambda: step(buffer, 1))
     assert told(later)[:2] == told(error)[:2]
+    assert buffer.communicator.recover().failed_ranks == (victim,)
+    living = [rank for rank in range(context.num_ranks) if rank != victim]
+    for seed in range(2, 8):  # more than the ring of the emulator has entries
+        step(buffer, seed, living)
+    lost = error_of(lambda: step(buffer, 9))
+    assert isinstance(lost, ValueError)
+    assert f"experts of rank {victim}, which has failed" in str(lost)
+    step(buffer, 10, living)
     return told(error)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "victim", "delay_s", "hidden"),
+    ("backend", "num_ranks", "victim", "delay_s", "hidden"),
     [
-        (2, 0, 0.002, 64),
-        pytest.param(3, 2, 0.05, 64, marks=pytest.mark.full),
-        (4, 1, 0.1, 2048),
-        pytest.param(3, 0, 0.25, 4096, marks=pytest.mark.full),
+        ("host", 2, 0, 0.002, 64),
+        pytest.param("host", 3, 2, 0.05, 64, marks=pytest.mark.full),
+        ("host", 4, 1, 0.1, 2048),
+        pytest.param("host", 3, 0, 0.25, 4096, marks=pytest.mark.full),
+        ("simt", 2, 0, 0.002, 64),
+        ("simt", 3, 2, 0.05, 64),
     ],
 )
-def test_death_at_any_moment(num_ranks: int, victim: int, delay_s: float, hidden: int) -> None:
-    results = run_ranks(
-        _die_at_random,
-        num_ranks,
-        victim,
-        delay_s,
-        hidden,
-        fresh=True,
-        expect_dead=[victim],
-    )
+def test_death_at_any_moment_and_recovery(
+    backend: str, num_ranks: int, victim: int, delay_s: float, hidden: int
+) -> None:
+    args = (backend, victim, delay_s, hidden)
+    results = run_ranks(_die_at_random, num_ranks, *args, fresh=True, expect_dead=[victim])
     assert_all_told(results, PeerFailedError, victim)
 
 

@@ -15,7 +15,6 @@ import torch
 import moe_comm
 from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.dispatcher import TokenDispatcher
-from moe_comm.nn import MoELayer
 from moe_comm.tensors.quantized import dequantize
 from moe_comm.testing.launch import RankContext, run_ranks
 from tests.helpers.moe_layer import expert_scale, recorded_operations
@@ -380,57 +379,6 @@ def check_compiled(context: RankContext, backend: str) -> None:
 @pytest.mark.full
 def test_gradients_are_whole_beside_compiled_ranks() -> None:
     run_ranks(check_compiled, 2, "host", timeout_s=280)
-
-
-def layer_gradients(
-    context: RankContext, num_tokens: tuple[int, ...], needs: tuple[bool, ...]
-) -> dict[str, torch.Tensor]:
-    """Of the tokens of this rank and of its experts, through a whole layer."""
-    draw = torch.Generator().manual_seed(2)
-    every_x = torch.randn(sum(num_tokens), 16, generator=draw)
-    every_idx = torch.randint(0, 6, (sum(num_tokens), 2), generator=draw)
-    every_weight = torch.rand(sum(num_tokens), 2, generator=draw)
-    if context.num_ranks == 1:
-        num_tokens, needs = (sum(num_tokens),), (True,)
-    first = sum(num_tokens[: context.rank_idx])
-    mine = slice(first, first + num_tokens[context.rank_idx])
-    x = every_x[mine].clone() if num_tokens[context.rank_idx] else torch.empty(0, 16)
-    x.requires_grad_(needs[context.rank_idx])
-    with Communicator(context.group, backend="host") as communicator:
-        config = EpConfig(
-            num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=16, dtype=torch.float32
-        )
-        with EpBuffer(communicator, config) as buffer:
-            layer = MoELayer(
-                16, 8, 6, 2, dispatcher=TokenDispatcher(6, buffer=buffer, weighted_by="combine")
-            )
-            routing = moe_comm.nn.Routing(topk_idx=every_idx[mine], topk_weights=every_weight[mine])
-            y = layer(x, routing)
-            (y * coefficients(*y.shape, first)).sum().backward()
-            up, down = layer.experts.up.grad, layer.experts.down.grad
-            return {
-                "x": x.grad if x.requires_grad else None,
-                "up": up.clone(),
-                "down": down.clone(),
-            }
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "needs"),
-    [((6, 0), (True, False)), ((4, 5), (False, True)), ((3, 0, 4), (True, False, False))],
-)
-def test_gradients_of_a_layer_are_whole(
-    num_tokens: tuple[int, ...], needs: tuple[bool, ...]
-) -> None:
-    (alone,) = run_ranks(layer_gradients, 1, num_tokens, needs, mode="threads")
-    together = run_ranks(layer_gradients, len(num_tokens), num_tokens, needs, mode="threads")
-    for name in ("up", "down"):
-        torch.testing.assert_close(torch.cat([rank[name] for rank in together]), alone[name])
-    first = 0
-    for rank, count in zip(together, num_tokens, strict=True):
-        if rank["x"] is not None:
-            torch.testing.assert_close(rank["x"], alone["x"][first : first + count])
-        first += count
 
 
 # --- Ranks that cannot run a backward ------------------------------------------------------------

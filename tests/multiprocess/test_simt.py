@@ -1,11 +1,10 @@
-"""The emulator backend beyond conformance: errors as on the CPU, growth, and ranks that die or stop."""
+"""The emulator backend beyond conformance: threads, growth, and ranks that die or stop."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ import torch
 
 from moe_comm import (
     CapacityError,
-    CommunicationError,
     Communicator,
     EpBuffer,
     PeerFailedError,
@@ -26,22 +24,21 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     PROGRAM_S,
     SHORT_S,
+    Told,
+    assert_all_told,
     config_for,
     die,
-    die_after,
     error_of,
     gather_pids,
     has_stopped,
     inputs,
-    meet,
     step,
-    steps_until_error,
+    told,
     wait_for,
     when_waiting,
 )
 from tests.helpers.fresh_python import run_python
 
-Told = tuple[str, tuple[int, ...], str]
 FAR_S = 600.0
 
 
@@ -51,65 +48,6 @@ def make_buffer(
     options = {"stall_timeout_s": 20.0, "arrival_timeout_s": 40.0, **options}
     comm = Communicator(context.group, backend=backend, **options)
     return EpBuffer(comm, config_for(context.num_ranks, num_tokens))
-
-
-def told(error: BaseException) -> Told:
-    assert isinstance(error, CommunicationError), repr(error)
-    return type(error).__name__, error.ranks, str(error)
-
-
-def assert_all_told(results: Sequence[Told | None], kind: type[Exception], culprit: int) -> None:
-    for rank_idx, result in enumerate(results):
-        if rank_idx != culprit:
-            assert result is not None
-            name, ranks, text = result
-            assert (name, ranks) == (kind.__name__, (culprit,)), text
-            assert f"rank {culprit} " in text
-
-
-# ---------------------------------------------------------------------------------------------
-# What is wrong is said in the CPU backend's words.
-
-
-def _errors(context: RankContext, backend: str) -> list[tuple[str, str]]:
-    """What every rank is told of mistakes, one after another, on one buffer."""
-    buffer = make_buffer(context, backend)
-    is_culprit = context.rank_idx == 1
-    x, topk_idx = inputs(buffer, 1)
-    said = []
-
-    def expect(call: Any) -> None:
-        error = error_of(call)
-        said.append((type(error).__name__, str(error)))
-        step(buffer, len(said))  # the buffer stays usable
-
-    bad_idx = topk_idx.clone()
-    if is_culprit:
-        bad_idx[17, 1] = buffer.config.num_experts
-    expect(lambda: buffer.dispatch(x, bad_idx))
-    expect(lambda: buffer.dispatch(x[:, : 8 if is_culprit else None], topk_idx))
-    expect(lambda: buffer.dispatch(x, topk_idx, expert_alignment=1 + context.rank_idx))
-    for layout in ("é" * 400, "x" + "é" * 400):  # cut for a row, within a character or before one
-        wrong: Any = {"layout": layout} if is_culprit else {}
-        expect(lambda wrong=wrong: buffer.dispatch(x, topk_idx, **wrong))
-    result = buffer.dispatch(x, topk_idx)
-    expect(lambda: buffer.combine(result.x[:1] if is_culprit else result.x, result.handle))
-    if is_culprit:
-        weights = torch.ones(result.x.shape[0])
-        expect(lambda: buffer.combine(result.x, result.handle, row_weights=weights))
-    else:
-        expect(lambda: buffer.combine(result.x, result.handle))
-    buffer.communicator.destroy()
-    return said
-
-
-def test_errors_read_as_on_the_cpu() -> None:
-    host = run_ranks(_errors, 3, "host")
-    emulated = run_ranks(_errors, 3, "simt")
-    for said in (*host, *emulated):
-        assert said == host[0]
-    assert host[0][0][1].startswith("rank 1: topk_idx[17, 1] = 6 is not an expert id")
-    assert [kind for kind, _ in host[0][3:5]] == ["TypeError", "TypeError"]
 
 
 def _steps_with_usual_threads(context: RankContext) -> None:
@@ -215,37 +153,6 @@ def test_a_destroyed_buffer_is_named(waits: bool, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # Ranks that die or stop.
-
-
-def _die_at_random(context: RankContext, victim: int, delay_s: float) -> Told:
-    buffer = make_buffer(context)
-    step(buffer, 0)
-    meet(context)
-    if context.rank_idx == victim:
-        die_after(delay_s)
-    error, _ = steps_until_error(buffer)
-    later = error_of(lambda: step(buffer, 1))
-    assert told(later)[:2] == told(error)[:2]
-    recovery = buffer.communicator.recover()
-    assert recovery.failed_ranks == (victim,)
-    living = [rank for rank in range(context.num_ranks) if rank != victim]
-    for seed in range(2, 8):  # more than the ring has entries
-        step(buffer, seed, living)
-    x, topk_idx = inputs(buffer, 9)
-    lost = error_of(lambda: buffer.dispatch(x, topk_idx))
-    assert isinstance(lost, ValueError)
-    assert f"experts of rank {victim}, which has failed" in str(lost)
-    step(buffer, 10, living)
-    buffer.communicator.destroy()
-    return told(error)
-
-
-@pytest.mark.parametrize(("num_ranks", "victim", "delay_s"), [(2, 0, 0.002), (3, 2, 0.05)])
-def test_death_at_any_moment_and_recovery(num_ranks: int, victim: int, delay_s: float) -> None:
-    results = run_ranks(
-        _die_at_random, num_ranks, victim, delay_s, fresh=True, expect_dead=[victim]
-    )
-    assert_all_told(results, PeerFailedError, victim)
 
 
 def _die_while_others_wait(context: RankContext, is_async: bool, folder: str) -> Told:
