@@ -62,31 +62,6 @@ def test_same_bits(num_ranks: int, mode: str) -> None:
     run_ranks(_same_bits, num_ranks, mode=mode)
 
 
-def _opposite_order(context: RankContext) -> None:
-    first = make_buffer(context)
-    second = EpBuffer(first.communicator, first.config)
-    third = EpBuffer(first.communicator, first.config)
-    buffers = [first, second, third]
-    for seed in range(10):
-        order = [buffers[(seed + context.rank_idx + i) % 3] for i in range(3)]
-        x, topk_idx = inputs(first, seed)
-        pending = [(buffer, buffer.dispatch(x, topk_idx, async_op=True)) for buffer in order]
-        combined = [
-            buffer.combine(result.x, result.handle, async_op=True) for buffer, result in pending
-        ]
-        for back in combined:
-            assert not isinstance(back, torch.Tensor)
-            assert torch.equal(back.x, 2 * x)
-    for buffer in buffers:
-        buffer.destroy()
-    first.communicator.destroy()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_buffers_in_opposite_order(mode: str) -> None:
-    run_ranks(_opposite_order, 3, mode=mode)
-
-
 def _errors(context: RankContext) -> None:
     buffer = make_buffer(context)
     x, topk_idx = inputs(buffer, 1)

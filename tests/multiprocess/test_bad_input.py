@@ -101,6 +101,13 @@ def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
+class Strange(torch.Tensor):
+    """A tensor whose questions raise what they like."""
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        raise ValueError("no idea")
+
+
 FREED = "bytes [ .. a storage of 0 bytes, which was freed or cut"
 
 
@@ -204,6 +211,8 @@ BY_CALL: dict[str, dict[str, Change]] = {
         },
         f"ValueError: topk_idx has .. {FREED}": lambda c: {"topk_idx": freed(c.topk_idx)},
         f"ValueError: topk_weights has .. {FREED}": lambda c: {"topk_weights": freed(c.weights)},
+        "ValueError: no idea": lambda c: {"x": c.x.as_subclass(Strange)},
+        "TypeError: dense tensor .. sparse": lambda c: {"x": c.x.to_sparse()},
         "ValueError: x has no memory": lambda c: {"x": fake(c.x)},
         "ValueError: x has no memory of its own": lambda c: torch.func.vmap(
             lambda x: c.dispatch(x=x)
@@ -333,6 +342,7 @@ def check(backend: str, mode: str, num_ranks: int, drawn: list[Drawn]) -> None:
         pytest.param(1, "host", marks=pytest.mark.full),
         pytest.param(3, "collective", marks=pytest.mark.full),
         pytest.param(3, "reference", marks=pytest.mark.full),
+        pytest.param(2, "simt", marks=pytest.mark.full),
     ],
 )
 def test_every_mistake_on_every_rank(backend: str, num_ranks: int) -> None:
@@ -356,7 +366,7 @@ def disagree(context: RankContext, backend: str) -> list[str]:
     limit = Capacity(num_rows_per_expert=3, on_overflow="drop")
     with Communicator(context.group, backend=backend) as communicator:
         buffer = EpBuffer(communicator, CONFIG)
-        handle = buffer.dispatch(x, topk_idx).handle
+        handle, other = (buffer.dispatch(x, topk_idx + expert).handle for expert in (0, 1))
         rows = torch.zeros(handle.num_recv_tokens, 16).bfloat16()
         calls = [
             ({"quantization": FP8_BLOCK128}, {"quantization": packed}),
@@ -369,10 +379,10 @@ def disagree(context: RankContext, backend: str) -> list[str]:
             with pytest.raises(ValueError, match="ranks disagree") as info:
                 buffer.dispatch(**{"x": x, "topk_idx": topk_idx, **pair[context.rank_idx]})
             said.append(str(info.value))
-        pulled = torch.ones(len(rows)) if context.rank_idx else None
-        with pytest.raises(ValueError, match="ranks disagree") as info:
-            buffer.combine(rows, handle, row_weights=pulled)
-        said.append(str(info.value))
+        for wrong in ({"handle": other}, {"handle": handle, "row_weights": torch.ones(len(rows))}):
+            with pytest.raises(ValueError, match="ranks disagree") as info:
+                buffer.combine(rows, **(wrong if context.rank_idx else {"handle": handle}))
+            said.append(str(info.value))
         buffer.destroy()
     return [re.sub(r"handle \w+", "handle", text) for text in said]
 
@@ -392,7 +402,10 @@ def test_calls_that_differ_are_told_in_the_same_words(backend: str) -> None:
         f"cached dispatch({plain}, no weights, handle) on rank 0 met dispatch(EXPERT_MAJOR, "
         "expert_alignment=8, bfloat16 rows of 32 bytes to be quantized to MXFP8 with UE8M0 scale "
         "factors in rows, no weights)",
-        f"combine({plain}, no weights, handle) on rank 0 met combine({plain}, float32 weights, handle)",
+        *(
+            f"combine({plain}, no weights, handle) on rank 0 met combine({plain}, {weights}, handle)"
+            for weights in ("no weights", "float32 weights")
+        ),
     ]
     for said in run_ranks(disagree, 2, backend):
         assert said == [f"ranks disagree: {text} on rank 1" for text in told]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import CapacityError, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm import CapacityError, Communicator, EpBuffer, EpConfig
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     config_for,
@@ -21,89 +21,6 @@ from tests.helpers.failing_ranks import (
     step,
     wait_for,
 )
-
-Wrong = Callable[[EpBuffer, torch.Tensor, torch.Tensor], Any]
-
-
-class _Strange(torch.Tensor):
-    """A tensor whose questions raise what they like."""
-
-    def is_contiguous(self, *_: Any, **__: Any) -> bool:
-        raise OSError("no idea")
-
-
-def _wrong_k(buffer: EpBuffer, x: torch.Tensor, topk_idx: torch.Tensor) -> object:
-    return buffer.dispatch(x, topk_idx.repeat(1, 500))
-
-
-# Name: what one rank does where the others dispatch, and pieces of the message on every rank.
-WRONG: dict[str, tuple[Wrong, tuple[str, ...]]] = {
-    "sparse": (lambda b, x, i: b.dispatch(x.to_sparse(), i), ("x",)),
-    "strange": (lambda b, x, i: b.dispatch(x.as_subclass(_Strange), i), ("no idea",)),
-    "huge K": (_wrong_k, ("(64, 2)", "(64, 1000)")),
-    "id = -2": (lambda b, x, i: b.dispatch(x, i - i - 2), ("topk_idx[0, 0] = -2", "[-1, 6)")),
-    "id = 2**62": (lambda b, x, i: b.dispatch(x, i - i + 2**62), (str(2**62), "[-1, 6)")),
-    "float16": (lambda b, x, i: b.dispatch(x.half(), i), ("bfloat16", "float16")),
-    "int32 ids": (lambda b, x, i: b.dispatch(x, i.int()), ("int64", "int32")),
-    "layout": (
-        lambda b, x, i: b.dispatch(x, i, layout=Layout.RANK_MAJOR),
-        ("EXPERT_MAJOR", "RANK_MAJOR"),
-    ),
-    "alignment": (
-        lambda b, x, i: b.dispatch(x, i, expert_alignment=7),
-        ("expert_alignment=1,", "expert_alignment=7,"),
-    ),
-    "weights": (
-        lambda b, x, i: b.dispatch(x, i, torch.ones(64, 2)),
-        ("no weights", "float32 weights"),
-    ),
-    "async": (lambda b, x, i: b.dispatch(x, i + 6, async_op=True).event.wait(), ("[-1, 6)",)),
-}
-
-
-def _err(context: RankContext) -> dict[str, list[tuple[str, str]]]:
-    buffer = make_buffer(context)
-    x, topk_idx = inputs(buffer, 1)
-    found: dict[str, list[tuple[str, str]]] = {}
-    for name, (wrong, _) in WRONG.items():
-        found[name] = []
-        for bad_rank in range(context.num_ranks):
-            is_wrong = context.rank_idx == bad_rank
-            call = wrong if is_wrong else EpBuffer.dispatch
-            error = error_of(lambda call=call: call(buffer, x, topk_idx))  # type: ignore[misc]
-            found[name].append((type(error).__name__, str(error)))
-            step(buffer, 2)
-    # Combine with handles of two different dispatches.
-    first, second = buffer.dispatch(x, topk_idx), buffer.dispatch(*inputs(buffer, 9))
-    chosen = first if context.rank_idx == 1 else second
-    error = error_of(lambda: buffer.combine(chosen.x, chosen.handle))
-    found["handles"] = [(type(error).__name__, str(error))]
-    # Not a mistake.
-    weights = torch.full((64, 2), float("nan"))
-    result = buffer.dispatch(x, topk_idx, weights)
-    assert result.topk_weights is not None
-    assert result.topk_weights.isnan().all()
-    step(buffer, 3)
-    buffer.destroy()
-    buffer.communicator.destroy()
-    return found
-
-
-def test_every_rank_learns_of_it_and_goes_on() -> None:
-    results = run_ranks(_err, 3)
-    for name, (_, pieces) in WRONG.items():
-        for bad_rank in range(3):
-            kinds = {result[name][bad_rank][0] for result in results}
-            texts = [result[name][bad_rank][1] for result in results]
-            assert kinds <= {"ValueError", "TypeError"}, (name, texts)
-            assert len(kinds) == len(set(texts)) == 1, (name, texts)
-            assert f"rank {bad_rank}" in texts[0], (name, texts)
-            assert all(piece in texts[0] for piece in pieces), (name, texts)
-    for result in results:
-        kind, text = result["handles"][0]
-        assert kind == "ValueError"
-        assert "on rank 0 met" in text
-        assert "on rank 1" in text
 
 
 def _destroy_one(context: RankContext, options: dict[str, Any]) -> list[str]:

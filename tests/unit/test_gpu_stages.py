@@ -234,16 +234,6 @@ def test_results_are_whole_whenever_it_is_cut(
     assert machines.calls == ["first", "first"]
 
 
-def test_sanitizers_are_last_and_captures_before_conformance(stages: types.ModuleType) -> None:
-    names = [stage.name for stage in stages.STAGES]
-    are_sanitizers = [name.split("-")[0] in stages.SANITIZERS for name in names]
-    assert sum(are_sanitizers) == 9
-    assert are_sanitizers == sorted(are_sanitizers)
-    conformance = next(idx for idx, name in enumerate(names) if "conformance" in name)
-    assert names.index("captured") < conformance
-    assert names.index("warm-up") < names.index("doctor")
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_sanitizer_reads_kernels_of_this_package(
     stages: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_ranks: int
@@ -477,26 +467,6 @@ def test_ranks_on_too_few_gpus_fail(stages: types.ModuleType) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         stages.check_spread(["cuda:0", "cuda:0", "cuda:0"])
     assert "3 ranks on 2 GPUs were on ['cuda:0', 'cuda:0', 'cuda:0']" in failed.value.output
-
-
-def test_every_number_of_gpus_has_its_stages(stages: types.ModuleType) -> None:
-    by_number: dict[int, set[str]] = {}
-    for stage in stages.STAGES:
-        by_number.setdefault(stage.num_gpus, set()).add(stage.name)
-    names = [stage.name for stage in stages.STAGES]
-    assert len(set(names)) == len(names)
-    for num_gpus in (2, 4, 8):
-        assert {
-            f"{kind}-{num_gpus}-gpus"
-            for kind in (
-                "bench",
-                "bench-low-latency",
-                "kernels-low-latency",
-                "deep-ep",
-                "conformance-threads",
-                "conformance-processes",
-            )
-        } <= by_number[num_gpus]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="DeepEP is installed")

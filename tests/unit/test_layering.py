@@ -588,22 +588,6 @@ def test_a_broken_python_arrow_is_found(module: str, source: str) -> None:
     assert len(list(python_violations(module, source, names))) == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("moe_comm.cli.bench.case", "import moe_comm\nfrom moe_comm.testing import cases"),
-        (
-            "moe_comm.ep.buffer",
-            "from moe_comm.ep import validation\nfrom moe_comm.ep.backends import base",
-        ),
-        ("moe_comm.ep.backends.host", "from moe_comm import _host\nimport torch"),
-        ("moe_comm.ep.backends.simt", "from moe_comm import _simt\nimport torch"),
-    ],
-)
-def test_an_import_downwards_is_allowed(module: str, source: str) -> None:
-    assert list(python_violations(module, source, MODULE_NAMES)) == []
-
-
 # ---------------------------------------------------------------------------------------------
 
 

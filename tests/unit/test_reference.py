@@ -15,11 +15,10 @@ from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.reference import ReferenceBackend
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.options import DispatchOptions
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat
-from moe_comm.testing.launch import RankContext, run_ranks
 
 QUIET_NAN = {
     torch.bfloat16: 0x7FC0,
@@ -207,73 +206,6 @@ def test_dot_adds_in_lanes(hidden: int) -> None:
         for half in (16, 8, 4, 2, 1):
             lanes = [float32(lanes[j] + lanes[j + half]) for j in range(half)]
         assert float(dots[row]) == lanes[0]
-
-
-def run_by_hand(context: RankContext) -> dict[str, torch.Tensor | None]:
-    """The example of the documentation: 2 ranks with one expert each."""
-
-    class Peers:
-        rank_idx = context.rank_idx
-        num_ranks = context.num_ranks
-        bootstrap = context.group
-
-    config = EpConfig(
-        num_experts=2, num_topk=2, hidden=4, num_max_tokens_per_rank=2, dtype=torch.float32
-    )
-    backend = ReferenceBackend(Peers(), config)
-    x = torch.arange(2.0).reshape(2, 1).expand(2, 4).contiguous() + 10 * (context.rank_idx + 1)
-    topk_idx = torch.tensor([[[1, 0], [0, -1]], [[1, 1], [-1, 1]]][context.rank_idx])
-    weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + 4 * context.rank_idx
-    results: dict[str, torch.Tensor | None] = {}
-    for layout in Layout:
-        output = backend.dispatch(
-            *(x, None, topk_idx, weights),
-            DispatchOptions(layout, 1 if layout is Layout.LOW_LATENCY else 4, async_op=True),
-        ).wait()
-        results[f"{layout.name} x"] = output.x[:, 0]
-        results[f"{layout.name} topk_idx"] = output.topk_idx
-        results[f"{layout.name} topk_weights"] = output.topk_weights
-        results[f"{layout.name} counts"] = output.num_tokens_per_expert
-        results[f"{layout.name} offsets"] = output.expert_offsets
-        combined = backend.combine(
-            *(output.x, output.plan, None, output.topk_weights, None), CombineOptions(async_op=True)
-        ).wait()
-        assert combined.x is not None
-        results[f"{layout.name} sums"] = combined.x[:, 0]
-        results[f"{layout.name} pulled"] = combined.topk_weights
-    return results
-
-
-def test_two_ranks_by_hand() -> None:
-    zero, one = (
-        {name: None if value is None else value.tolist() for name, value in rank.items()}
-        for rank in run_ranks(run_by_hand, 2, mode="threads")
-    )
-    assert zero["EXPERT_MAJOR x"] == [10, 11, 0, 0]
-    assert zero["EXPERT_MAJOR topk_weights"] == [2, 3, 0, 0]
-    assert one["EXPERT_MAJOR x"] == [10, 20, 20, 21]
-    assert one["EXPERT_MAJOR topk_weights"] == [1, 5, 6, 8]
-    assert zero["EXPERT_MAJOR topk_idx"] is None
-    assert zero["EXPERT_MAJOR sums"] == [20, 11]
-    assert one["EXPERT_MAJOR sums"] == [40, 21]
-    assert zero["EXPERT_MAJOR pulled"] == [[1, 2], [3, 0]]
-    assert one["EXPERT_MAJOR pulled"] == [[5, 6], [0, 8]]
-    assert zero["RANK_MAJOR x"] == [10, 11]
-    assert zero["RANK_MAJOR topk_idx"] == [[-1, 0], [0, -1]]
-    assert zero["RANK_MAJOR topk_weights"] == [[0, 2], [3, 0]]
-    assert one["RANK_MAJOR x"] == [10, 20, 21]
-    assert one["RANK_MAJOR topk_idx"] == [[0, -1], [0, 0], [-1, 0]]
-    assert one["RANK_MAJOR topk_weights"] == [[1, 0], [5, 6], [0, 8]]
-    assert zero["RANK_MAJOR sums"] == [20, 11]
-    assert one["RANK_MAJOR sums"] == [20, 21]
-    assert one["RANK_MAJOR pulled"] == [[5, 6], [0, 8]]
-    for rank, (count, end) in ((zero, (2, 4)), (one, (4, 4))):
-        for layout in Layout:
-            assert rank[f"{layout.name} counts"] == [count]
-            # 2 ranks of at most 2 tokens: 4 places for each expert.
-            assert rank[f"{layout.name} offsets"] == [0, end]
-        for name in ("x", "topk_idx", "topk_weights", "sums", "pulled"):
-            assert rank[f"LOW_LATENCY {name}"] == rank[f"EXPERT_MAJOR {name}"]
 
 
 @pytest.mark.parametrize("backend", ["reference", "collective", "host"])

@@ -134,10 +134,6 @@ def run_pieces(
     return on_ranks(num_ranks, body, num_threads=num_threads)
 
 
-def num_bytes_of(pieces: list[Piece]) -> int:
-    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
-
-
 # ---------------------------------------------------------------------------------------------
 # What is copied.
 
@@ -386,93 +382,75 @@ def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(count).to(dtype)
 
 
-def test_a_send_without_receive() -> None:
-    good = {1: [(4, torch.zeros(8), 0)]}
-    message = errors_of({0: [(4, numbers(8), 1), (5, numbers(3), 1)]}, good)
-    assert message == (
-        "rank 0: task 5: rank 0 sends 12 bytes of float32 to rank 1, which does not receive it"
-    )
-
-
-def test_a_receive_without_send() -> None:
-    recvs: dict[int, list[CopyItem]] = {
-        1: [(4, torch.zeros(8), 0), (9, torch.zeros(2, dtype=torch.int64), 2)]
-    }
-    message = errors_of({0: [(4, numbers(8), 1)]}, recvs)
-    assert message == (
-        "rank 2: task 9: rank 1 receives 16 bytes of int64 from rank 2, which does not send it"
-    )
-
-
-def test_local_ends_that_do_not_meet() -> None:
-    message = errors_of({2: [(1, numbers(4), 2)]}, {2: [(1, torch.zeros(5), 2)]})
-    assert message == "rank 2: task 1: rank 2 sends 16 bytes, rank 2 receives 20"
-
-
-def test_sizes_and_dtypes_that_differ() -> None:
-    sends = {0: [(4, numbers(8), 1), (5, numbers(4), 2)], 1: [(6, numbers(2), 0)]}
-    recvs = {
-        0: [(6, torch.zeros(2, dtype=torch.int32), 1)],
-        1: [(4, torch.zeros(9), 0)],
-        2: [(5, torch.zeros(4, dtype=torch.int32), 0)],
-    }
-    assert errors_of(sends, recvs) == (
+INTEGERS = torch.zeros(4, dtype=torch.int32)
+MEMORY = torch.zeros(20)
+# By a name what ranks send and receive, and what all are told.
+WRONG: dict[str, tuple[dict[int, list[CopyItem]], dict[int, list[CopyItem]], str]] = {
+    "a send without receive": (
+        {0: [(4, numbers(8), 1), (5, numbers(3), 1)]},
+        {1: [(4, torch.zeros(8), 0)]},
+        "rank 0: task 5: rank 0 sends 12 bytes of float32 to rank 1, which does not receive it",
+    ),
+    "a receive without send": (
+        {0: [(4, numbers(8), 1)]},
+        {1: [(4, torch.zeros(8), 0), (9, torch.zeros(2, dtype=torch.int64), 2)]},
+        "rank 2: task 9: rank 1 receives 16 bytes of int64 from rank 2, which does not send it",
+    ),
+    "local ends that do not meet": (
+        {2: [(1, numbers(4), 2)]},
+        {2: [(1, torch.zeros(5), 2)]},
+        "rank 2: task 1: rank 2 sends 16 bytes, rank 2 receives 20",
+    ),
+    "sizes and dtypes": (
+        {0: [(4, numbers(8), 1), (5, numbers(4), 2)], 1: [(6, numbers(2), 0)]},
+        {0: [(6, INTEGERS[:2], 1)], 1: [(4, torch.zeros(9), 0)], 2: [(5, INTEGERS, 0)]},
         "rank 0: task 4: rank 0 sends 32 bytes, rank 1 receives 36 (and 1 more); "
-        "rank 1: task 6: rank 1 sends float32, rank 0 receives int32"
-    )
+        "rank 1: task 6: rank 1 sends float32, rank 0 receives int32",
+    ),
+    "shared bytes": (
+        {},
+        {0: [(4, MEMORY[:12], 1), (5, MEMORY[10:], 2)]},
+        "rank 0: the destinations of task 4 from rank 1 and task 5 from rank 2 share 8 bytes",
+    ),
+    "rank": (
+        {},
+        {1: [(4, torch.zeros(8), 3)]},
+        "rank 1: task 4: the receive names rank 3, ranks are 0 to 2",
+    ),
+    "negative rank": (
+        {},
+        {1: [(4, torch.zeros(8), -1)]},
+        "rank 1: task 4: the receive names rank -1, ranks are 0 to 2",
+    ),
+    "twice": (
+        {},
+        {1: [(4, torch.zeros(8), 0), (4, torch.zeros(8), 0)]},
+        "rank 1: task 4 is in the receives of rank 1 twice for rank 0",
+    ),
+    "expanded": (
+        {},
+        {1: [(4, torch.zeros(1).expand(8), 0)]},
+        "rank 1: task 4: the destination shares bytes with itself (32 bytes lie in 4)",
+    ),
+    "dimensions": (
+        {},
+        {1: [(4, torch.zeros((4,) * 9)[(slice(0, 4, 2),) * 9], 0)]},
+        "rank 1: task 4 of the receives: a tensor has 9 dimensions that cannot be merged, "
+        "at most 8 can be copied; make it contiguous",
+    ),
+    "conjugate": (
+        {},
+        {1: [(4, torch.zeros(8, dtype=torch.complex64).conj(), 0)]},
+        "rank 1: task 4 of the receives: a tensor's conjugate or negative is not in its memory; "
+        "resolve it first",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        ([(4, torch.zeros(8), 3)], "task 4: the receive names rank 3, ranks are 0 to 2"),
-        ([(4, torch.zeros(8), -1)], "task 4: the receive names rank -1, ranks are 0 to 2"),
-        (
-            [(4, torch.zeros(8), 0), (4, torch.zeros(8), 0)],
-            "task 4 is in the receives of rank 1 twice for rank 0",
-        ),
-        (
-            [(4, torch.zeros(1).expand(8), 0)],
-            "task 4: the destination shares bytes with itself (32 bytes lie in 4)",
-        ),
-        (
-            [(4, torch.zeros(8, device="meta"), 0)],
-            "task 4 of the receives: a tensor must be in CPU memory, got device meta",
-        ),
-        (
-            [(4, torch.zeros((4,) * 9)[(slice(0, 4, 2),) * 9], 0)],
-            "task 4 of the receives: a tensor has 9 dimensions that cannot be merged, "
-            "at most 8 can be copied; make it contiguous",
-        ),
-        (
-            [(4, torch.zeros(8, dtype=torch.complex64).conj(), 0)],
-            "task 4 of the receives: a tensor's conjugate or negative is not in its memory; "
-            "resolve it first",
-        ),
-    ],
-    ids=["rank", "negative-rank", "twice", "expanded", "meta", "dimensions", "conjugate"],
-)
-def test_items_that_are_wrong(items: list[CopyItem], message: str) -> None:
-    recvs = {1: items}
-    if items[0][1].device.type == "cpu":
-        assert errors_of({}, recvs) == f"rank 1: {message}"
-        return
-
-    def body(comm: moe_comm.Communicator) -> None:
-        engine = BatchedCopy(comm)
-        prepared = engine.prepare([], recvs.get(comm.rank_idx, []))
-        with pytest.raises(ValueError, match=f"rank 1: {message}"):
-            engine.run(prepared)
-
-    on_ranks(3, body)
-
-
-def test_destinations_that_share_bytes() -> None:
-    memory = torch.zeros(20)
-    message = errors_of({}, {0: [(4, memory[:12], 1), (5, memory[10:], 2)]})
-    assert message == (
-        "rank 0: the destinations of task 4 from rank 1 and task 5 from rank 2 share 8 bytes"
-    )
+@pytest.mark.parametrize("wrong", WRONG)
+def test_copies_that_are_wrong(wrong: str) -> None:
+    sends, recvs, told = WRONG[wrong]
+    assert errors_of(sends, recvs) == told
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
@@ -544,12 +522,13 @@ def test_items_that_are_no_items() -> None:
             [(1, 2)],
             [("one", item, 0)],
             [(1 << 70, item.to_sparse(), 0)],
+            [(4, item.to("meta"), 0)],
             "x",
         ]
         for items in wrong:
             given = items if comm.rank_idx == 1 else []
             with pytest.raises(
-                ValueError, match=r"rank 1: .*\(task_id, tensor, peer_rank\)|sparse"
+                ValueError, match=r"rank 1: .*\(task_id, tensor, peer_rank\)|sparse|device meta"
             ):
                 engine.run(engine.prepare(given, []))
         with pytest.raises(ValueError, match="rank 1: prepared must be PreparedCopies, got 'x'"):
@@ -781,8 +760,9 @@ def test_checksums_of_blocks_that_cannot_be() -> None:
     pieces = PieceChecksums([(0, torch.zeros(3), 0)])
     with pytest.raises(ValueError, match="sums must have 8 bytes, got 16"):
         pieces.compute_blocks(1, sums=torch.zeros(2, dtype=torch.int64).numpy().view("uint64"))
-    with pytest.raises(ValueError, match="must be in CPU memory, got device meta"):
-        block_checksums(torch.zeros(3, device="meta"))
+    for function in (checksum, block_checksums):
+        with pytest.raises(ValueError, match="must be in CPU memory, got device meta"):
+            function(torch.zeros(3, device="meta"))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -835,14 +815,3 @@ def test_checksums_of_sent_bytes_are_those_of_the_last_run() -> None:
         engine.destroy()
 
     on_ranks(2, body)
-
-
-def test_blocks_that_change_places_are_seen() -> None:
-    blocks = torch.randint(0, 256, (3, BLOCK_BYTES), dtype=torch.uint8)
-    orders = itertools.permutations(range(3))
-    assert len({checksum(blocks[list(order)]) for order in orders}) == 6
-
-
-def test_checksum_of_what_cannot_be_read() -> None:
-    with pytest.raises(ValueError, match="must be in CPU memory, got device meta"):
-        checksum(torch.zeros(3, device="meta"))
