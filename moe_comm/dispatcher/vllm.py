@@ -150,7 +150,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         elif has_local_ids:
             self._layout = Layout.EXPERT_MAJOR
         self._quantization = quantization
-        self._with_packed_scales = False
+        self._block_scales: dict[str, Any] = {}
         self._ubatch_id = current_ubatch_id() if ubatch_id is None else ubatch_id
         self._prepared: dict[int, _Prepared] = {}
         is_local = buffer.expert_rank == buffer.communicator.rank_idx
@@ -166,8 +166,19 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
         return -(-hidden_size // multiple) * multiple
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Ask the experts whether FP8 scales may come packed (UE8M0)."""
-        self._with_packed_scales = bool(fused_experts.supports_packed_ue8m0_act_scales())
+        """Ask which FP8 scales the experts take: packed (UE8M0), powers of two, or any."""
+        # As vLLM 0.32's own: deepep_ll packs them, in the order of DeepEP's; deepep_ht quantizes by
+        # per_token_group_quant_fp8, which rounds them where is_deep_gemm_e8m0_used().
+        deep_gemm = vllm_module("utils.deep_gemm")
+        if fused_experts.supports_packed_ue8m0_act_scales():
+            self._block_scales = {
+                "scale_format": ScaleFormat.UE8M0,
+                "is_column_major": self.is_batched,
+            }
+        elif deep_gemm and deep_gemm.is_deep_gemm_e8m0_used() and not self.is_batched:
+            self._block_scales = {"scale_format": ScaleFormat.FLOAT32_POWER_OF_2}
+        else:
+            self._block_scales = {}
 
     @property
     def activation_format(self) -> Any:
@@ -478,9 +489,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             return None, None
         block_shape = getattr(quant_config, "block_shape", None)
         if dtype is torch.float8_e4m3fn and block_shape is not None and block_shape[-1] == 128:
-            if self._with_packed_scales:
-                return dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0), None
-            return FP8_BLOCK128, None
+            return dataclasses.replace(FP8_BLOCK128, **self._block_scales), None
         if dtype == "mxfp8":
             # vLLM 0.32's experts know exponents by their dtype, uint8 (deep_gemm_utils packs no other), and some
             # read them in tiles (prepare_finalize/deepep_v2).

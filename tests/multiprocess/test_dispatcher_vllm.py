@@ -192,9 +192,16 @@ def test_ids_are_local_where_experts_take_no_map() -> None:
     run_ranks(run, 2, mode="threads")
 
 
-def test_packed_scales_where_the_experts_take_them() -> None:
-    def run(shape: VllmPrepareAndFinalize, given: Any) -> list[torch.dtype]:
-        dtypes = []
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_scales_are_those_that_the_experts_take(
+    monkeypatch: pytest.MonkeyPatch, is_batched: bool, rounds: bool
+) -> None:
+    deep_gemm = types.SimpleNamespace(is_deep_gemm_e8m0_used=lambda: rounds)
+    monkeypatch.setattr("moe_comm.dispatcher.vllm.vllm_module", lambda name: deep_gemm)
+
+    def run(shape: VllmPrepareAndFinalize, given: Any) -> list[Any]:
+        found: list[Any] = []
         for is_packed in (False, True):
             experts = types.SimpleNamespace(supports_packed_ue8m0_act_scales=lambda v=is_packed: v)
             shape.post_init_setup(experts)
@@ -202,10 +209,14 @@ def test_packed_scales_where_the_experts_take_them() -> None:
                 given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS, None, False, FP8_CONFIG
             )
             assert scales is not None
-            dtypes.append(scales.dtype)
-        return dtypes
+            found += [scales.clone(), scales.stride(-1)]
+        return found
 
-    assert on_vllm_ranks(run) == [[torch.float32, torch.int32]] * 2
+    for plain, _, packed, stride in on_vllm_ranks(run, is_batched=is_batched):
+        assert (plain.dtype, packed.dtype) == (torch.float32, torch.int32)
+        assert (stride > 1) == is_batched  # from column to column, of which there is one
+        are_powers = torch.frexp(plain)[0].eq(0.5)
+        assert is_batched or bool(are_powers.all()) == rounds
 
 
 def test_how_rows_are_quantized() -> None:
