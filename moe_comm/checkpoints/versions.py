@@ -44,8 +44,11 @@ MANIFEST = "moe_comm.json"
 
 _LOCK = ".lock"
 _PARTIAL = ".partial"
+# Second line of the lock's file, behind the name of the version and the writer, until a save has ended.
+_UNFINISHED = "unfinished"
 _FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LEFT = re.compile(rf"version ({_NAME.pattern}) by [^\n]*\n{_UNFINISHED}")
 
 
 class Versions(NamedTuple):
@@ -185,10 +188,12 @@ class NewVersion:
         self._is_committed = False
         with failed(folder, "cannot be made"):
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
+        self._lock, left = self._take_lock()
         try:
+            self._remove_leftovers(left)
             self._check_is_new()
-            self._remove_leftovers()
+            # Not before: a folder of that name is what this save has left.
+            os.pwrite(self._lock, _UNFINISHED.encode(), os.fstat(self._lock).st_size)
             self.path = folder / f".{version}.{secrets.token_hex(8)}{_PARTIAL}"
             with failed(self.path, "cannot be made"):
                 self.path.mkdir()
@@ -196,19 +201,22 @@ class NewVersion:
             self._open_lock()
             raise
 
-    def _take_lock(self) -> int:
+    def _take_lock(self) -> tuple[int, str]:
+        """Return the lock, and the version whose save has taken it last and was killed; "" for none."""
         path = self._folder / _LOCK
         with failed(path, "cannot be locked"):
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left = _LEFT.fullmatch(os.pread(lock, 1000, 0).decode(errors="replace"))
                 writer = (
                     f"version {self.version} by process {os.getpid()} on {socket.gethostname()}"
                 )
                 os.ftruncate(lock, 0)
-                os.pwrite(lock, writer.encode(), 0)
+                os.pwrite(lock, f"{writer}\n".encode(), 0)
             except BlockingIOError:
-                other = os.pread(lock, 200, 0).decode(errors="replace") or "something"
+                other = os.pread(lock, 200, 0).decode(errors="replace").partition("\n")[0]
+                other = other or "something"
                 os.close(lock)
                 raise CheckpointError(
                     f"{self._folder}: cannot save version {self.version} while another writer saves "
@@ -217,7 +225,7 @@ class NewVersion:
             except BaseException:
                 os.close(lock)
                 raise
-        return lock
+        return lock, "" if left is None else left[1]
 
     @property
     def _final(self) -> Path:
@@ -232,15 +240,28 @@ class NewVersion:
                 f"{self._folder}: version {self.version} is there already, of {known.names}: "
                 "give the new one another name"
             )
-        # One of a save that ended before it was entered is replaced; anything else is not ours.
         if self._final.is_symlink() or not (self._final / MANIFEST).exists():
             raise CheckpointError(
                 f"{self._final} is there already, and no folder with {MANIFEST}: it is no version of this "
                 "folder"
             )
+        listed = "is missing" if known is None else f"lists {known.names}"
+        raise CheckpointError(
+            f"{self._final} is there already, and {self._folder / VERSIONS} {listed}: give the new version "
+            "another name, or remove the folder"
+        )
 
-    def _remove_leftovers(self) -> None:
-        """Remove what saves have left that did not end: nobody but the holder of the lock writes here."""
+    def _remove_leftovers(self, left: str = "") -> None:
+        """Remove what saves have left that did not end: nobody but the holder of the lock writes here.
+
+        Args:
+            left: Version whose save may have ended before it was entered.
+        """
+        known = read_versions(self._folder) if left else None
+        path = self._folder / left
+        is_listed = known is not None and left in known.names
+        if left and not is_listed and not path.is_symlink() and (path / MANIFEST).exists():
+            path.rename(self._folder / f".{secrets.token_hex(8)}{_PARTIAL}")
         for path in self._folder.glob(f".*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(f".{VERSIONS}.*"):
@@ -275,13 +296,11 @@ class NewVersion:
             with failed(Path(folder), "cannot be synced"):
                 sync_file(Path(folder))
         with failed(self._final, "cannot be put in place"):
-            if self._final.exists():
-                self._final.rename(self.path.with_name(f".{secrets.token_hex(8)}{_PARTIAL}"))
             self.path.rename(self._final)
             self.path = self._final
             sync_file(self._folder)
         known = read_versions(self._folder)
-        names = [] if known is None else [each for each in known.names if each != self.version]
+        names = [] if known is None else known.names
         kept = [name for name in names if (self._folder / name).is_dir()]
         place, latest = len(kept), self.version
         if known is not None and self._after in kept:
@@ -310,5 +329,6 @@ class NewVersion:
         self._open_lock()
 
     def _open_lock(self) -> None:
+        os.ftruncate(self._lock, 0)
         fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes forked meanwhile have it open, too
         os.close(self._lock)

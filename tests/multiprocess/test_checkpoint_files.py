@@ -261,6 +261,7 @@ def test_a_version_that_was_never_entered_is_saved_again(folder: Path) -> None:
         save([side_of(numbers(1, a=(4, 8)))], folder, version)
     said = {"format": 1, "latest": "before", "versions": ["before"]}
     (folder / "versions.json").write_text(json.dumps(said))
+    (folder / ".lock").write_text("version after by process 1 on here\nunfinished")
     target = numbers(-1, a=(4, 8))
     with pytest.raises(Exception, match="version after is none of those whose saves have ended"):
         load([side_of(target)], folder, "after")
@@ -268,6 +269,25 @@ def test_a_version_that_was_never_entered_is_saved_again(folder: Path) -> None:
     assert load([side_of(target)], folder) == [folder / "after"]
     assert torch.equal(target["a"], numbers(2, a=(4, 8))["a"])
     assert sorted(path.name for path in folder.glob(".*")) == [".lock"]
+
+
+def test_a_version_that_is_no_longer_listed_is_not_replaced(folder: Path) -> None:
+    """`versions.json` is lost, and then made anew by the save of another version."""
+    saved(folder)
+    (folder / "versions.json").unlink()
+    sides = halves(numbers(2, a=(4, 8), b=(4, 8)))
+    text = refused_save(CheckpointError, sides, folder, "v")
+    assert f"{folder / 'v'} is there already, and {folder / 'versions.json'} is missing" in text
+    save(sides, folder, "w")
+    text = refused_save(CheckpointError, sides, folder, "v")
+    assert f"{folder / 'versions.json'} lists ['w']: give the new version another name" in text
+
+
+def test_a_name_that_is_no_text_is_told_to_all(folder: Path) -> None:
+    sides = halves(numbers(a=(4, 8)))
+    sides[1] += side_of({"b\udc80": torch.zeros(2)})
+    text = refused_save(Exception, sides, folder, "v")
+    assert "rank 1: 'b\\udc80' is no name of a parameter" in text
 
 
 def test_floats_take_the_dtype_of_the_target(folder: Path) -> None:

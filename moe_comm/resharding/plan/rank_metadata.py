@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ _KIND_FIELDS = tuple(
 _kind_fields_of = operator.attrgetter(*_KIND_FIELDS)
 # Separates names, which are Python identifiers joined by dots.
 _SEPARATOR = "\n"
+# Lone surrogates are no text that could be written or told.
+_IN_NO_NAME = re.compile("[\n\ud800-\udfff]")
 
 
 def resolved_name(meta: ParameterMetadata) -> str:
@@ -150,9 +153,12 @@ def _unpacked(blob: bytes) -> Any:
 
 def _joined_names(names: Iterable[str]) -> str:
     some = list(names)
-    wrong = next((name for name in some if not name or _SEPARATOR in name), None)
+    wrong = next((name for name in some if not name or _IN_NO_NAME.search(name)), None)
     if wrong is not None:
-        raise PlanError(f"{wrong!r} is no name of a parameter: it must be one line, and not empty")
+        raise PlanError(
+            f"{wrong!r} is no name of a parameter: it must be one line of Unicode text without lone "
+            "surrogates, and not empty"
+        )
     return _SEPARATOR.join(some)
 
 
