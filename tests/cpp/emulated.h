@@ -12,7 +12,7 @@
 #include "simt/primitives.h"
 
 // What programs that test the emulator share: `program <case>` prints "ok", or what was found
-// instead; `program` lists its cases.
+// instead.
 
 namespace moe::cases {
 
@@ -99,16 +99,18 @@ struct Handshake {
   }
 };
 
-using Cases = std::map<std::string, void (*)()>;
+inline std::map<std::string, void (*)()>& all_cases() {
+  static std::map<std::string, void (*)()> cases;
+  return cases;
+}
 
-inline int run_case(const Cases& cases, int argc, char** argv) {
-  if (argc != 2 || !cases.contains(argv[1])) {
-    for (const auto& [name, body] : cases)
-      std::puts(name.c_str());
-    return argc == 1 ? 0 : 2;
+inline int run_case(int argc, char** argv) {
+  if (argc != 2 || !all_cases().contains(argv[1])) {
+    std::puts("name one case: MOE_CASE(name)");
+    return 2;
   }
   try {
-    cases.at(argv[1])();
+    all_cases().at(argv[1])();
   } catch (const std::exception& error) {
     std::printf("%s: %s\n", argv[1], error.what());
     return 1;
@@ -118,3 +120,10 @@ inline int run_case(const Cases& cases, int argc, char** argv) {
 }
 
 }  // namespace moe::cases
+
+/// Defines a case, which tests find by this word: MOE_CASE(name) { ... }
+#define MOE_CASE(name)                                              \
+  static void name##_case();                                        \
+  [[maybe_unused]] static const bool name##_is_known =              \
+      ::moe::cases::all_cases().emplace(#name, name##_case).second; \
+  static void name##_case()

@@ -57,7 +57,7 @@ void run_handlers() {
         caught[static_cast<size_t>(idx)], concat("outer ", idx, ", inner ", idx), "caught");
 }
 
-void test_exceptions() {
+MOE_CASE(exceptions) {
   run_handlers();
 
   // The first exception unwinds all other fibers and is what run() throws.
@@ -92,7 +92,7 @@ void test_exceptions() {
   expect_equal(num_run, 3, "fibers of the next run");
 }
 
-void test_threads() {
+MOE_CASE(threads) {
   std::vector<std::thread> threads;
   std::atomic<int> num_done{0};
   for (int idx = 0; idx < 4; ++idx)
@@ -113,7 +113,7 @@ int deepen(volatile char* above, int levels) {
 }
 
 /// Going too deep faults instead of writing into a neighbour's stack.
-void test_stack_overflow() {
+MOE_CASE(stack_overflow) {
   simt::Scheduler scheduler;
   const auto go = [](int levels) {
     volatile char start = 1;
@@ -128,7 +128,7 @@ void test_stack_overflow() {
   scheduler.run();
 }
 
-void test_idle() {
+MOE_CASE(idle) {
   // Idle fibers run after all others, and in turn.
   std::string order;
   simt::Scheduler scheduler;
@@ -171,7 +171,7 @@ void test_idle() {
   writer.join();
 }
 
-void test_deadlock() {
+MOE_CASE(deadlock) {
   const std::string message = error_of_kernel(96, [] {
     if (thread_idx() == 70)
       sync_warp();
@@ -190,7 +190,7 @@ void test_deadlock() {
                 "Body block 0 thread 95 waits for the barrier of the block\n"});
 }
 
-void test_many_launches() {
+MOE_CASE(many_launches) {
   const auto num_mappings = [] {
     std::ifstream maps("/proc/self/maps");
     int count = 0;
@@ -215,7 +215,7 @@ void test_many_launches() {
 
 // --- Block and warp -----------------------------------------------------------------------------
 
-void test_thread_indices() {
+MOE_CASE(thread_indices) {
   std::vector<int> seen(3 * 64);
   emulate(3, 64, 0, [&] {
     expect_equal(num_blocks(), 3, "num_blocks");
@@ -229,7 +229,7 @@ void test_thread_indices() {
     expect_equal(count, 1, "threads of one index");
 }
 
-void test_block_barrier() {
+MOE_CASE(block_barrier) {
   emulate(2, 128, 128 * sizeof(int), [] {
     int* const values = shared_array<int>();
     for (int round = 0; round < 10; ++round) {
@@ -242,7 +242,7 @@ void test_block_barrier() {
   });
 }
 
-void test_barrier_errors() {
+MOE_CASE(barrier_errors) {
   expect_error(error_of_kernel(64,
                                [] {
                                  if (thread_idx() != 5)
@@ -258,7 +258,7 @@ void test_barrier_errors() {
       {"thread 32 comes to the barrier of the block, where 32 of 64 threads have returned"});
 }
 
-void test_shuffles() {
+MOE_CASE(shuffles) {
   emulate(1, 64, 0, [] {
     const int lane = lane_idx();
     expect_equal(shuffle(lane * 10, 7), 70, "shuffle");
@@ -276,7 +276,7 @@ void test_shuffles() {
   });
 }
 
-void test_votes() {
+MOE_CASE(votes) {
   emulate(1, 96, 0, [] {
     const int lane = lane_idx();
     expect_equal(ballot(lane % 3 == 0), 0x49249249u, "ballot");
@@ -294,7 +294,7 @@ void test_votes() {
   });
 }
 
-void test_warp_errors() {
+MOE_CASE(warp_errors) {
   expect_error(error_of_kernel(32,
                                [] {
                                  if (lane_idx() != 3)
@@ -317,7 +317,7 @@ void test_warp_errors() {
                {"thread 1 comes to sync_warp", "wait for a vote: 0"});
 }
 
-void test_shapes() {
+MOE_CASE(shapes) {
   Immediate stream;
   const std::function<void()> body = [] {};
   const auto message = [&](const Launch& shape) {
@@ -330,7 +330,7 @@ void test_shapes() {
   expect_error(message({}), {"names no stream"});
 }
 
-void test_two_grids() {
+MOE_CASE(two_grids) {
   Handshake pair;
   simt::Scheduler scheduler;
   int num_ended = 0;
@@ -362,7 +362,7 @@ void test_two_grids() {
 }
 
 /// Prints switches per second; expects nothing.
-void measure_switches() {
+MOE_CASE(measure) {
   const auto time = [](const char* what, simt::Scheduler& scheduler, const auto& body) {
     const uint64_t before = scheduler.num_switches();
     const auto start = std::chrono::steady_clock::now();
@@ -392,26 +392,8 @@ void measure_switches() {
   });
 }
 
-const Cases kCases = {
-    {"barrier_errors", test_barrier_errors},
-    {"block_barrier", test_block_barrier},
-    {"deadlock", test_deadlock},
-    {"exceptions", test_exceptions},
-    {"idle", test_idle},
-    {"many_launches", test_many_launches},
-    {"measure", measure_switches},
-    {"shapes", test_shapes},
-    {"shuffles", test_shuffles},
-    {"stack_overflow", test_stack_overflow},
-    {"thread_indices", test_thread_indices},
-    {"threads", test_threads},
-    {"two_grids", test_two_grids},
-    {"votes", test_votes},
-    {"warp_errors", test_warp_errors},
-};
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  return cases::run_case(kCases, argc, argv);
+  return cases::run_case(argc, argv);
 }

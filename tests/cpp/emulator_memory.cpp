@@ -12,7 +12,7 @@ using namespace moe;
 using namespace moe::device;
 using namespace moe::cases;
 
-void test_words() {
+MOE_CASE(words) {
   uint32_t count = 0;
   uint64_t wide = 5;
   std::vector<int> order(256, -1);
@@ -55,7 +55,7 @@ void test_words() {
 }
 
 /// A ring of two stages: one thread loads, all read, several rounds; then stores back.
-void test_bulk_copies() {
+MOE_CASE(bulk_copies) {
   constexpr int kNumRounds = 9;
   constexpr uint32_t kBytes = 256;
   alignas(16) std::byte source[kNumRounds * kBytes];
@@ -98,7 +98,7 @@ void test_bulk_copies() {
   expect(std::memcmp(source, target, sizeof source) == 0, "bytes stored differ from the source");
 }
 
-void test_mbarrier_phases() {
+MOE_CASE(mbarrier_phases) {
   emulate(1, 64, 64, [] {
     auto* const barrier = shared_array<MBarrier>();
     if (thread_idx() == 0)
@@ -125,7 +125,7 @@ void test_mbarrier_phases() {
   });
 }
 
-void test_bulk_errors() {
+MOE_CASE(bulk_errors) {
   const auto with_barrier = [](const std::function<void(MBarrier*)>& body) {
     return error_of_kernel(32, [&] {
       auto* const barrier = shared_array<MBarrier>();
@@ -193,7 +193,7 @@ struct TwoNodes {
 };
 
 /// Puts arrive by themselves, late and in another order, each signal behind its bytes.
-void test_puts() {
+MOE_CASE(puts) {
   constexpr int kNumPuts = TwoNodes::kNumPuts;
   TwoNodes nodes;
   TwoNodes::Region& there = nodes.regions[1];
@@ -231,7 +231,7 @@ void test_puts() {
   expect_equal(simt::Nic::sent_bytes(nodes.base(1)), uint64_t(0), "payload of the peer");
 }
 
-void test_quiet() {
+MOE_CASE(quiet) {
   TwoNodes nodes;
   TwoNodes::Region& own = nodes.regions[0];
   emulate(1, 32, 0, [&] {
@@ -251,17 +251,8 @@ void test_quiet() {
                {"a put to rank 2", "does not join"});
 }
 
-const Cases kCases = {
-    {"bulk_copies", test_bulk_copies},
-    {"bulk_errors", test_bulk_errors},
-    {"mbarrier_phases", test_mbarrier_phases},
-    {"puts", test_puts},
-    {"quiet", test_quiet},
-    {"words", test_words},
-};
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  return cases::run_case(kCases, argc, argv);
+  return cases::run_case(argc, argv);
 }

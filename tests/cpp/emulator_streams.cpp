@@ -56,7 +56,7 @@ void open_gate(uint32_t* gate) {
   std::atomic_ref(*gate).store(1);
 }
 
-void test_stream_order() {
+MOE_CASE(stream_order) {
   simt::SimtDevice device;
   const auto first = device.create_stream();
   const auto second = device.create_stream();
@@ -88,7 +88,7 @@ void test_stream_order() {
   expect(mapped == reinterpret_cast<const std::byte*>(&copied), "host memory has moved");
 }
 
-void test_kernel_error() {
+MOE_CASE(kernel_error) {
   simt::SimtDevice device(/*rank_idx=*/3);
   const auto stream = device.create_stream();
   const auto other = device.create_stream();
@@ -123,7 +123,7 @@ void test_kernel_error() {
   expect_equal(value, 3, "the host's stream is not concerned");
 }
 
-void test_memory_lifetime() {
+MOE_CASE(memory_lifetime) {
   simt::SimtDevice device;
   const auto stream = device.create_stream();
   uint32_t gate = 0;
@@ -145,7 +145,7 @@ void test_memory_lifetime() {
     std::this_thread::yield();
 }
 
-void test_two_streams() {
+MOE_CASE(two_streams) {
   Handshake pair;
   simt::SimtDevice devices[2];
   const std::function<void()> bodies[2] = {[&] { pair.run(0); }, [&] { pair.run(1); }};
@@ -165,7 +165,7 @@ simt::DeviceStream& device_stream(const std::shared_ptr<runtime::Stream>& stream
   return dynamic_cast<simt::DeviceStream&>(*stream);
 }
 
-void test_capture() {
+MOE_CASE(capture) {
   simt::SimtDevice device;
   const auto stream = device.create_stream();
   const auto host = device.caller_stream(0);
@@ -196,7 +196,7 @@ void test_capture() {
                {"not capturing"});
 }
 
-void test_capture_of_two_streams() {
+MOE_CASE(capture_of_two_streams) {
   simt::SimtDevice device;
   const auto host = device.caller_stream(0);
   const auto side = device.create_stream();
@@ -232,7 +232,7 @@ void test_capture_of_two_streams() {
 
 /// As long as an operation takes the host stays awake, however often it looks, and sleeps only
 /// then.
-void test_polling() {
+MOE_CASE(polling) {
   using runtime::Polling;
   Polling polling;
   for (int i = 0; i < Polling::kNumPauses; ++i)
@@ -255,7 +255,7 @@ simt::DeviceStream& emulated(runtime::Stream& stream) {
 
 /// What was given back is free once streams have ended what they held, and not before; events are
 /// recorded once for all of it, and none where streams are idle.
-void test_stream_marks() {
+MOE_CASE(stream_marks) {
   simt::SimtDevice device;
   runtime::StreamMarks marks;
   const auto busy = device.create_stream();
@@ -291,7 +291,7 @@ void test_stream_marks() {
 }
 
 /// What a stream held before it was captured counts, though nothing can be recorded in it.
-void test_marks_of_captured_streams() {
+MOE_CASE(marks_of_captured_streams) {
   simt::SimtDevice device;
   runtime::StreamMarks marks;
   const auto stream = device.create_stream();
@@ -315,7 +315,7 @@ void test_marks_of_captured_streams() {
 }
 
 /// A stream that ends takes nothing with it: what it still does counts.
-void test_marks_of_ended_streams() {
+MOE_CASE(marks_of_ended_streams) {
   simt::SimtDevice device;
   runtime::StreamMarks marks;
   auto stream = device.create_stream();
@@ -339,7 +339,7 @@ void test_marks_of_ended_streams() {
 
 // --- Processes ----------------------------------------------------------------------------------
 
-void test_fork() {
+MOE_CASE(fork) {
   auto device = std::make_unique<simt::SimtDevice>();
   auto stream = device->create_stream();
   int value = 0;
@@ -369,7 +369,7 @@ void test_fork() {
 }
 
 /// A stream with work that never ends does not keep its process.
-void test_exit() {
+MOE_CASE(exit) {
   auto* const device = new simt::SimtDevice();
   auto* const stream = new std::shared_ptr<runtime::Stream>(device->create_stream());
   static uint32_t gate = 0;
@@ -377,20 +377,6 @@ void test_exit() {
   launch_add(**stream, {&value, 1, 1, &gate});
 }
 
-const Cases kCases = {
-    {"capture", test_capture},
-    {"capture_of_two_streams", test_capture_of_two_streams},
-    {"exit", test_exit},
-    {"fork", test_fork},
-    {"kernel_error", test_kernel_error},
-    {"marks_of_captured_streams", test_marks_of_captured_streams},
-    {"marks_of_ended_streams", test_marks_of_ended_streams},
-    {"memory_lifetime", test_memory_lifetime},
-    {"polling", test_polling},
-    {"stream_marks", test_stream_marks},
-    {"stream_order", test_stream_order},
-    {"two_streams", test_two_streams},
-};
 }  // namespace
 
 void operator delete(void* memory, std::align_val_t) noexcept {
@@ -402,5 +388,5 @@ void operator delete(void* memory, std::align_val_t) noexcept {
 }
 
 int main(int argc, char** argv) {
-  return cases::run_case(kCases, argc, argv);
+  return cases::run_case(argc, argv);
 }

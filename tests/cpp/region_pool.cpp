@@ -67,5 +67,5 @@ int main() {
   const std::string numbers = error_of([&] { choose(first, second, 8); });
   expect(numbers.find("has 3 regions between nodes, rank 1 has 4") != std::string::npos,
          numbers.c_str());
-  return 0;
+  std::puts("ok");
 }

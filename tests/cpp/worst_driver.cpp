@@ -25,6 +25,11 @@ namespace {
 using namespace moe;
 using namespace moe::cases;
 
+void expect_no_waits(const std::map<std::string, int>& waits) {
+  for (const auto& [call, count] : waits)
+    throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+}
+
 void operations_of_threads(int num_devices) {
   run_ranks(2, num_devices, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
@@ -35,11 +40,11 @@ void operations_of_threads(int num_devices) {
   });
 }
 
-void threads_on_one_device() {
+MOE_CASE(threads_on_one_device) {
   operations_of_threads(1);
 }
 
-void threads_on_two_devices() {
+MOE_CASE(threads_on_two_devices) {
   operations_of_threads(2);
 }
 
@@ -63,17 +68,17 @@ void operations_of_processes(const std::string& sharing) {
   });
 }
 
-void processes() {
+MOE_CASE(processes) {
   operations_of_processes("descriptor");
 }
 
-void processes_without_virtual_memory() {
+MOE_CASE(processes_without_virtual_memory) {
   stand_in::machine().has_virtual_memory = false;
   operations_of_processes("ipc");
 }
 
 /// Memory of a process is opened for each device of another that sees two.
-void threads_and_a_process_on_three_devices() {
+MOE_CASE(threads_and_a_process_on_three_devices) {
   stand_in::machine().num_devices = 3;
   stand_in::machine().has_virtual_memory = false;
   run_processes({{"0"}, {"1,2", 2}}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -87,53 +92,37 @@ void threads_and_a_process_on_three_devices() {
 }
 
 /// GPUs that do not reach each other, of processes that see one each.
-void processes_without_p2p() {
+MOE_CASE(processes_without_p2p) {
   stand_in::machine().has_p2p = false;
   run_processes({{"0"}, {"1"}}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
-    std::string told = "nothing";
-    try {
-      Caller caller(rank_idx, borrow(*rank.group), gpu);
-      caller.run_all(RowLayout::kExpertMajor);
-    } catch (const std::exception& error) {
-      told = error.what();
-    }
-    expect(told.find("peer-to-peer access, P2P") != std::string::npos, told);
+    const auto call = [&] {
+      Caller(rank_idx, borrow(*rank.group), gpu).run_all(RowLayout::kExpertMajor);
+    };
+    expect_error(message_of<std::exception>(call), {"peer-to-peer access, P2P"});
   });
 }
 
 /// A sandbox in which one process may open no memory of another's: all ranks hear which way failed.
-void process_that_may_not_import() {
+MOE_CASE(process_that_may_not_import) {
   run_processes({{"0"}, {"1"}, {"0"}}, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     if (rank_idx == 1)
       stand_in::machine().refused = "cuMemImportFromShareableHandle";
     rank.group->all_gather("", {});  // nobody shares memory before
-    std::string told = "nothing";
-    try {
-      const Caller caller(rank_idx, borrow(*rank.group), gpu);
-    } catch (const std::exception& error) {
-      told = error.what();
-    }
-    expect(told.find("of rank 0 cannot be opened on rank 1: ") != std::string::npos &&
-               told.find("opening a peer's memory by its descriptor") != std::string::npos,
-           told);
+    expect_error(
+        message_of<std::exception>([&] { Caller(rank_idx, borrow(*rank.group), gpu); }),
+        {"of rank 0 cannot be opened on rank 1: ", "opening a peer's memory by its descriptor"});
   });
 }
 
 /// Both ranks hear what the first finds.
 void expect_wrong_p2p(const std::string& finding) {
   run_processes({{"0"}, {"1"}}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
-    std::string told = "nothing";
-    try {
-      const Caller caller(rank_idx, borrow(*rank.group), gpu);
-    } catch (const std::exception& error) {
-      told = error.what();
-    }
-    expect(told.find(finding) == 0 && told.find("peer-to-peer access (P2P)") != std::string::npos,
-           told);
+    expect_error(message_of<std::exception>([&] { Caller(rank_idx, borrow(*rank.group), gpu); }),
+                 {finding, "peer-to-peer access (P2P)"});
   });
 }
 
-void processes_with_wrong_p2p() {
+MOE_CASE(processes_with_wrong_p2p) {
   stand_in::machine().loses_p2p_writes = true;
   expect_wrong_p2p("rank 0 finds 0 in its memory where rank 1 wrote 11");
   stand_in::machine().loses_p2p_writes = false;
@@ -142,16 +131,10 @@ void processes_with_wrong_p2p() {
 }
 
 /// Each rank that calls has a stream, as each buffer has.
-void more_streams_than_connections() {
+MOE_CASE(more_streams_than_connections) {
   constexpr int kMost = 8;
   const auto expect_refused = [](const std::function<void()>& call) {
-    std::string told = "nothing";
-    try {
-      call();
-    } catch (const InvalidArgument& error) {
-      told = error.what();
-    }
-    expect(told.find("this process uses 9 streams of device 0") == 0, told);
+    expect_error(message_of<InvalidArgument>(call), {"this process uses 9 streams of device 0"});
   };
   std::vector<std::shared_ptr<cuda::CudaDevice>> devices;
   std::vector<std::shared_ptr<runtime::Stream>> streams;
@@ -174,7 +157,7 @@ void more_streams_than_connections() {
 }
 
 /// A driver that has every function, of an earlier version than this module was compiled with.
-void driver_of_an_earlier_version() {
+MOE_CASE(driver_of_an_earlier_version) {
   stand_in::machine().driver_version = CUDART_VERSION - 10;
   if (CUDART_VERSION % 1000 == 0)
     stand_in::machine().driver_version = CUDART_VERSION - 910;  // 12.9 before 13.0
@@ -200,16 +183,11 @@ void run_alone(const std::function<void()>& body) {
 
 /// A driver that does not load kernels in advance is right where it has loaded them all, else
 /// refused before anything can wait.
-void refused_ways_of_loading() {
+MOE_CASE(refused_ways_of_loading) {
   const auto run = [&](const char* call, bool is_eager, const char* expected) {
     stand_in::machine().refused = call;
     stand_in::machine().is_eager = is_eager;
-    std::string told = "nothing";
-    try {
-      cuda::CudaDevice::create(0, 0);
-    } catch (const CudaError& error) {
-      told = error.what();
-    }
+    const auto told = message_of<CudaError>([] { cuda::CudaDevice::create(0, 0); });
     expect(told.find(expected) != std::string::npos, concat("without ", call, ": ", told));
     expect_no_violations();
   };
@@ -231,13 +209,13 @@ void refused_ways_of_loading() {
 }
 
 /// Events of outside, or of the default stream, which would order all blocking streams.
-void streams_of_callers_alone() {
+MOE_CASE(streams_of_callers_alone) {
   operations_of_threads(1);
   expect(!stand_in::has_default_stream(0), "the default stream was used");
 }
 
 /// Callers who use the default streams of their devices, whichever device is current meanwhile.
-void default_streams() {
+MOE_CASE(default_streams) {
   run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu, kNumTokens, CallerStream(rank_idx));
     const auto use_other = [&] { cudaSetDevice(1 - rank_idx); };
@@ -261,7 +239,7 @@ void default_streams() {
 }
 
 /// What is put into the default stream of a device goes there where another one is current.
-void default_stream_of_another_device() {
+MOE_CASE(default_stream_of_another_device) {
   const auto device = cuda::CudaDevice::create(1, 0);
   device->activate();
   const auto caller = device->caller_stream(0);
@@ -287,7 +265,7 @@ void default_stream_of_another_device() {
   expect_no_violations();
 }
 
-void event_of_outside_a_capture() {
+MOE_CASE(event_of_outside_a_capture) {
   run_ranks(1, 1, [](int, group::ThreadRank&, RankGpu& gpu) {
     const CallerStream stream;
     const auto caller = gpu.device->caller_stream(reinterpret_cast<uintptr_t>(stream.get()));
@@ -301,7 +279,7 @@ void event_of_outside_a_capture() {
 }
 
 /// A buffer that takes part in a capture is called from another stream meanwhile.
-void other_stream_beside_a_capture() {
+MOE_CASE(other_stream_beside_a_capture) {
   run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     const CallerStream other;
@@ -326,13 +304,13 @@ void other_stream_beside_a_capture() {
 }
 
 /// A rank is back from create() and waits for a row, while another is still in there.
-void first_operation_beside_create() {
+MOE_CASE(first_operation_beside_create) {
   stand_in::dawdle(std::chrono::milliseconds(20), 0);
   operations_of_threads(1);
 }
 
 /// The same, where the other is about to open memory that the first was late to announce.
-void first_operation_beside_create_on_two_devices() {
+MOE_CASE(first_operation_beside_create_on_two_devices) {
   constexpr int64_t kManyTokens = 1 << 15;
   stand_in::dawdle(std::chrono::milliseconds(20), 1);
   run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -345,7 +323,7 @@ void first_operation_beside_create_on_two_devices() {
 }
 
 /// Operations whose sizes a buffer is configured for ask for nothing that may wait.
-void nothing_waits_in_operations() {
+MOE_CASE(nothing_waits_in_operations) {
   std::latch all_ready(2);
   std::latch all_done(2);
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -357,14 +335,13 @@ void nothing_waits_in_operations() {
     caller.run_all(RowLayout::kExpertMajor);
     caller.run_all(RowLayout::kLowLatency);
     all_done.arrive_and_wait();
-    for (const auto& [call, count] : stand_in::take_waits())
-      throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+    expect_no_waits(stand_in::take_waits());
     caller.endpoint->destroy({});
   });
 }
 
 /// The same of operations far larger than what the driver is asked for at least.
-void nothing_waits_for_large_operations() {
+MOE_CASE(nothing_waits_for_large_operations) {
   constexpr int64_t kManyTokens = 1 << 17;
   constexpr int kNumOperations = 4;  // of a buffer whose depth is 2
   run_ranks(2, 1, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -383,8 +360,7 @@ void nothing_waits_for_large_operations() {
     }
     const auto rows = gpu.heap->allocate(kManyTokens * kNumTopk * kHidden * 4);
     const auto sums = gpu.heap->allocate(kManyTokens * kHidden * 4);
-    for (const auto& [call, count] : stand_in::take_waits())
-      throw std::runtime_error(concat(count, " calls of ", call));
+    expect_no_waits(stand_in::take_waits());
     rank.group->all_gather("", {});
     caller.endpoint->destroy({});
   });
@@ -402,7 +378,7 @@ void await_other(const std::latch& other) {
 
 /// Low-latency pairs of a rank whose peer is yet to begin: the host waits for none of them, no call
 /// waits for the device, and windows go to later ones while earlier ones are in flight.
-void host_runs_ahead() {
+MOE_CASE(host_runs_ahead) {
   std::latch has_run(1);
   run_ranks(2, 2, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
@@ -437,15 +413,14 @@ void host_runs_ahead() {
       caller.round = i;
       caller.check_sums(sums[static_cast<size_t>(i)]);
     }
-    for (const auto& [call, count] : stand_in::take_waits())
-      throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+    expect_no_waits(stand_in::take_waits());
     rank.group->all_gather("", {});
     caller.endpoint->destroy({});
   });
 }
 
 /// What as many pairs as may be in flight have of memory at a time is there from the making on.
-void memory_of_operations_in_flight() {
+MOE_CASE(memory_of_operations_in_flight) {
   constexpr int64_t kManyTokens = 1 << 15;
   constexpr int kMostPairs = runtime::DeviceEndpoint::kMostInFlight / 2;
   run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -462,8 +437,7 @@ void memory_of_operations_in_flight() {
                                                    runtime::Contents::kUnset));
       held.push_back(gpu.heap->allocate(kManyTokens * kHidden * 4));
     }
-    for (const auto& [call, count] : stand_in::take_waits())
-      throw std::runtime_error(concat(count, " calls of ", call));
+    expect_no_waits(stand_in::take_waits());
     rank.group->all_gather("", {});
     caller.endpoint->destroy({});
   });
@@ -471,7 +445,7 @@ void memory_of_operations_in_flight() {
 
 /// The device of one rank finds an id in the middle of what both hosts have called: what is behind
 /// it is refused on both, and counts that the caller's kernels may look at are none.
-void refused_behind_a_bad_id() {
+MOE_CASE(refused_behind_a_bad_id) {
   constexpr int kNumCalls = 2 * kNumPairs;
   constexpr int kWrong = 4;
   std::latch has_run(1);
@@ -571,8 +545,7 @@ void low_latency_results(int64_t num_max_tokens, bool copies_in) {
       held = std::move(outcome);
       finish(held, round);
     }
-    for (const auto& [call, count] : take_waits())
-      throw std::runtime_error(concat(count, " calls of ", call, " in operations"));
+    expect_no_waits(take_waits());
     if (!copies_in) {
       const ops::DispatchOutcome second = dispatch(5);
       const ops::DispatchOutcome third = dispatch(6);
@@ -585,16 +558,16 @@ void low_latency_results(int64_t num_max_tokens, bool copies_in) {
   });
 }
 
-void low_latency_results_of_a_quarter_gigabyte() {
+MOE_CASE(low_latency_results_of_a_quarter_gigabyte) {
   low_latency_results(1 << 19, false);
 }
 
-void low_latency_results_and_rows_copied_in() {
+MOE_CASE(low_latency_results_and_rows_copied_in) {
   low_latency_results(1 << 16, true);
 }
 
 /// Where windows do not fit on one rank, every rank is told how many bytes are needed and there.
-void low_latency_windows_that_do_not_fit() {
+MOE_CASE(low_latency_windows_that_do_not_fit) {
   constexpr int64_t kManyTokens = 1 << 16;
   constexpr uint64_t kLimitBytes = 48 << 20;
   heap::HeapOptions options;
@@ -627,7 +600,7 @@ void low_latency_windows_that_do_not_fit() {
 
 /// Windows whose sizes creep, two at a time, as those of batches that grow: the heap joins what is
 /// given back, whichever segments it lies in.
-void creeping_sizes() {
+MOE_CASE(creeping_sizes) {
   run_ranks(1, 1, [](int, group::ThreadRank&, RankGpu& gpu) {
     std::shared_ptr<Window> held[2];
     double bytes = 20 << 20;
@@ -648,7 +621,7 @@ void creeping_sizes() {
 }
 
 /// More windows than kernels address segments, each larger than what the driver gives at least.
-void many_windows() {
+MOE_CASE(many_windows) {
   constexpr int kNumWindows = 300;
   constexpr uint64_t kWindowBytes = 9 << 20;
   run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -679,7 +652,7 @@ void many_windows() {
 }
 
 /// A further buffer is made while a kernel of the first waits for a rank that makes it, too.
-void second_buffer_beside_a_kernel() {
+MOE_CASE(second_buffer_beside_a_kernel) {
   run_ranks(2, 1, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     const auto group = borrow(*rank.group);
     Caller first(rank_idx, group, gpu);
@@ -700,7 +673,7 @@ void second_buffer_beside_a_kernel() {
 
 /// A window that was given back is not free while a kernel of any stream runs that was put there
 /// before, and who asks for its memory is told so.
-void memory_that_a_kernel_holds() {
+MOE_CASE(memory_that_a_kernel_holds) {
   constexpr uint64_t kWindowBytes = 6 << 20;
   heap::HeapOptions options;
   options.limit_bytes = 8 << 20;
@@ -729,7 +702,7 @@ void memory_that_a_kernel_holds() {
 }
 
 /// Ranks leave a communicator with its last buffer while a kernel of another waits for them.
-void last_buffer_ends_beside_a_kernel() {
+MOE_CASE(last_buffer_ends_beside_a_kernel) {
   std::vector<group::ThreadRank> others(2);
   const auto addresses = group::make_meshes(&others);
   run_ranks(3, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -786,7 +759,7 @@ void captured_of(RowLayout layout, cudaStreamCaptureMode mode) {
 }
 
 /// What is called behind a graph is put behind it, and waits for nobody.
-void operation_behind_a_graph() {
+MOE_CASE(operation_behind_a_graph) {
   std::latch all_recorded(2);
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
@@ -954,28 +927,28 @@ Pairs all_pairs() {
   return pairs;
 }
 
-void pairs_of_operations() {
+MOE_CASE(pairs_of_operations) {
   pairs_on(1, all_pairs());
 }
 
-void pairs_of_operations_on_two_devices() {
+MOE_CASE(pairs_of_operations_on_two_devices) {
   pairs_on(2, all_pairs());
 }
 
-void replay_beside_async() {
+MOE_CASE(replay_beside_async) {
   Pairs pairs;
   for (const RowLayout layout : {RowLayout::kExpertMajor, RowLayout::kLowLatency})
     pairs.push_back({{Issued::Way::kAsynchronous, layout}, {Issued::Way::kCaptured, layout}});
   pairs_on(2, pairs);
 }
 
-void eager_of_another_stream_behind_a_graph() {
+MOE_CASE(eager_of_another_stream_behind_a_graph) {
   constexpr auto kLayout = RowLayout::kExpertMajor;
   pairs_on(2, {{{Issued::Way::kCaptured, kLayout}, {Issued::Way::kEager, kLayout}}});
 }
 
 /// The first graph of a buffer runs behind what that has been given before, in whichever stream.
-void graph_behind_former_operations() {
+MOE_CASE(graph_behind_former_operations) {
   static std::atomic<int> num_ended;
   stand_in::machine().graphs_wait = false;  // or it would have ended
   g_foreign = stand_in::make_foreign_kernel("part of an operation", [] {
@@ -999,7 +972,7 @@ void graph_behind_former_operations() {
 }
 
 /// Who ends a buffer, or takes up its group again, waits for replays in other streams as well.
-void end_behind_a_replay() {
+MOE_CASE(end_behind_a_replay) {
   static std::atomic<bool> may_end;
   static std::atomic<int> num_ended;
   g_foreign = stand_in::make_foreign_kernel("the caller's", [] {
@@ -1032,15 +1005,15 @@ void end_behind_a_replay() {
   });
 }
 
-void captured() {
+MOE_CASE(captured) {
   captured_of(RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
 }
 
-void captured_low_latency() {
+MOE_CASE(captured_low_latency) {
   captured_of(RowLayout::kLowLatency, cudaStreamCaptureModeThreadLocal);
 }
 
-void captured_for_all_threads() {
+MOE_CASE(captured_for_all_threads) {
   captured_of(RowLayout::kLowLatency, cudaStreamCaptureModeGlobal);
 }
 
@@ -1123,16 +1096,16 @@ void host_calls_on(int num_devices, bool has_default_streams) {
     std::puts(line.c_str());
 }
 
-void host_calls_with_one_device() {
+MOE_CASE(host_calls_with_one_device) {
   stand_in::machine().num_devices = 1;
   host_calls_on(1, false);
 }
 
-void host_calls_on_two_devices() {
+MOE_CASE(host_calls_on_two_devices) {
   host_calls_on(2, false);
 }
 
-void host_calls_of_default_streams() {
+MOE_CASE(host_calls_of_default_streams) {
   host_calls_on(2, true);
 }
 
@@ -1152,7 +1125,7 @@ void beside_a_kernel(const std::function<void(Caller&)>& what) {
   });
 }
 
-void foreign_kernel_that_is_loaded() {
+MOE_CASE(foreign_kernel_that_is_loaded) {
   g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
@@ -1167,23 +1140,23 @@ void foreign_kernel_that_is_loaded() {
   });
 }
 
-void deadlock_by_a_foreign_kernel() {
+MOE_CASE(deadlock_by_a_foreign_kernel) {
   g_foreign = stand_in::make_foreign_kernel("foreign", [] {});
   beside_a_kernel([](Caller& caller) { launch_foreign(caller.stream.get()); });
 }
 
-void deadlock_by_kernels_that_are_not_loaded() {
+MOE_CASE(deadlock_by_kernels_that_are_not_loaded) {
   beside_a_kernel([](Caller&) { stand_in::unload_kernels(); });
 }
 
-void deadlock_by_pageable_memory() {
+MOE_CASE(deadlock_by_pageable_memory) {
   beside_a_kernel([](Caller& caller) {
     const int64_t word = 0;
     cudaMemcpyAsync(caller.topk_idx.get(), &word, 8, cudaMemcpyDefault, caller.stream.get());
   });
 }
 
-void deadlock_by_an_allocation() {
+MOE_CASE(deadlock_by_an_allocation) {
   beside_a_kernel([](Caller&) {
     void* data = nullptr;
     cudaMalloc(&data, 8);
@@ -1198,14 +1171,14 @@ cudaGraph_t record_nothing(const Caller& caller) {
   return graph;
 }
 
-void deadlock_by_making_a_graph() {
+MOE_CASE(deadlock_by_making_a_graph) {
   beside_a_kernel([](Caller& caller) {
     cudaGraphExec_t executable = nullptr;
     cudaGraphInstantiate(&executable, record_nothing(caller), 0);
   });
 }
 
-void deadlock_by_a_first_replay() {
+MOE_CASE(deadlock_by_a_first_replay) {
   stand_in::machine().graphs_wait = false;
   beside_a_kernel([](Caller& caller) {
     cudaGraphExec_t executable = nullptr;
@@ -1225,7 +1198,7 @@ void expect_violation(const std::string& name, const std::function<void()>& wron
 
 /// Kernels may have the shared memory of a block on every device that was made, and a launch asks
 /// for nothing.
-void shared_memory_of_kernels() {
+MOE_CASE(shared_memory_of_kernels) {
   for (const int device_idx : {0, 1}) {
     cudaSetDevice(device_idx);
     const CallerStream stream;
@@ -1247,7 +1220,7 @@ void shared_memory_of_kernels() {
   }
 }
 
-void wrong_calls() {
+MOE_CASE(wrong_calls) {
   void* data = nullptr;
   cudaSetDevice(0);
   const CallerStream stream;
@@ -1323,63 +1296,5 @@ void wrong_calls() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return run_case(
-      {
-          {"captured", captured},
-          {"captured_for_all_threads", captured_for_all_threads},
-          {"captured_low_latency", captured_low_latency},
-          {"creeping_sizes", creeping_sizes},
-          {"deadlock_by_a_foreign_kernel", deadlock_by_a_foreign_kernel},
-          {"deadlock_by_a_first_replay", deadlock_by_a_first_replay},
-          {"deadlock_by_an_allocation", deadlock_by_an_allocation},
-          {"deadlock_by_kernels_that_are_not_loaded", deadlock_by_kernels_that_are_not_loaded},
-          {"deadlock_by_making_a_graph", deadlock_by_making_a_graph},
-          {"deadlock_by_pageable_memory", deadlock_by_pageable_memory},
-          {"default_stream_of_another_device", default_stream_of_another_device},
-          {"default_streams", default_streams},
-          {"driver_of_an_earlier_version", driver_of_an_earlier_version},
-          {"eager_of_another_stream_behind_a_graph", eager_of_another_stream_behind_a_graph},
-          {"end_behind_a_replay", end_behind_a_replay},
-          {"event_of_outside_a_capture", event_of_outside_a_capture},
-          {"first_operation_beside_create", first_operation_beside_create},
-          {"first_operation_beside_create_on_two_devices",
-           first_operation_beside_create_on_two_devices},
-          {"foreign_kernel_that_is_loaded", foreign_kernel_that_is_loaded},
-          {"graph_behind_former_operations", graph_behind_former_operations},
-          {"host_calls_of_default_streams", host_calls_of_default_streams},
-          {"host_calls_on_two_devices", host_calls_on_two_devices},
-          {"host_calls_with_one_device", host_calls_with_one_device},
-          {"host_runs_ahead", host_runs_ahead},
-          {"last_buffer_ends_beside_a_kernel", last_buffer_ends_beside_a_kernel},
-          {"more_streams_than_connections", more_streams_than_connections},
-          {"nothing_waits_in_operations", nothing_waits_in_operations},
-          {"low_latency_results_and_rows_copied_in", low_latency_results_and_rows_copied_in},
-          {"low_latency_results_of_a_quarter_gigabyte", low_latency_results_of_a_quarter_gigabyte},
-          {"low_latency_windows_that_do_not_fit", low_latency_windows_that_do_not_fit},
-          {"many_windows", many_windows},
-          {"memory_of_operations_in_flight", memory_of_operations_in_flight},
-          {"memory_that_a_kernel_holds", memory_that_a_kernel_holds},
-          {"nothing_waits_for_large_operations", nothing_waits_for_large_operations},
-          {"operation_behind_a_graph", operation_behind_a_graph},
-          {"other_stream_beside_a_capture", other_stream_beside_a_capture},
-          {"pairs_of_operations", pairs_of_operations},
-          {"pairs_of_operations_on_two_devices", pairs_of_operations_on_two_devices},
-          {"process_that_may_not_import", process_that_may_not_import},
-          {"processes", processes},
-          {"processes_with_wrong_p2p", processes_with_wrong_p2p},
-          {"processes_without_p2p", processes_without_p2p},
-          {"processes_without_virtual_memory", processes_without_virtual_memory},
-          {"refused_behind_a_bad_id", refused_behind_a_bad_id},
-          {"refused_ways_of_loading", refused_ways_of_loading},
-          {"replay_beside_async", replay_beside_async},
-          {"second_buffer_beside_a_kernel", second_buffer_beside_a_kernel},
-          {"shared_memory_of_kernels", shared_memory_of_kernels},
-          {"streams_of_callers_alone", streams_of_callers_alone},
-          {"threads_and_a_process_on_three_devices", threads_and_a_process_on_three_devices},
-          {"threads_on_one_device", threads_on_one_device},
-          {"threads_on_two_devices", threads_on_two_devices},
-          {"wrong_calls", wrong_calls},
-      },
-      argc,
-      argv);
+  return run_case(argc, argv);
 }

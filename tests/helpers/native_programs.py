@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@functools.cache
 def build_program(name: str) -> Path:
     """Brings the target `name` up to date in the directory that the in-place build keeps."""
     build_dir = ROOT / "build" / f"native-inplace-{sys.implementation.cache_tag}"
@@ -30,3 +33,9 @@ def build_program(name: str) -> Path:
         )
     assert built.returncode == 0, built.stdout + built.stderr
     return build_dir / name
+
+
+def cases_of(name: str) -> list[str]:
+    """Names of the cases that the source of a program defines."""
+    source = (ROOT / "tests/cpp" / f"{name}.cpp").read_text()
+    return re.findall(r"^MOE_CASE\((\w+)\)", source, re.MULTILINE)
