@@ -89,7 +89,7 @@ class CheckpointState:
         mine: Any = None
         tensors: list[torch.Tensor] = []
         with first:
-            encoded, tensors = describe_side(self._side, bootstrap, self._group)
+            encoded, tensors = describe_side(self._side, self._group)
             mine = encoded, self._check_replicas
         gathered = agree(bootstrap.all_gather, first.take(), mine)
         described: Described | None = None

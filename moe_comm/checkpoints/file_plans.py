@@ -82,12 +82,12 @@ def whole_tensors(by_rank: Sequence[RankMetadata]) -> dict[str, TensorSpec]:
         if name not in named_first:
             continue
         if key not in known:
-            known[key] = _whole_tensor(name, holders.of(name))
+            known[key] = _spec_of(name, holders.of(name))
         wholes[name] = known[key]
     return wholes
 
 
-def _whole_tensor(name: str, holders: Sequence[Holder]) -> TensorSpec:
+def _spec_of(name: str, holders: Sequence[Holder]) -> TensorSpec:
     first_rank, first = holders[0]
     for rank, meta in holders:
         if meta.dtype != first.dtype:

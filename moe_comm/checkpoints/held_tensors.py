@@ -112,30 +112,19 @@ class _OwnSide(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-def describe_side(
-    side: Model, bootstrap: Bootstrap, group: dist.ProcessGroup | Bootstrap | None
-) -> _OwnSide:
+def describe_side(side: Model, group: dist.ProcessGroup | Bootstrap | None) -> _OwnSide:
     """Return what this rank holds. Local.
 
     Args:
         side: A module or `CheckpointViews`; None for nothing.
-        bootstrap: The ranks.
-        group: The same, as the caller has given them.
+        group: The ranks.
 
     Raises:
         ValueError: It does not say which part of the whole model it is, or has no memory.
     """
     models = unwrap_models(side, None)
     module_state(models.source)  # has views described again where their owner has changed
-    encoded = encoded_side(
-        models.source,
-        bootstrap.rank_idx,
-        bootstrap.num_ranks,
-        models.num_experts,
-        0,
-        group,
-        "destination",
-    )
+    encoded = encoded_side(models.source, models.num_experts, group, "destination")
     if models.source is None:
         return _OwnSide(encoded, [])
     by_name = get_refit_tensor_dict(models.source)

@@ -102,15 +102,7 @@ def load_checkpoint(
         path = find_checkpoint(path, version)
         checkpoint = open_checkpoint(path)
         digest = checkpoint.digest()
-        encoded = encoded_side(
-            target,
-            ranks.rank_idx,
-            ranks.num_ranks,
-            models.num_experts,
-            0,
-            ranks.group,
-            "destination",
-        )
+        encoded = encoded_side(target, models.num_experts, ranks.group, "destination")
     ranks.agree_alike(
         folder=str(path), strict=strict, checksums=checksums, **{"digest of the headers": digest}
     )

@@ -153,9 +153,7 @@ def save_checkpoint(
         source = models.source
         if source is not None and (reason := stale.stale_reason(source)):
             raise ValueError(f"the model is stale and must not be saved: {reason}")
-        encoded = encoded_side(
-            source, ranks.rank_idx, ranks.num_ranks, models.num_experts, 0, ranks.group, "source"
-        )
+        encoded = encoded_side(source, models.num_experts, ranks.group, "source")
     path = Path(folder)
     ranks.agree_alike(folder=str(path), version=version, base=base, max_file_bytes=max_file_bytes)
     gathered = ranks.agree(encoded)

@@ -501,18 +501,19 @@ def build_plan_from_rank_metadata(
 
 def encoded_side(
     module: RefitSide | None,
-    rank: int,
-    num_ranks: int,
     num_experts: int | None,
-    rank_offset: int,
     group: dist.ProcessGroup | Bootstrap | None,
     side: str,
+    *,
+    rank_offset: int = 0,
     adjust: Adjust | None = None,
     is_transformed: Callable[[str], bool] | None = None,
 ) -> bytes:
     """Return one side of what this rank holds, as bytes. Local; raises where that is bad in itself."""
     if module is None:
         return encode_rank_metadata([])
+    bootstrap = bootstrap_for(group)
+    rank = bootstrap.rank_idx
     is_written = side == "destination"
     if isinstance(module, CheckpointViews):
         metas = module.metadata(rank, is_written=is_written)
@@ -532,7 +533,7 @@ def encoded_side(
     if isinstance(module, CheckpointViews):
         return encode_rank_metadata(metas, module.ties())
     _check_names(rank, metas, side)
-    _check_ranks(metas, num_ranks)
+    _check_ranks(metas, bootstrap.num_ranks)
     return encode_rank_metadata(metas, resolved_ties(module_of(module), metas))
 
 
@@ -577,7 +578,7 @@ def build_local_reshard_plan(
         PlanError: On every rank; the message says on which rank what is wrong.
     """
     bootstrap = bootstrap_for(group)
-    rank, num_ranks = bootstrap.rank_idx, bootstrap.num_ranks
+    rank = bootstrap.rank_idx
     encoded: tuple[bytes, bytes] | None = None
     problem = FirstError()
     with problem:
@@ -586,24 +587,20 @@ def build_local_reshard_plan(
         encoded = (
             encoded_side(
                 src_module,
-                rank,
-                num_ranks,
                 num_experts,
-                src_rank_offset,
                 group,
                 "source",
+                rank_offset=src_rank_offset,
                 is_transformed=is_transformed,
             ),
             encoded_side(
                 dst_module,
-                rank,
-                num_ranks,
                 num_experts,
-                dst_rank_offset,
                 group,
                 "destination",
-                adjust_destination,
-                is_transformed,
+                rank_offset=dst_rank_offset,
+                adjust=adjust_destination,
+                is_transformed=is_transformed,
             ),
         )
     gathered = bootstrap.all_gather((encoded, _text(problem.error), execution_batch_bytes))
