@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from moe_comm.cli.app import app
 from moe_comm.cli.bench.memory import PeakMemory
 from moe_comm.cli.bench.processes import WorkerError, WorkerProcesses
 from moe_comm.cli.bench.reshard import run, worker
@@ -22,6 +20,7 @@ from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.command_line import output_of
 
 pytest.importorskip("moe_comm._host")
 
@@ -36,10 +35,7 @@ CASE = ReshardCase(
 
 def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(
-        app, ["bench", "reshard", *arguments, "--json", str(out)], catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
+    output_of("bench", "reshard", *arguments, "--json", str(out))
     document = json.loads(out.read_text())
     assert document["environment"]["cores"] >= 1
     assert all(case["check"] == "ok" for case in document["cases"])
@@ -87,11 +83,8 @@ def test_a_list_of_tensors_goes_to_ranks_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("places", ["attic", "heap,attic", ""])
 def test_a_place_for_destinations_that_there_is_not(places: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "reshard", "--destination", places])
-    assert done.exit_code == 1
-    assert (
-        f"memory must be one of heap, shared, outside, got {places.split(',')[-1]!r}" in done.output
-    )
+    said = output_of("bench", "reshard", "--destination", places, exit_code=1)
+    assert f"memory must be one of heap, shared, outside, got {places.split(',')[-1]!r}" in said
 
 
 def test_the_proof_is_that_of_the_same_refit() -> None:

@@ -6,6 +6,8 @@ The oracle is torchtitan's all-to-all dispatcher over Gloo.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,15 +22,123 @@ from moe_comm.dispatcher.torchtitan import (
     balance_experts,
 )
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers import torchtitan_moe
 from tests.helpers.moe_layer import recorded_operations
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+Override = str | tuple[str, dict[str, Any]]
+MOE_COMM = "moe_comm.dispatcher.torchtitan.moe_comm_dispatcher"
+
+
+@functools.cache
+def use_cpu() -> None:
+    """Let torchtitan build its meshes for the CPU: it takes CUDA where it finds no accelerator."""
+    import torchtitan.distributed.parallel_dims
+    import torchtitan.distributed.utils
+    import torchtitan.tools.utils
+
+    torchtitan.tools.utils.device_type = "cpu"
+    torchtitan.distributed.parallel_dims.device_type = "cpu"
+    torchtitan.distributed.utils.set_spmd_backend("partial_dtensor")
+
+
+@functools.cache
+def use_deep_ep_on_cpu() -> None:
+    """Let torchtitan's `deepep` and `hybridep` modules run over `moe_comm.compat` on CPU tensors.
+
+    They register their operators' kernels for CUDA alone, and one imports a base class that torch calls
+    by another name up to 2.13. The functions are torchtitan's own.
+    """
+    import torch._library.opaque_object as opaque_object
+
+    import moe_comm.compat
+
+    moe_comm.compat.install("deep_ep")
+    if not hasattr(opaque_object, "CustomClassBase"):
+        opaque_object.CustomClassBase = opaque_object.OpaqueBase
+    from torchtitan.distributed.deepep import deepep, hybridep
+
+    for operator in (
+        hybridep._dispatch_impl,
+        hybridep._combine_impl,
+        hybridep._dispatch_bwd_impl,
+        hybridep._combine_bwd_impl,
+    ):
+        operator.register_kernel("cpu")(operator._init_fn)
+    torch.library.impl(deepep._lib, "dispatch", "CPU")(deepep._dispatch_op_impl)
+    torch.library.impl(deepep._lib, "combine", "CPU")(deepep._combine_op_impl)
+
+
+def model_config(comm_backend: str = "standard", **options: Any) -> Any:
+    """The configuration tree of the debug model, sharded for expert parallelism."""
+    from torchtitan.models.deepseek_v3 import model_registry
+    from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
+
+    config = model_registry("debugmodel", moe_comm_backend=comm_backend, **options).model
+    set_deepseek_v3_sharding_config(config, enable_sp=True, enable_ep=True)
+    return config
+
+
+def override(config: Any, overrides: Sequence[Override]) -> list[str]:
+    """Apply torchtitan's overrides to the tree; what was replaced."""
+    from torchtitan.config import OverrideConfig, apply_overrides
+
+    return list(apply_overrides(OverrideConfig(imports=list(overrides)), config))
+
+
+def first_moe(config: Any) -> Any:
+    """The configuration of the first MoE layer of the tree."""
+    return next(layer.moe for layer in config.layers if layer.moe is not None)
+
+
+@functools.cache
+def parallel_dims(num_ranks: int) -> Any:
+    """torchtitan's meshes of `num_ranks`, all of them expert-parallel; made once per process."""
+    from torchtitan.distributed import ParallelDims
+
+    use_cpu()
+    dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=num_ranks,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=num_ranks,
+        world_size=num_ranks,
+        spmd_backend="partial_dtensor",
+    )
+    dims.build_mesh()
+    return dims
+
+
+def build_moe(context: RankContext, moe_config: Any) -> torch.nn.Module:
+    """torchtitan's MoE module, the same parameters on any dispatcher, parallelized by torchtitan."""
+    use_cpu()
+    moe: torch.nn.Module = moe_config.build()
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    moe._init_self_buffers(buffer_device=torch.device("cpu"))
+    moe.parallelize(parallel_dims(context.num_ranks))
+    return moe
+
+
+def forward_backward(moe: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and every gradient, of this rank's shards, as plain tensors."""
+    x = x.clone().requires_grad_()
+    y = moe(x)
+    draw = torch.Generator().manual_seed(5)
+    y.backward(torch.randn(y.shape, generator=draw).to(y.dtype))
+    gradients = {
+        name: parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        for name, parameter in moe.named_parameters()
+    }
+    return {"y": y.detach(), "x": x.grad, **gradients}
 
 
 def test_the_override_replaces_every_dispatcher_of_the_tree() -> None:
-    config = torchtitan_moe.model_config()
-    replaced = torchtitan_moe.override(config, [torchtitan_moe.MOE_COMM])
+    config = model_config()
+    replaced = override(config, [MOE_COMM])
     layers = [layer.moe for layer in config.layers if layer.moe is not None]
     assert len(replaced) == len(layers) > 1
     for moe in layers:
@@ -38,9 +148,9 @@ def test_the_override_replaces_every_dispatcher_of_the_tree() -> None:
 
 
 def test_the_override_keeps_what_other_dispatchers_were_told() -> None:
-    config = torchtitan_moe.model_config("hybridep", non_blocking_capacity_factor=0.5)
-    torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, {"pad_multiple": 16})])
-    dispatcher = torchtitan_moe.first_moe(config).routed_experts.token_dispatcher
+    config = model_config("hybridep", non_blocking_capacity_factor=0.5)
+    override(config, [(MOE_COMM, {"pad_multiple": 16})])
+    dispatcher = first_moe(config).routed_experts.token_dispatcher
     assert dispatcher.non_blocking_capacity_factor == 0.5
     assert dispatcher.pad_multiple == 16
 
@@ -61,25 +171,25 @@ DISPATCHER_OF_BACKEND = {
 def compare_with_all_to_all(
     context: RankContext, dtype: torch.dtype, comm_backend: str, fields: dict[str, Any]
 ) -> list[str]:
-    moe_config = torchtitan_moe.first_moe(torchtitan_moe.model_config())
-    expected_moe = torchtitan_moe.build_moe(context, moe_config)
-    config = torchtitan_moe.model_config(comm_backend)
+    moe_config = first_moe(model_config())
+    expected_moe = build_moe(context, moe_config)
+    config = model_config(comm_backend)
     if comm_backend == "standard":
-        torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
+        override(config, [(MOE_COMM, fields)])
     else:
-        torchtitan_moe.use_deep_ep_on_cpu()
-        dispatcher = torchtitan_moe.first_moe(config).routed_experts.token_dispatcher
+        use_deep_ep_on_cpu()
+        dispatcher = first_moe(config).routed_experts.token_dispatcher
         fields = {"hidden_dim": config.dim, "num_max_tokens_per_rank": 22, **fields}
         for name, value in fields.items():
             setattr(dispatcher, name, value)
-    moe = torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config))
+    moe = build_moe(context, first_moe(config))
     assert type(moe.routed_experts.token_dispatcher).__name__ == DISPATCHER_OF_BACKEND[comm_backend]
     draw = torch.Generator().manual_seed(context.rank_idx)
     faults = []
     for step, num_tokens in enumerate((6, 11)):
         x = torch.randn(2, num_tokens, 256, generator=draw).to(dtype)
-        want = torchtitan_moe.forward_backward(expected_moe.to(dtype), x)
-        got = torchtitan_moe.forward_backward(moe.to(dtype), x)
+        want = forward_backward(expected_moe.to(dtype), x)
+        got = forward_backward(moe.to(dtype), x)
         assert got.keys() == want.keys()
         # Sums are rounded once here, and after every term there.
         tolerance = 8 * torch.finfo(dtype).eps
@@ -133,13 +243,13 @@ def compare_over_deep_ep(context: RankContext) -> list[str]:
         outputs = []
         x = torch.randn(2, 6, 256, generator=torch.Generator().manual_seed(context.rank_idx))
         for comm_backend in ("standard", "deepep"):
-            config = torchtitan_moe.model_config(comm_backend)
-            moe_config = torchtitan_moe.first_moe(config)
+            config = model_config(comm_backend)
+            moe_config = first_moe(config)
             if comm_backend == "deepep":
                 dispatcher = moe_config.routed_experts.token_dispatcher
                 dispatcher.hidden_dim, dispatcher.num_max_tokens_per_rank = config.dim, 22
                 dispatcher.cudagraphable = True
-            outputs.append(torchtitan_moe.build_moe(context, moe_config)(x))
+            outputs.append(build_moe(context, moe_config)(x))
     if not torch.allclose(*outputs, rtol=1e-5, atol=1e-5):
         faults.append(f"fixed shape: off by {(outputs[0] - outputs[1]).abs().max()}")
     return faults
@@ -157,9 +267,9 @@ def test_torchtitans_own_dispatchers_run_over_the_deep_ep_module() -> None:
 
 
 def count_operations_under_checkpointing(context: RankContext, with_policy: bool) -> list[str]:
-    config = torchtitan_moe.model_config()
-    torchtitan_moe.override(config, [torchtitan_moe.MOE_COMM])
-    moe = torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config))
+    config = model_config()
+    override(config, [MOE_COMM])
+    moe = build_moe(context, first_moe(config))
     if with_policy:
         policy = SelectiveAC.Config().build()
     else:
@@ -169,7 +279,7 @@ def count_operations_under_checkpointing(context: RankContext, with_policy: bool
     block = policy._wrap_block(moe, base_fqn="layers.0.moe")
     x = torch.randn(1, 5, 256)
     with recorded_operations(moe.routed_experts.token_dispatcher._buffer) as operations:
-        torchtitan_moe.forward_backward(block, x)
+        forward_backward(block, x)
     return operations
 
 
@@ -194,7 +304,7 @@ def test_the_policy_can_be_an_override() -> None:
 
     tree = Tree(ac=activation_checkpoint.SelectiveAC.Config(preserve_rng_state=False))
     target = "moe_comm.dispatcher.torchtitan.moe_comm_selective_ac"
-    assert len(torchtitan_moe.override(tree, [target])) == 1
+    assert len(override(tree, [target])) == 1
     assert type(tree.ac) is SelectiveAC.Config
     assert tree.ac.preserve_rng_state is False
 
@@ -209,9 +319,9 @@ def build_twins(context: RankContext, fields: dict[str, Any]) -> list[Any]:
     """Two MoE layers with the same parameters, over dispatchers of this package."""
     twins = []
     for _ in range(2):
-        config = torchtitan_moe.model_config()
-        torchtitan_moe.override(config, [(torchtitan_moe.MOE_COMM, fields)])
-        twins.append(torchtitan_moe.build_moe(context, torchtitan_moe.first_moe(config)))
+        config = model_config()
+        override(config, [(MOE_COMM, fields)])
+        twins.append(build_moe(context, first_moe(config)))
     return twins
 
 
@@ -227,7 +337,7 @@ def train_with_replicas(
     if wrapped_by == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        mesh = torchtitan_moe.parallel_dims(context.num_ranks).get_optional_mesh(
+        mesh = parallel_dims(context.num_ranks).get_optional_mesh(
             "efsdp", include_singleton_axes=True
         )
         fully_shard(balanced.routed_experts.inner_experts, mesh=mesh)
@@ -252,8 +362,8 @@ def train_with_replicas(
         for moe in (plain, balanced):
             moe.zero_grad()
             moe.expert_bias_E.zero_()[step // 4] = 5.0  # chosen by every token
-        want = torchtitan_moe.forward_backward(plain, x)
-        got = torchtitan_moe.forward_backward(run, x)
+        want = forward_backward(plain, x)
+        got = forward_backward(run, x)
         balancer.reduce_gradients()
         for name, expected in want.items():
             ours = got[name]

@@ -29,6 +29,7 @@ from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import transformers_models as models
 from tests.helpers.checkpoint_oracle import faults_of, indices, uncovered
+from tests.helpers.command_line import output_of
 from tests.helpers.transformers_models import Layout
 
 run_fresh = functools.partial(run_ranks, fresh=True)
@@ -350,10 +351,8 @@ def test_layouts_that_are_none_of_transformers(
 ) -> None:
     folder = folders["qwen3_moe"]
     options = ["--source-ranks", "2", *arguments]
-    done = CliRunner().invoke(app, ["reshard", "explain", folder, folder, *options])
-    assert done.exit_code == 1
-    assert message in done.output
-    done = CliRunner().invoke(app, ["reshard", "explain", folder, "Qwen3MoeConfig"])
-    assert done.exit_code == 1
-    assert "missing: model.layers.10.input_layernorm.weight (2048,)" in done.output
-    assert "differs: lm_head.weight ((128, 64), (151936, 2048))" in done.output
+    said = output_of("reshard", "explain", folder, folder, *options, exit_code=1)
+    assert message in said
+    said = output_of("reshard", "explain", folder, "Qwen3MoeConfig", exit_code=1)
+    assert "missing: model.layers.10.input_layernorm.weight (2048,)" in said
+    assert "differs: lm_head.weight ((128, 64), (151936, 2048))" in said

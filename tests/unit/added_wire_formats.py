@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import moe_comm
 from moe_comm import (
@@ -26,13 +25,13 @@ from moe_comm import (
     ScaleFormat,
     _host,
 )
-from moe_comm.cli.app import app
 from moe_comm.ep import spec
 from moe_comm.testing.case_list import CASES
 from moe_comm.testing.conformance import check_case
 from moe_comm.testing.target import Target
 from moe_comm.triton import dequantize as triton_dequantize
 from moe_comm.triton import quantize as triton_quantize
+from tests.helpers.command_line import output_of
 from tests.helpers.rank_threads import on_ranks
 
 BLOCK64 = Quantization(format=QuantizationFormat["FP8_BLOCK64"])
@@ -53,13 +52,11 @@ def test_everything_that_lists_formats_has_them() -> None:
     options = ("--tokens", "256", "--hidden", "1024", "--json")
     sizes = {}
     for name in ("mxfp8", *map(str.lower, added)):
-        done = CliRunner().invoke(app, ["budget", *options, "--quantization", name])
-        assert done.exit_code == 0, done.output
-        sizes[name] = done.output
+        said = output_of("budget", *options, "--quantization", name)
+        sizes[name] = said
     assert len(set(sizes.values())) == 4
-    done = CliRunner().invoke(app, ["budget", *options, "--quantization", "fp8_block96"])
-    assert done.exit_code == 2
-    assert "nvfp4" in done.output
+    said = output_of("budget", *options, "--quantization", "fp8_block96", exit_code=2)
+    assert "nvfp4" in said
 
 
 @pytest.mark.parametrize("form", list(QuantizationFormat), ids=lambda form: form.name)

@@ -5,9 +5,7 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from moe_comm.cli.app import app
 from moe_comm.ep import budget
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Capacity, EpConfig, Layout
@@ -21,6 +19,7 @@ from moe_comm.tensors.quantization import (
     QuantizationFormat,
     ScaleFormat,
 )
+from tests.helpers.command_line import output_of
 
 MIB = 1 << 20
 
@@ -70,7 +69,7 @@ def test_window_says_whose_copies_rows_are_where_devices_differ() -> None:
     assert sizes[1] - sizes[0] == 4 * 4096 * 2
     assert config.heap_bytes(2, spans_devices=True) >= config.heap_bytes(2)
     documents = [
-        json.loads(CliRunner().invoke(app, ["budget", "--json", *arguments]).output)
+        json.loads(output_of("budget", "--json", *arguments))
         for arguments in ([], ["--across-gpus"])
     ]
     dispatched = [document["sizes"]["dispatched"] for document in documents]
@@ -102,13 +101,13 @@ def test_memory_goes_by_slots() -> None:
         "8",
     ]
     documents = [
-        json.loads(CliRunner().invoke(app, [*arguments, *more, "--json"]).output)
+        json.loads(output_of(*arguments, *more, "--json"))
         for more in ([], ["--replicas", "0"], ["--replicas", "2"])
     ]
     assert [document["num_slots_per_rank"] for document in documents] == [3, 3, 5]
     rows = [document["sizes"]["num_recv_rows"] for document in documents]
     assert rows == [3 * 4 * 8, 3 * 4 * 8, 5 * 4 * 8]
-    table = CliRunner().invoke(app, [*arguments, "--replicas", "2"]).output
+    table = output_of(*arguments, "--replicas", "2")
     assert "one rank of 5 slots" in table
 
 
@@ -125,7 +124,7 @@ def test_ranks_that_add_first_hold_sums_for_others() -> None:
         assert sizes.sums - without.sums == (0 if layout is Layout.RANK_MAJOR else more)
         assert dataclasses.replace(sizes, sums=0) == dataclasses.replace(without, sums=0)
     documents = [
-        json.loads(CliRunner().invoke(app, ["budget", "--json", *arguments]).output)
+        json.loads(output_of("budget", "--json", *arguments))
         for arguments in ([], ["--rank-reduction"])
     ]
     assert documents[1]["sizes"]["sums"] > 8 * documents[0]["sizes"]["sums"]
@@ -366,24 +365,19 @@ def test_config_counts_a_capacity_and_fixed_places() -> None:
 
 
 def test_command_prints_what_to_reserve() -> None:
-    runner = CliRunner()
-    arguments = ["budget", "--ranks", "2", "--tokens", "1024", "--hidden", "2048", "--topk", "4"]
-    done = runner.invoke(app, [*arguments, "--experts", "8", "--json"])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.output)
+    arguments = ["budget", "--ranks", 2, "--tokens", 1024, "--hidden", 2048, "--topk", 4]
+    document = json.loads(output_of(*arguments, "--experts", 8, "--json"))
     assert document["machine_bytes"] == 2 * document["rank_bytes"]
-    table = runner.invoke(app, [*arguments, "--experts", "8"])
-    assert f"communicator.reserve({document['rank_bytes']})" in table.output
-    quantized = runner.invoke(
-        app, [*arguments, "--experts", "8", "--json", "--quantization", "mxfp8"]
-    )
-    assert quantized.exit_code == 0, quantized.output
-    dispatched = json.loads(quantized.output)["sizes"]["dispatched"]
+    table = output_of(*arguments, "--experts", 8)
+    assert f"communicator.reserve({document['rank_bytes']})" in table
+
+    def sizes_with(*more: object) -> dict[str, int]:
+        return dict(json.loads(output_of(*arguments, "--json", *more))["sizes"])
+
+    dispatched = sizes_with("--experts", 8, "--quantization", "mxfp8")["dispatched"]
     assert dispatched == 4096 * (2048 + 2048 // 32 + 4)
-    fixed = runner.invoke(app, [*arguments, "--json", "--layout", "low-latency"])
-    assert json.loads(fixed.output)["sizes"]["num_recv_rows"] == 32 * 2 * 1024
-    limited = runner.invoke(app, [*arguments, "--json", "--capacity-rows", "640"])
-    assert json.loads(limited.output)["sizes"]["num_recv_rows"] == 640
+    assert sizes_with("--layout", "low-latency")["num_recv_rows"] == 32 * 2 * 1024
+    assert sizes_with("--capacity-rows", 640)["num_recv_rows"] == 640
     for wrong, message in (
         (["--scale-format", "ue8m0"], "need --quantization"),
         (["--quantization", "mxfp8", "--scale-format", "float32"], "got FLOAT32"),
@@ -392,25 +386,18 @@ def test_command_prints_what_to_reserve() -> None:
         (["--local-ranks", "3"], "got 3 and 2"),
         (["--node-reduction"], "needs --local-ranks"),
     ):
-        done = runner.invoke(app, [*arguments, *wrong])
-        assert done.exit_code == 1
-        assert message in done.output
+        assert message in output_of(*arguments, *wrong, exit_code=1)
     config = EpConfig(num_experts=8, num_topk=4, hidden=2048, num_max_tokens_per_rank=1024)
     across = ["--experts", "8", "--local-ranks", "1"]
-    nodes = runner.invoke(app, [*arguments, *across, "--json"])
-    assert nodes.exit_code == 0, nodes.output
-    assert json.loads(nodes.output)["rail_region_bytes"] == config.rail_region_bytes(2, 1)
+    nodes = json.loads(output_of(*arguments, *across, "--json"))
+    assert nodes["rail_region_bytes"] == config.rail_region_bytes(2, 1)
     few = dataclasses.replace(config, num_max_tokens_per_rank=64)
     reduced = dataclasses.replace(few, node_reduction=True).rail_region_bytes(2, 1)
     assert reduced < few.rail_region_bytes(2, 1)
     sums = ["--tokens", "64", "--node-reduction", "--json"]
-    of_sums = runner.invoke(app, [*arguments, *across, *sums])
-    assert json.loads(of_sums.output)["rail_region_bytes"] == reduced
-    assert json.loads(nodes.output)["rank_bytes"] == document["rank_bytes"]
-    assert json.loads(nodes.output)["machine_bytes"] == document["rank_bytes"]
+    of_sums = json.loads(output_of(*arguments, *across, *sums))
+    assert of_sums["rail_region_bytes"] == reduced
+    assert nodes["rank_bytes"] == nodes["machine_bytes"] == document["rank_bytes"]
     assert document["rail_region_bytes"] == 0
-    table = runner.invoke(app, [*arguments, *across])
-    assert "memory between nodes" in table.output
-    odd = runner.invoke(app, ["budget", "--hidden", "7"])
-    assert odd.exit_code == 1
-    assert "16 bytes" in odd.output
+    assert "memory between nodes" in output_of(*arguments, *across)
+    assert "16 bytes" in output_of("budget", "--hidden", 7, exit_code=1)

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moe_comm.cli import bench_command
-from moe_comm.cli.app import app
 from moe_comm.cli.bench import oracle, sweep
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
 from moe_comm.cli.bench.memory import parse_smaps, total_bytes
@@ -45,6 +43,7 @@ from moe_comm.tensors.quantization import (
     QuantizationFormat,
     ScaleFormat,
 )
+from tests.helpers.command_line import output_of
 
 SMALL = BenchCase(num_ranks=3, num_tokens=17, hidden=64, num_topk=3, num_experts=7, skew=0.7)
 
@@ -497,9 +496,8 @@ def test_rows_per_rank_are_plotted(tmp_path: Path) -> None:
 )
 def test_wrong_routings_and_replicas_are_refused(arguments: list[str], problem: str) -> None:
     small = ["--hidden", "8", "--topk", "2", "--experts", "4"]
-    done = CliRunner().invoke(app, ["bench", "dispatch-combine", *small, *arguments])
-    assert done.exit_code == 1
-    assert problem in " ".join(done.output.split())
+    said = output_of("bench", "dispatch-combine", *small, *arguments, exit_code=1)
+    assert problem in " ".join(said.split())
 
 
 def phase(epoch: int, name: str, start_us: int, end_us: int, peer: int = -1) -> PhaseRecord:
@@ -672,8 +670,7 @@ def test_sms_of_a_gpu_are_handed_on_and_told(
     monkeypatch.setattr(bench_command, "result_table", lambda *_: "")
     out = tmp_path / "out.json"
     command = ["bench", "dispatch-combine", "--backend", "cuda", "--num-sms", "9"]
-    done = CliRunner().invoke(app, [*command, "--json", str(out)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "9 SMs for every buffer of a rank" in done.output
+    said = output_of(*command, "--json", str(out))
+    assert "9 SMs for every buffer of a rank" in said
     assert json.loads(out.read_text())["environment"]["num_sms"] == 9
     assert launched[1].num_sms == 9

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from moe_comm.cli.app import app
 from moe_comm.cli.bench.reshard.case import ReshardCase, ReshardOptions, shape_of_bytes
 from moe_comm.cli.bench.reshard.report import (
     reshard_table,
@@ -25,6 +23,7 @@ from moe_comm.cli.command_rules import wide_console
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList, roster
 from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.resharding.describe.parallelism import Parallelism
+from tests.helpers.command_line import output_of
 
 SHAPE = shape_of_bytes(8 << 20, torch.bfloat16)
 BF16 = (torch.bfloat16, torch.bfloat16)
@@ -116,10 +115,9 @@ def test_layouts_have_defaults_for_models_and_for_lists() -> None:
     ],
 )
 def test_bad_input_is_a_line_and_an_exit_code(arguments: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "reshard", *arguments], catch_exceptions=False)
-    assert done.exit_code == 1
-    assert done.output.startswith("moe-comm bench: ")
-    assert message in done.output
+    said = output_of("bench", "reshard", *arguments, exit_code=1)
+    assert said.startswith("moe-comm bench: ")
+    assert message in said
 
 
 def test_cases_and_options_reject_what_they_do_not_know() -> None:
@@ -178,20 +176,6 @@ def test_title_says_what_differs() -> None:
     ("layouts", "side"), [(("tp2", "single"), "source"), (("ep2", "tp2"), "destination")]
 )
 def test_full_tensors_need_whole_ones(layouts: tuple[str, str], side: str) -> None:
-    done = CliRunner().invoke(
-        app,
-        [
-            "bench",
-            "reshard",
-            "--ranks",
-            "2",
-            "--from",
-            layouts[0],
-            "--to",
-            layouts[1],
-            "--peers",
-            "full-tensors",
-        ],
-    )
-    assert done.exit_code == 1
-    assert f"got tp = 2 and expert_tp = 2 in the {side}" in done.output
+    options = ("--ranks", 2, "--from", layouts[0], "--to", layouts[1], "--peers", "full-tensors")
+    said = output_of("bench", "reshard", *options, exit_code=1)
+    assert f"got tp = 2 and expert_tp = 2 in the {side}" in said

@@ -5,10 +5,9 @@ import sys
 import types
 
 import pytest
-from typer.testing import CliRunner
 
 from moe_comm.cli import doctor
-from moe_comm.cli.app import app
+from tests.helpers.command_line import output_of
 from tests.helpers.fresh_python import run_python
 
 
@@ -27,9 +26,8 @@ def test_clients_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_says_that_the_default_backend_works() -> None:
     pytest.importorskip("moe_comm._host")
-    done = CliRunner().invoke(app, ["doctor", "--json"])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.output)
+    said = output_of("doctor", "--json")
+    document = json.loads(said)
     assert document["works"]
     found = {finding["name"]: finding for finding in document["findings"]}
     assert found["default backend"]["is_present"]
@@ -41,9 +39,8 @@ def test_doctor_fails_without_the_native_module(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "moe_comm._host", None)
     monkeypatch.delitem(sys.modules, "moe_comm.ep.backends.host", raising=False)
     monkeypatch.delattr("moe_comm._host", raising=False)
-    done = CliRunner().invoke(app, ["doctor"])
-    assert done.exit_code == 1
-    assert "does not work" in done.output
+    said = output_of("doctor", exit_code=1)
+    assert "does not work" in said
 
 
 def test_the_command_says_that_the_native_module_is_missing() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from moe_comm.cli.app import app
 from tests.helpers import explained_models
+from tests.helpers.command_line import output_of
 from tests.helpers.explained_models import HIDDEN, INNER, NUM_EXPERTS, NUM_LAYERS
 
 MODELS = explained_models.__name__
@@ -180,18 +181,16 @@ def test_bad_input_is_a_line_and_an_exit_code(
 
 
 def test_a_module_that_is_not_there() -> None:
-    done = CliRunner().invoke(app, ["reshard", "explain", "no_such:thing", "no_such:thing"])
-    assert done.exit_code == 1
-    assert done.output == "moe-comm reshard: no_such:thing: No module named 'no_such'\n"
+    said = output_of("reshard", "explain", "no_such:thing", "no_such:thing", exit_code=1)
+    assert said == "moe-comm reshard: no_such:thing: No module named 'no_such'\n"
 
 
 def test_a_module_that_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torn_models.py").write_text("def maker(rank, num_ranks:\n")
     monkeypatch.syspath_prepend(tmp_path)
-    done = CliRunner().invoke(app, ["reshard", "explain", "torn_models:maker", "no_such:thing"])
-    assert done.exit_code == 1
-    assert done.output.startswith("moe-comm reshard: torn_models:maker: ")
-    assert "(torn_models.py, line 1)" in done.output
+    said = output_of("reshard", "explain", "torn_models:maker", "no_such:thing", exit_code=1)
+    assert said.startswith("moe-comm reshard: torn_models:maker: ")
+    assert "(torn_models.py, line 1)" in said
 
 
 @pytest.mark.parametrize(
@@ -205,8 +204,5 @@ def test_a_name_without_transformers(
     transformers: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", transformers)
-    done = CliRunner().invoke(
-        app, ["reshard", "explain", "Qwen/Qwen3-30B-A3B", f"{MODELS}:trainer"]
-    )
-    assert done.exit_code == 1
-    assert f"moe-comm reshard: Qwen/Qwen3-30B-A3B: {message}" in done.output
+    said = output_of("reshard", "explain", "Qwen/Qwen3-30B-A3B", f"{MODELS}:trainer", exit_code=1)
+    assert f"moe-comm reshard: Qwen/Qwen3-30B-A3B: {message}" in said

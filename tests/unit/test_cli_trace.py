@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from moe_comm.cli.app import app
 from moe_comm.cli.trace_report import perfetto_document, summarize_phases
 from moe_comm.ep.tracing import PhaseRecord, read_trace, write_trace
+from tests.helpers.command_line import output_of
 from tests.helpers.plots import cell_numbers
 
 
@@ -99,11 +98,8 @@ def test_convert_writes_one_file(tmp_path: Path) -> None:
     ]
     out = tmp_path / "all.json"
     plot = tmp_path / "waits.svg"
-    done = CliRunner().invoke(
-        app, ["trace", "convert", *files, "--out", str(out), "--plot", str(plot)]
-    )
-    assert done.exit_code == 0, done.output
-    assert "waiting for rank 0" in done.output
+    said = output_of("trace", "convert", *files, "--out", str(out), "--plot", str(plot))
+    assert "waiting for rank 0" in said
     document = json.loads(out.read_text())
     assert sum(event["ph"] == "X" for event in document["traceEvents"]) == len(RECORDS)
     # Rank 0 waited 6 us, and rank 1 24 us.
@@ -113,6 +109,5 @@ def test_convert_writes_one_file(tmp_path: Path) -> None:
 def test_convert_without_records_fails(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
-    done = CliRunner().invoke(app, ["trace", "convert", str(empty)])
-    assert done.exit_code == 1
-    assert "no records" in done.output
+    said = output_of("trace", "convert", str(empty), exit_code=1)
+    assert "no records" in said

@@ -7,10 +7,8 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.published import PUBLISHED, compare, spread
-from moe_comm.cli.app import app
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
 from moe_comm.cli.model.prediction import predict
 from moe_comm.cli.model.routing import draw_traffic
@@ -25,6 +23,7 @@ from moe_comm.cli.model.workload import (
 )
 from moe_comm.ep.config import EpConfig
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
+from tests.helpers.command_line import output_of
 
 H100 = CLUSTERS["h100-cx7"]
 ONCE = Movement(element_bytes=2.0, is_once_per_node=True, is_once_per_rank=True)
@@ -191,19 +190,17 @@ def test_published_figures_lie_near() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], words: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, ["model", *arguments])
-    assert result.exit_code == 1
-    assert "Traceback" not in result.output
+    said = output_of("model", *arguments, exit_code=1)
+    assert "Traceback" not in said
     for word in words:
-        assert word in result.output
+        assert word in said
 
 
 def test_rows_cross_nvlink_once_for_each_rank_of_one_node() -> None:
     def rows_a_token(operation_idx: int, *arguments: str) -> float:
         sizes = "--tokens 1000 --hidden 100 --topk 8 --experts 64"
-        result = CliRunner().invoke(app, ["model", *arguments, *sizes.split(), "--json"])
-        assert result.exit_code == 0
-        of_operation = json.loads(result.output)["operations"][operation_idx]
+        said = output_of("model", *arguments, *sizes.split(), "--json")
+        of_operation = json.loads(said)["operations"][operation_idx]
         return float(of_operation["mean_bytes"]["nvlink"]) / (1000 * 100 * 2)
 
     node = ("--nodes", "1", "--local-ranks", "8")
@@ -212,9 +209,8 @@ def test_rows_cross_nvlink_once_for_each_rank_of_one_node() -> None:
     assert rows_a_token(1, *node, "--rank-reduction") == rows_a_token(0, *node)
     # Between nodes rows are fanned out into every slot.
     assert rows_a_token(0, "--nodes", "2", "--local-ranks", "4") == pytest.approx(8 * 3 / 4)
-    refused = CliRunner().invoke(app, ["model", "--nodes", "2", "--rank-reduction"])
-    assert refused.exit_code == 1
-    assert "of one node, got 2 nodes" in refused.output
+    said = output_of("model", "--nodes", "2", "--rank-reduction", exit_code=1)
+    assert "of one node, got 2 nodes" in said
 
 
 def test_json_holds_what_the_table_shows() -> None:
@@ -229,13 +225,12 @@ def test_json_holds_what_the_table_shows() -> None:
         "16",
         "--json",
     ]
-    result = CliRunner().invoke(app, ["model", *arguments])
-    assert result.exit_code == 0
-    document = json.loads(result.output)
+    said = output_of("model", *arguments)
+    document = json.loads(said)
     assert [one["operation"] for one in document["operations"]] == ["dispatch", "combine"]
     assert document["heap_bytes"] > 64 * 8 * 7168 * 2
-    table = CliRunner().invoke(app, ["model", *arguments[:-1]])
-    assert "simulated us" in table.output
+    table = output_of("model", *arguments[:-1])
+    assert "simulated us" in table
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -257,9 +252,7 @@ def test_the_heap_is_that_of_a_buffer(
     arguments += ["--experts", "16", "--wire", wire, "--json"]
     if nodes == 1:
         arguments.append("--rank-reduction")
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.output)["heap_bytes"] == (
+    assert json.loads(output_of(*arguments))["heap_bytes"] == (
         sizes.dispatched + sizes.expert_output + sizes.sums + sizes.control
     )
 
