@@ -190,14 +190,8 @@ class LaidOutModel(nn.Module):
         self.communicator = moe_comm.Communicator(
             dist.new_group(expert_ranks, use_local_synchronization=True)
         )
-        config = moe_comm.EpConfig(
-            num_experts=options.num_experts,
-            num_topk=options.num_topk,
-            hidden=options.hidden,
-            num_max_tokens_per_rank=num_sequences // self.num_parts * options.context,
-            dtype=torch.float32,
-        )
-        self.buffer = moe_comm.EpBuffer(self.communicator, config)
+        num_tokens = num_sequences // self.num_parts * options.context
+        self.buffer = options.make_buffer(self.communicator, num_tokens)
         self.dispatcher = TokenDispatcher(
             options.num_experts, buffer=self.buffer, weighted_by="combine"
         )

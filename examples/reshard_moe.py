@@ -26,7 +26,7 @@ from laid_out_moe import LaidOutModel, generate
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from train_moe import NUM_SHARDS, MoeModel, Options, read_text, train_step
+from train_moe import NUM_SHARDS, MoeModel, Options, draw_shards, read_text, train_step
 
 import moe_comm
 from moe_comm.dispatcher import TokenDispatcher
@@ -96,33 +96,22 @@ class Trainer:
         options = self.options = settings.options
         self.text = text
         self.rank = group.rank()
-        config = moe_comm.EpConfig(
-            num_experts=options.num_experts,
-            num_topk=options.num_topk,
-            hidden=options.hidden,
-            num_max_tokens_per_rank=NUM_SHARDS // NUM_TRAINERS * options.num_shard_tokens,
-            dtype=torch.float32,
-        )
         self.communicator = moe_comm.Communicator(group)
-        self.buffer = moe_comm.EpBuffer(self.communicator, config)
+        num_tokens = NUM_SHARDS // NUM_TRAINERS * options.num_shard_tokens
+        self.buffer = options.make_buffer(self.communicator, num_tokens)
         dispatcher = TokenDispatcher(options.num_experts, buffer=self.buffer, weighted_by="combine")
         self.model = MoeModel(options, dispatcher)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.learning_rate, foreach=False
-        )
+        self.optimizer = self.model.make_optimizer()
         self.draw = torch.Generator().manual_seed(options.seed)
 
     def train(self, num_steps: int) -> float:
         """Go on for some steps; the last loss. Collective."""
-        options, loss = self.options, float("nan")
-        window = torch.arange(options.context + 1)
+        loss = float("nan")
         shards_here = NUM_SHARDS // NUM_TRAINERS
         for _ in range(num_steps):
-            last = len(self.text) - options.context
-            first = torch.randint(last, (options.num_sequences,), generator=self.draw)
-            shards = self.text[first[:, None] + window].chunk(NUM_SHARDS)
+            shards = draw_shards(self.text, self.options, self.draw)
             mine = shards[self.rank * shards_here : (self.rank + 1) * shards_here]
-            loss, _ = train_step(self.model, self.optimizer, list(mine))
+            loss, _ = train_step(self.model, self.optimizer, mine)
         return loss
 
     def close(self) -> None:

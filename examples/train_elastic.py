@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from train_moe import NUM_SHARDS, MoeModel, Options, bits, read_text
+from train_moe import NUM_SHARDS, MoeModel, Options, bits, draw_shards, read_text
 
 import moe_comm
 from moe_comm.dispatcher import TokenDispatcher
@@ -76,23 +76,14 @@ class Replica:
         )
         shard_rank = default_expert_rank(NUM_SHARDS, num_ranks).tolist()
         self.shards = [i for i, rank in enumerate(shard_rank) if rank == communicator.rank_idx]
-        config = moe_comm.EpConfig(
-            num_experts=options.num_experts,
-            num_topk=options.num_topk,
-            hidden=options.hidden,
-            num_max_tokens_per_rank=NUM_SHARDS * options.num_shard_tokens,
-            dtype=torch.float32,
-        )
-        buffer = moe_comm.EpBuffer(communicator, config)
+        buffer = options.make_buffer(communicator, NUM_SHARDS * options.num_shard_tokens)
         self.expert_rank = buffer.expert_rank.tolist()
         self.experts = [
             i for i, rank in enumerate(self.expert_rank) if rank == communicator.rank_idx
         ]
         dispatcher = TokenDispatcher(options.num_experts, buffer=buffer, weighted_by="combine")
         self.model = MoeModel(options, dispatcher, num_shards=len(self.shards))
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.learning_rate, foreach=False
-        )
+        self.optimizer = self.model.make_optimizer()
         self.trunk = list(self.model.trunk.parameters())
         num_elements = 1 + self.model.balance.numel() + sum(p.numel() for p in self.trunk)
         self.total = moe_comm.GradientSum(communicator, num_elements, part_ranks=shard_rank)
@@ -200,26 +191,13 @@ class Replica:
 
     def train_step(self, batch: list[torch.Tensor]) -> float:
         """One step; the loss over all shards. Collective."""
-        model, options = self.model, self.options
-        self.optimizer.zero_grad()
-        for trunk in model.shard_trunks:
-            trunk.zero_grad()
-        losses, topk_idx = model.losses([batch[shard] for shard in self.shards])
-        torch.autograd.backward([loss / NUM_SHARDS for loss in losses])
-        counts = [
-            torch.stack([layer.flatten().bincount(minlength=options.num_experts) for layer in part])
-            for part in topk_idx.split(options.num_shard_tokens, dim=1)
-        ]
-        parts = [
-            [loss.detach(), count.float(), *[p.grad for p in trunk.parameters()]]
-            for loss, count, trunk in zip(losses, counts, model.shard_trunks, strict=True)
-        ]
-        loss, load = torch.zeros(()), torch.zeros_like(model.balance)
+        parts, _ = self.model.backward(self.optimizer, [batch[shard] for shard in self.shards])
+        loss, load = torch.zeros(()), torch.zeros_like(self.model.balance)
         for parameter in self.trunk:
             parameter.grad = torch.empty_like(parameter)
         self.total.sum_parts(parts, [loss, load, *[p.grad for p in self.trunk]])
         self.optimizer.step()
-        model.balance += options.balance_rate * torch.sign(load.mean(1, keepdim=True) - load)
+        self.model.even_out(load)
         return loss.item() / NUM_SHARDS
 
 
@@ -241,8 +219,7 @@ def unflatten(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 def batch_of(step: int, text: torch.Tensor, options: Options) -> list[torch.Tensor]:
     """The shards of one step, which follow from its number."""
     draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-    first = torch.randint(len(text) - options.context, (options.num_sequences,), generator=draw)
-    return list(text[first[:, None] + torch.arange(options.context + 1)].chunk(NUM_SHARDS))
+    return draw_shards(text, options, draw)
 
 
 def train(

@@ -64,6 +64,19 @@ class Options:
         """Tokens of one shard in one step."""
         return self.num_sequences // NUM_SHARDS * self.context
 
+    def make_buffer(
+        self, communicator: moe_comm.Communicator, num_max_tokens: int
+    ) -> moe_comm.EpBuffer:
+        """For at most so many tokens of a rank. Collective."""
+        config = moe_comm.EpConfig(
+            num_experts=self.num_experts,
+            num_topk=self.num_topk,
+            hidden=self.hidden,
+            num_max_tokens_per_rank=num_max_tokens,
+            dtype=torch.float32,
+        )
+        return moe_comm.EpBuffer(communicator, config)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
@@ -172,6 +185,40 @@ class MoeModel:
         experts = [parameter for layer in self.layers for parameter in layer.experts.parameters()]
         return [*self.trunk.parameters(), *experts]
 
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Of all of them."""
+        # One tensor after the other: an element's bits do not depend on its neighbors.
+        return torch.optim.AdamW(self.parameters(), lr=self.options.learning_rate, foreach=False)
+
+    def backward(
+        self, optimizer: torch.optim.Optimizer, shards: list[torch.Tensor]
+    ) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """Compute the gradients of this rank's experts, and what is to be added over all shards.
+
+        Returns:
+            By shard of this rank: its loss, tokens of every expert, gradients of the trunk; and what
+            its routers chose, as from `losses`.
+        """
+        optimizer.zero_grad()
+        for trunk in self.shard_trunks:
+            trunk.zero_grad()
+        losses, topk_idx = self.losses(shards)
+        torch.autograd.backward([loss / NUM_SHARDS for loss in losses])
+        num_experts = self.options.num_experts
+        counts = [
+            torch.stack([layer.flatten().bincount(minlength=num_experts) for layer in choices])
+            for choices in topk_idx.split(self.options.num_shard_tokens, dim=1)
+        ]
+        parts = [
+            [loss.detach(), count.float(), *[p.grad for p in trunk.parameters()]]
+            for loss, count, trunk in zip(losses, counts, self.shard_trunks, strict=True)
+        ]
+        return parts, topk_idx
+
+    def even_out(self, load: torch.Tensor) -> None:
+        """Raise the scores of experts that got few tokens of all shards, lower the others'."""
+        self.balance += self.options.balance_rate * torch.sign(load.mean(1, keepdim=True) - load)
+
     def losses(self, shards: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The loss of every shard of this rank, and what its routers chose.
 
@@ -234,35 +281,20 @@ def sum_in_order(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def draw_shards(text: torch.Tensor, options: Options, draw: torch.Generator) -> list[torch.Tensor]:
+    """The next global batch: int64 `[num_sequences, context + 1]` of every shard."""
+    first = torch.randint(len(text) - options.context, (options.num_sequences,), generator=draw)
+    return list(text[first[:, None] + torch.arange(options.context + 1)].chunk(NUM_SHARDS))
+
+
 def train_step(
     model: MoeModel, optimizer: torch.optim.Optimizer, shards: list[torch.Tensor]
 ) -> tuple[float, torch.Tensor]:
     """One step; the global loss, and what this rank's routers chose."""
-    options = model.options
-    optimizer.zero_grad()
-    for trunk in model.shard_trunks:
-        trunk.zero_grad()
-    losses, topk_idx = model.losses(shards)
-    torch.autograd.backward([loss / NUM_SHARDS for loss in losses])
-
+    parts, topk_idx = model.backward(optimizer, shards)
     # What belongs to all shards: gradients of the trunk, router statistics, loss. Each shard's is
     # gathered and added in shard order; a ring would add in an order that depends on the ranks.
-    counts = [
-        torch.stack([layer.flatten().bincount(minlength=options.num_experts) for layer in choices])
-        for choices in topk_idx.split(options.num_shard_tokens, dim=1)
-    ]
-    mine = torch.stack(
-        [
-            torch.cat(
-                [
-                    loss.detach().view(1),
-                    count.flatten().float(),
-                    *[parameter.grad.flatten() for parameter in trunk.parameters()],
-                ]
-            )
-            for loss, count, trunk in zip(losses, counts, model.shard_trunks, strict=True)
-        ]
-    )
+    mine = torch.stack([torch.cat([tensor.flatten() for tensor in part]) for part in parts])
     total = sum_in_order(gather_shards(mine, model.group))
     loss, load, gradient = total.split(
         [1, model.balance.numel(), total.numel() - 1 - model.balance.numel()]
@@ -272,9 +304,7 @@ def train_step(
     for parameter, piece in zip(trunk_parameters, pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
     optimizer.step()
-
-    load = load.view_as(model.balance)
-    model.balance += options.balance_rate * torch.sign(load.mean(1, keepdim=True) - load)
+    model.even_out(load.view_as(model.balance))
     return loss.item() / NUM_SHARDS, topk_idx
 
 
@@ -289,31 +319,23 @@ def run_rank(
         )
     text = read_text(options.text_bytes)
     num_shards_here = NUM_SHARDS // num_ranks
-    config = moe_comm.EpConfig(
-        num_experts=options.num_experts,
-        num_topk=options.num_topk,
-        hidden=options.hidden,
-        num_max_tokens_per_rank=num_shards_here * options.num_shard_tokens,
-        dtype=torch.float32,
-    )
-    with moe_comm.Communicator() as communicator, moe_comm.EpBuffer(communicator, config) as buffer:
+    num_tokens = num_shards_here * options.num_shard_tokens
+    with (
+        moe_comm.Communicator() as communicator,
+        options.make_buffer(communicator, num_tokens) as buffer,
+    ):
         dispatcher = TokenDispatcher(options.num_experts, buffer=buffer, weighted_by="combine")
         model = MoeModel(options, dispatcher)
-        # One tensor after the other: an element's bits do not depend on its neighbors.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, foreach=False)
+        optimizer = model.make_optimizer()
         draw = torch.Generator().manual_seed(options.seed)
-        window = torch.arange(options.context + 1)
         traced_steps = set(range(options.num_steps)[-NUM_TRACED_STEPS:])
         losses: list[float] = []
         traces = []
         start = time.perf_counter()
         for step in range(options.num_steps):
-            first = torch.randint(
-                len(text) - options.context, (options.num_sequences,), generator=draw
-            )
-            shards = text[first[:, None] + window].chunk(NUM_SHARDS)
+            shards = draw_shards(text, options, draw)
             mine = shards[rank_idx * num_shards_here : (rank_idx + 1) * num_shards_here]
-            loss, topk_idx = train_step(model, optimizer, list(mine))
+            loss, topk_idx = train_step(model, optimizer, mine)
             losses.append(loss)
             if step in traced_steps:
                 by_token = topk_idx.transpose(0, 1).contiguous()
