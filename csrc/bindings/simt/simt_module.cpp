@@ -7,8 +7,7 @@
 #include "bindings/shared/errors.h"
 #include "bindings/shared/signature.h"
 #include "bindings/shared/warnings.h"
-#include "bindings/simt/bind_graph.h"
-#include "bindings/simt/bind_stream.h"
+#include "bindings/simt/bind_streams.h"
 #include "simt/shared_regions.h"
 #include "simt/simt_device.h"
 #include "simt/stream_heap.h"
@@ -53,8 +52,7 @@ PYBIND11_MODULE(_simt, module) {
                       &create_endpoint,
                       Signature("settings, num_sms, num_threads, tokens_per_chunk, "
                                 "has_stream_callers, device_number"));
-  bind_stream(module);
-  bind_graph(module, endpoint);
+  bind_streams(module, endpoint);
   module.def(
       "strided_copies",
       [](const pybind11::list& targets, const pybind11::list& sources, int num_sms) {

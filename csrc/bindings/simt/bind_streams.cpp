@@ -1,4 +1,8 @@
-#include "bindings/simt/bind_graph.h"
+#include "bindings/simt/bind_streams.h"
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
 
 #include "simt/simt_device.h"
 #include "simt/stream.h"
@@ -8,6 +12,8 @@ namespace moe::bindings {
 namespace {
 
 using runtime::DeviceEndpoint;
+using simt::StreamEvent;
+using simt::WorkerStream;
 
 /// Stream in which graphs begin and run: that of the buffer for a caller that has none.
 simt::DeviceStream& stream_of(DeviceEndpoint& endpoint) {
@@ -40,7 +46,7 @@ class BufferGraph {
   void replay() { graph_->replay(stream_of(*endpoint_)); }
   void synchronize() {
     const auto end = stream_of(*endpoint_).record();
-    dynamic_cast<const simt::StreamEvent&>(*end).await();
+    dynamic_cast<const StreamEvent&>(*end).await();
   }
 
  private:
@@ -48,10 +54,44 @@ class BufferGraph {
   std::shared_ptr<simt::Graph> graph_;
 };
 
+std::shared_ptr<StreamEvent> record(WorkerStream& stream) {
+  return std::dynamic_pointer_cast<StreamEvent>(stream.record());
+}
+
+/// @p function without arguments, called by the stream.
+void call(WorkerStream& stream, py::object function) {
+  auto* const address = function.ptr();
+  stream.call([address, kept = keep_alive(py::make_tuple(std::move(function)))] {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::reinterpret_borrow<py::function>(address)();
+    } catch (const py::error_already_set& error) {
+      // Everybody who waits for the stream hears of it; a Python error can be raised once only.
+      throw std::runtime_error(error.what());
+    }
+  });
+}
+
 }  // namespace
 
-void bind_graph(py::module_& module, DeviceEndpointClass& endpoint) {
+void bind_streams(py::module_& module, DeviceEndpointClass& endpoint) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<StreamEvent, std::shared_ptr<StreamEvent>>(module, "Event", py::module_local())
+      .def("is_complete", &StreamEvent::is_complete)
+      .def("synchronize", &StreamEvent::await, no_gil);
+  py::class_<WorkerStream, std::shared_ptr<WorkerStream>>(module, "Stream", py::module_local())
+      .def(py::init([] { return drop_without_gil(std::make_shared<WorkerStream>(-1)); }))
+      .def_property_readonly(
+          "handle",
+          [](const WorkerStream& self) { return reinterpret_cast<uintptr_t>(self.handle()); })
+      .def("call", &call, py::arg("function"))
+      .def("record", &record)
+      .def(
+          "wait",
+          [](WorkerStream& self, const StreamEvent& event) { self.wait(event); },
+          py::arg("event"))
+      .def("is_idle", &WorkerStream::is_idle)
+      .def("synchronize", [](WorkerStream& self) { record(self)->await(); }, no_gil);
   py::class_<BufferGraph>(module, "Graph", py::module_local())
       .def_property_readonly("num_nodes", &BufferGraph::num_nodes)
       .def("replay", &BufferGraph::replay, no_gil)
