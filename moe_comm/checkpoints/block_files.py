@@ -35,6 +35,7 @@ from moe_comm.checkpoints.tensor_file import (
 )
 from moe_comm.checkpoints.versions import create_file, failed, fitting
 from moe_comm.errors import CheckpointError
+from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.tensors.memory import bytes_of
 
 __all__ = ["BlockFile", "Changed", "blocks_name", "read_block_file", "write_block_file"]
@@ -230,7 +231,7 @@ def read_block_file(path: Path, save: str, header_crc: int) -> BlockFile:
         raise CheckpointError(
             f"{path}: header: expected checksum {header_crc}, got {crc32c(file.header)}: the file has changed"
         )
-    with fitting(path, "the list of segments is damaged"):
+    with fitting(path, "the list of segments is damaged"), no_collection():
         segments = [
             Segment(name, tuple(view), tuple((a, b) for a, b in box), start, stop, itemsize)
             for name, view, box, start, stop, itemsize in json.loads(file.metadata["segments"])

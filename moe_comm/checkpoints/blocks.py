@@ -106,6 +106,11 @@ class Segment(NamedTuple):
         Args:
             mask: Which blocks, bool `[num_blocks]`.
         """
+        # All or none of them, as in most of many thousands of tensors.
+        if not mask.any():
+            return []
+        if mask.all():
+            return [(self.start, self.stop)]
         edge = torch.zeros(1, dtype=torch.int8)
         steps = torch.diff(torch.cat([edge, mask.to(torch.int8), edge]))
         starts, stops = (

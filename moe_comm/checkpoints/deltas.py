@@ -28,6 +28,7 @@ from moe_comm.checkpoints.stored_checkpoint import Reader, StoredCheckpoint, fin
 from moe_comm.checkpoints.tensor_file import dtype_name
 from moe_comm.checkpoints.versions import MANIFEST
 from moe_comm.errors import CheckpointError
+from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
 __all__ = ["Base", "changed_parts", "check_builds_on", "open_base"]
@@ -130,6 +131,7 @@ def changed_parts(
     """
     found = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_collection())
         reader = None if base is None else stack.enter_context(Reader(base.checkpoint))
         for part in parts:
             segment = segment_of(part.tensor, part.shape, part.box, part.dtype.itemsize)
