@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from moe_comm.resharding import refit
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.describe.parallelism import Parallelism
-from moe_comm.resharding.hold import plan_cache, refit_group, refit_services
+from moe_comm.resharding.hold import deltas, plan_cache, refit_group, refit_services
 from moe_comm.resharding.move import stale
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.copy_services import unregistered_group
 from tests.helpers.failing_ranks import (
     HANG_S,
     SHORT_S,
@@ -424,3 +426,43 @@ def _ends_in_the_barrier(context: RankContext) -> list[object]:
 def test_a_peer_that_died_before_the_barrier_is_named() -> None:
     told = run_ranks(_ends_in_the_barrier, 3, fresh=True, expect_dead=[1])
     assert told[0] == told[2] == ["PeerFailedError", (1,), True]
+
+
+def _dies_among_blocks(context: RankContext, method: str, store: str) -> object:
+    """Rank 1 dies when it has packed what changed; the others go on without it."""
+    src = ShardedNet(Parallelism(3, tp=1), context.rank_idx)
+    dst = ShardedNet(Parallelism(3), context.rank_idx)
+    run = refit.Refit(src.fill(0), dst, method, deltas="blocks")
+    run.run()
+    pack = deltas._pack
+
+    def dies(*given: Any) -> None:
+        pack(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    patch = pytest.MonkeyPatch()
+    if context.rank_idx == 1:
+        patch.setattr(deltas, "_pack", dies)
+    dist.barrier()  # a rank still in the first refit would hear what others meet in the next
+    with torch.no_grad():
+        src.get_parameter("up").add_(1)  # whatever rank reads it
+    try:
+        run.run()
+    except CommunicationError as error:
+        told = type(error).__name__, error.ranks, stale.is_stale(dst), dst.wrong(0)
+    # Who is left makes a group of its own, and holds nothing that it would not send again.
+    place = context.rank_idx // 2
+    group = unregistered_group(RankContext(place, 2, None), place, store)
+    left = [ShardedNet(Parallelism(2, tp=1), place) for _ in range(2)]
+    again = refit.Refit(left[0].fill(2), left[1], method, group, deltas="blocks")
+    again.run()
+    assert left[1].wrong(2) == []
+    assert again.last_delta is not None
+    return (*told, len(again.last_delta.whole) > 0)
+
+
+@pytest.mark.parametrize("method", ["symmetric", "gloo"])
+def test_a_rank_that_dies_among_changed_blocks_is_named(method: str, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    told = run_ranks(_dies_among_blocks, 3, method, store, fresh=True, expect_dead=[1])
+    assert told[0] == told[2] == ("PeerFailedError", (1,), False, [], True)
