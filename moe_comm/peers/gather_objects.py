@@ -13,6 +13,8 @@ from moe_comm.peers.plain_data import decode_plain, encode_plain
 __all__ = ["decode_all", "gather_objects", "gather_objects_of_group"]
 
 _LENGTH_BYTES = 8
+# With the length: as much as most items are, so that they take one exchange.
+_FIRST_BYTES = 4096
 
 
 def gather_objects(
@@ -35,13 +37,14 @@ def gather_objects(
     mine = encode_plain(item)
     if piece_bytes is None:
         return decode_all(all_gather(mine))
-    lengths = [
-        int.from_bytes(said, "little")
-        for said in all_gather(len(mine).to_bytes(_LENGTH_BYTES, "little"))
-    ]
+    first_bytes = max(0, min(_FIRST_BYTES, piece_bytes) - _LENGTH_BYTES)
+    firsts = all_gather(
+        len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:first_bytes].ljust(first_bytes, b"\0")
+    )
+    lengths = [int.from_bytes(first[:_LENGTH_BYTES], "little") for first in firsts]
     longest = max(lengths)
-    said = [b""] * len(lengths)
-    for start in range(0, longest, piece_bytes):
+    said = [first[_LENGTH_BYTES:] for first in firsts]
+    for start in range(first_bytes, longest, piece_bytes):
         size = min(piece_bytes, longest - start)
         pieces = all_gather(mine[start : start + size].ljust(size, b"\0"))
         said = [whole + piece for whole, piece in zip(said, pieces, strict=True)]

@@ -54,7 +54,7 @@ def test_every_rank_hears_every_item(piece_bytes: int | None) -> None:
     if piece_bytes is None:
         assert len(lengths) == 1
         return
-    assert len(lengths) > (20 if piece_bytes == 64 else 1)
+    assert len(lengths) > 20 if piece_bytes == 64 else len(lengths) == 1
     assert all(len(set(of_ranks)) == 1 and of_ranks[0] <= piece_bytes for of_ranks in lengths)
 
 
@@ -72,3 +72,13 @@ def test_a_rank_that_is_excluded_gives_none(piece_bytes: int | None, num_exchang
     is_whole = piece_bytes is None and num_exchanges > 0
     expected = ["abcdefgh", "abcdefgh" if is_whole else None]
     assert gather_objects(all_gather, "abcdefgh", piece_bytes=piece_bytes) == expected
+
+
+def test_small_items_take_one_exchange_and_no_more_than_two_just_above() -> None:
+    text = "a" * 3000
+    heard, lengths = gathered(["", text], 1 << 20)
+    assert heard == [["", text]] * 2
+    assert lengths == [[4096, 4096]]
+    heard, lengths = gathered(["", text * 2], 1 << 20)
+    assert heard == [["", text * 2]] * 2
+    assert len(lengths) == 2
