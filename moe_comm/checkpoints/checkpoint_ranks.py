@@ -62,14 +62,15 @@ class CheckpointRanks:
         finally:
             del problem  # or this frame, which it has passed, would keep it
 
-    def agree_alike(self, **said: object) -> None:
-        """Raise on every rank what ranks say differently. Collective; before it, see `agree`.
+    def agree_alike(self, mine: MineT, **said: object) -> list[MineT]:
+        """As `agree`, and raise on every rank what ranks say differently. Collective.
 
         Raises:
             ValueError: Something differs; names both values and ranks.
         """
-        told: list[dict[str, object]] = self.agree(said)
-        raise_different(f"ranks {self._operation} different things", told)
+        told = self.agree((said, mine))
+        raise_different(f"ranks {self._operation} different things", [its for its, _ in told])
+        return [theirs for _, theirs in told]
 
     def _all_gather(self, item: Any) -> list[Any]:
         try:

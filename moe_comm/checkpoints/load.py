@@ -103,10 +103,13 @@ def load_checkpoint(
         checkpoint = open_checkpoint(path)
         digest = checkpoint.digest()
         encoded = encoded_side(target, models.num_experts, ranks.group, "destination")
-    ranks.agree_alike(
-        folder=str(path), strict=strict, checksums=checksums, **{"digest of the headers": digest}
+    gathered = ranks.agree_alike(
+        encoded,
+        folder=str(path),
+        strict=strict,
+        checksums=checksums,
+        **{"digest of the headers": digest},
     )
-    gathered = ranks.agree(encoded)
     planned = _Planned(ReshardPlan([], []), [], {})
     assert checkpoint is not None
     with ranks.problem:

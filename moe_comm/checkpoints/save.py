@@ -155,13 +155,14 @@ def save_checkpoint(
             raise ValueError(f"the model is stale and must not be saved: {reason}")
         encoded = encoded_side(source, models.num_experts, ranks.group, "source")
     path = Path(folder)
-    ranks.agree_alike(folder=str(path), version=version, base=base, max_file_bytes=max_file_bytes)
-    gathered = ranks.agree(encoded)
+    gathered = ranks.agree_alike(
+        encoded, folder=str(path), version=version, base=base, max_file_bytes=max_file_bytes
+    )
     below: Base | None = None
     if base is not None:
         with ranks.problem:
             below = open_base(path, base)
-        ranks.agree_alike(**{"digest of the base": below and below.checkpoint.digest()})
+        ranks.agree_alike(None, **{"digest of the base": below and below.checkpoint.digest()})
     with contextlib.ExitStack() as stack:
         new: NewVersion | None = None
         wholes: dict[str, TensorSpec] = {}
