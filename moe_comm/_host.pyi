@@ -399,6 +399,23 @@ class internode:
         row_bytes: int,
     ) -> int: ...
 
+class files:
+    @staticmethod
+    def read_rows(
+        descriptor: int,
+        offset: int,
+        num_runs: int,
+        run_bytes: int,
+        step: int,
+        memory: Any,
+        cached_bytes: int,
+        max_gap_bytes: int,
+    ) -> int | None: ...
+    @staticmethod
+    def begin_writeback(descriptor: int, offset: int, num_bytes: int) -> None: ...
+    @staticmethod
+    def reserve(descriptor: int, num_bytes: int) -> None: ...
+
 class kernels:
     @staticmethod
     def instruction_sets() -> list[str]: ...

@@ -8,6 +8,7 @@
 namespace moe::bindings {
 
 void bind_kernels(pybind11::module_& module);
+void bind_files(pybind11::module_& module);
 void bind_heap(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_rail(pybind11::module_& module);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_host, module) {
   register_errors();
   bind_warnings(module);
   bind_kernels(module);
+  bind_files(module);
   bind_heap(module);
   bind_group(module);
   bind_rail(module);

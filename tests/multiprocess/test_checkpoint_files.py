@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from moe_comm import _host
 from moe_comm.checkpoints import load_checkpoint, rectangles, save_checkpoint
 from moe_comm.errors import CheckpointError
 from moe_comm.resharding import CheckpointView, CheckpointViews, Parallelism, is_stale
@@ -146,17 +147,24 @@ def test_each_rank_writes_and_reads_its_own_part_alone(
 ) -> None:
     """No more than what it holds, counted; and a tensor that two ranks hold is written by one."""
     moved: dict[tuple[str, int], int] = {}
-    pwrite, preadv = os.pwrite, os.preadv
+    pwrite, preadv, read_rows = os.pwrite, os.preadv, _host.files.read_rows
 
     def counted_write(descriptor: int, data: Any, offset: int) -> int:
         key = "write", threading.get_ident()
         moved[key] = moved.get(key, 0) + len(data)
         return pwrite(descriptor, data, offset)
 
-    def counted_read(descriptor: int, buffers: Any, offset: int) -> int:
+    def count_read(num_bytes: int) -> None:
         key = "read", threading.get_ident()
-        moved[key] = moved.get(key, 0) + len(buffers[0])
+        moved[key] = moved.get(key, 0) + num_bytes
+
+    def counted_read(descriptor: int, buffers: Any, offset: int) -> int:
+        count_read(len(buffers[0]))
         return preadv(descriptor, buffers, offset)
+
+    def counted_rows(*args: Any) -> int | None:
+        count_read(len(args[5]))
+        return read_rows(*args)
 
     tensors = numbers(a=(64, 8192), b=(64, 8192))
     sides = halves(tensors)
@@ -165,6 +173,7 @@ def test_each_rank_writes_and_reads_its_own_part_alone(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", counted_write)
         patch.setattr(os, "preadv", counted_read)
+        patch.setattr(_host.files, "read_rows", counted_rows)
         save(sides, folder, "v")
         load(sides, folder)
     half = 2 * 64 * 4096 * 4
