@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.arguments import as_int
-from moe_comm.checkpoints.block_files import Changed, blocks_name, write_block_file
+from moe_comm.checkpoints.block_files import blocks_name, write_block_file
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.deltas import Base, changed_parts, check_builds_on, open_base
 from moe_comm.checkpoints.file_plans import FilePart, plan_save, whole_tensors, written_parts
@@ -203,16 +203,15 @@ def save_checkpoint(
         with ranks.problem:
             writer.make_files()
         ranks.agree()
-        changed: list[Changed] = []
-        with ranks.problem:
-            pieces = _pieces(plan, source)
-            changed = changed_parts(parts, wholes, pieces, below)
-        ranks.agree()
         checked: list[CheckedPart] = []
         blocks = blocks_name(ranks.rank_idx, ranks.num_ranks), (0, 0)
         with ranks.problem:
+            pieces = _pieces(plan, source)
             if below is None:
                 checked = _write_parts(writer, parts, pieces)
+            # While the disk still writes.
+            changed = changed_parts(parts, wholes, pieces, below)
+            writer.sync()
             blocks = blocks[0], write_block_file(Path(place) / blocks[0], save, changed)
         ended = ranks.agree((checked, blocks))
         with ranks.problem:
@@ -329,14 +328,16 @@ class FileWriter:
         """Make this rank's files, of their whole size.
 
         Raises:
-            CheckpointError: The system refuses.
+            CheckpointError: The system refuses, as where the disk has no room for them.
         """
+        from moe_comm import _host
+
         for file in self._files:
             if file.owner == self._rank_idx:
                 path = self._folder / file.name
                 with failed(path, "cannot be written"):
                     self._open[file.name] = create_file(path)
-                    os.ftruncate(self._open[file.name], file.num_bytes)
+                    _host.files.reserve(self._open[file.name], file.num_bytes)
                     write_all(self._open[file.name], file.header, 0)
 
     def write(
@@ -396,13 +397,11 @@ def _write_parts(
     parts: Sequence[FilePart],
     pieces: Callable[[FilePart], torch.Tensor],
 ) -> list[CheckedPart]:
-    """Write a rank's parts to the disk."""
-    checked = [
+    """Write a rank's parts to its files."""
+    return [
         writer.write(part.tensor, part.shape, part.box, pieces(part))
         for part in sorted(parts, key=lambda part: writer.place_of(part.tensor))
     ]
-    writer.sync()
-    return checked
 
 
 def finish_version(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm import _host
 from moe_comm.checkpoints import load_checkpoint, save_checkpoint
 from moe_comm.errors import CommunicationError
 from moe_comm.resharding import CheckpointView, CheckpointViews
@@ -136,14 +137,20 @@ def refused_save(
 
 
 # Calls of the system by which a save changes what is on the disk.
-CHANGES = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "replace", "rmdir", "unlink")
+CHANGES = [
+    (_host.files, "reserve"),
+    *(
+        (os, name)
+        for name in ("mkdir", "open", "pwrite", "fsync", "rename", "replace", "rmdir", "unlink")
+    ),
+]
 
 
 def ends_at(number: int, end: Callable[[], object]) -> list[int]:
     """Let one of the calls from now on be the last; counts them."""
     count = [0]
-    for name in CHANGES:
-        call = getattr(os, name)
+    for module, name in CHANGES:
+        call = getattr(module, name)
 
         def counted(*args: Any, _call: Callable[..., Any] = call, **kwargs: Any) -> Any:
             count[0] += 1
@@ -151,7 +158,7 @@ def ends_at(number: int, end: Callable[[], object]) -> list[int]:
                 end()
             return _call(*args, **kwargs)
 
-        setattr(os, name, counted)
+        setattr(module, name, counted)
     return count
 
 
