@@ -326,6 +326,7 @@ class layout:
         num_max_topk: int,
         max_row_bytes: int,
         node_reduction: bool,
+        num_max_shared: int,
     ) -> int: ...
     @staticmethod
     def rank_sums_bytes(

@@ -300,15 +300,17 @@ void bind_region_sizes(py::module_& sizes) {
          int64_t num_max_tokens,
          int64_t num_max_topk,
          int64_t max_row_bytes,
-         bool node_reduction) {
-        return layout::rail_region({num_max_tokens, num_max_topk, max_row_bytes, node_reduction},
-                                   {num_ranks, num_local_ranks},
-                                   num_experts,
-                                   depth)
+         bool node_reduction,
+         int num_max_shared) {
+        return layout::rail_region(
+                   {num_max_tokens, num_max_topk, max_row_bytes, node_reduction, num_max_shared},
+                   {num_ranks, num_local_ranks},
+                   num_experts,
+                   depth)
             .bytes;
       },
       Signature("*, num_ranks, num_local_ranks, num_experts, depth, num_max_tokens, "
-                "num_max_topk, max_row_bytes, node_reduction"));
+                "num_max_topk, max_row_bytes, node_reduction, num_max_shared"));
 }
 
 /// Binds sizes of what holds the rows of an operation.

@@ -28,6 +28,7 @@ struct DispatchParams {
   /// weights travel by rank.
   Choices choices;
   Replicas replicas;  ///< as the exchange was told, uncached
+  TokenSets sets;     ///< the same
 
   const std::byte* x = nullptr;  ///< device [num_tokens, source_row_bytes]
   int64_t source_row_bytes = 0;

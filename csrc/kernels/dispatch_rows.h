@@ -307,6 +307,7 @@ class RowWalk {
     const bool has_rows = group < num_groups() && part_ < memory.shape.pieces.num_pieces;
     next_token_ = has_rows ? group : num_tokens();
     piece_.piece_idx = memory.shape.pieces.num_pieces;
+    is_first_ = part_ == (piece_.piece_idx - 1) % params.num_parts;
   }
 
   /// Moves to the next piece. @return false behind the last.
@@ -319,11 +320,10 @@ class RowWalk {
       const int32_t token_idx = next_token_;
       next_token_ += num_groups();
       int64_t* const slots = memory_.slots(set_idx_, params_.choices.num_slots);
-      const bool is_first = part_ == 0;
-      if (!finder_.find(token_idx, slots, is_first))
+      if (!finder_.find(token_idx, slots, is_first_))
         continue;
       if (params_.arrangement.has_origins)
-        mark_copies(params_, slots, is_first);
+        mark_copies(params_, slots, is_first_);
       set_idx_ = (set_idx_ + 1) % memory_.shape.num_stages;
       piece_ = {token_idx, part_, slots};
       return true;
@@ -344,6 +344,9 @@ class RowWalk {
   const WarpMemory& memory_;
   int32_t next_token_;
   int32_t part_;  ///< of rows: the first piece that this warp moves
+  /// Whether it moves the last piece of rows, behind which it writes what else stands beside them,
+  /// by choices that the same warp has found.
+  bool is_first_;
   int set_idx_ = 0;
   Piece piece_;
 };

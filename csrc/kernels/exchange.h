@@ -28,7 +28,7 @@ struct Choices {
   int32_t* chunk_counts = nullptr;
   /// device [num_tokens, num_slots]: how many of the same expert (by rank: tokens of the same rank)
   /// came before in the chunk, -1 for none; by rank: entry i belongs to the i-th distinct rank,
-  /// ascending.
+  /// ascending. With TokenSets as by expert, [num_tokens, num_topk].
   int32_t* place_in_chunk = nullptr;
   int64_t* bad_choice =
       nullptr;  ///< device [num_chunks]: first flat index outside the range, or -1
@@ -69,8 +69,9 @@ struct ExchangeParams {
   // index and whose available_bytes is the id.
   int32_t is_dispatch = 0;  ///< dispatch, cached or not: windows are laid out; else a combine
   int32_t with_counts = 0;
-  Choices choices;
+  Choices choices;  ///< with `sets` as if by expert
   Replicas replicas;
+  TokenSets sets;
   const uint8_t* is_masked = nullptr;  ///< device [num_ranks] or null
   layout::CapacityRule rule;
 

@@ -11,6 +11,7 @@
 #include "kernels/publish.h"
 #include "kernels/replica_rows.h"
 #include "kernels/tables.h"
+#include "kernels/token_sets.h"
 #include "kernels/wait.h"
 
 // The exchange of rows, within one node or across nodes.
@@ -79,6 +80,8 @@ class ExchangeBlock {
   MOE_DEVICE bool count() const {
     if (!counts_choices(params_))
       return true;
+    if constexpr (kHasReplicas)
+      write_sets();
     // Where counts are to say which ranks tokens go to, nobody can count those yet.
     count_chunks({params_.choices,
                   kHasReplicas ? nullptr : buffer_.expert_rank,
@@ -120,6 +123,10 @@ class ExchangeBlock {
   MOE_DEVICE bool is_cached_dispatch() const {
     return params_.is_dispatch != 0 && params_.with_counts == 0;
   }
+  /// Returns whether rows by rank follow from sets of tokens.
+  MOE_DEVICE bool has_sets() const {
+    return kHasReplicas && counts_choices(params_) && params_.sets.base != nullptr;
+  }
 
   MOE_DEVICE OperationStatus exchange() {
     make_row();
@@ -127,7 +134,7 @@ class ExchangeBlock {
       tell_epoch();
       return OperationStatus::kLeft;
     }
-    peers_.publish_row(epoch_, shared(map_.row), row_bytes_);
+    peers_.publish_row(epoch_, shared(map_.row), row_bytes_, sent_sets());
     // What needs no peer is done while their rows are on the way. The host's memory comes behind
     // the flags, each of which waits until all that was stored before it has arrived.
     tell_epoch();
@@ -135,7 +142,9 @@ class ExchangeBlock {
       chunk_sums_.spread();
     if (is_cached_dispatch())
       take_kept();
-    if (!peers_.relay_rows(site(layout::Phase::kRows), narrow_scratch()) || !await_rows())
+    if (!peers_.relay_rows(
+            site(layout::Phase::kRows), narrow_scratch(), params_.sets, has_sets()) ||
+        !await_rows())
       return OperationStatus::kLeft;
     // No peer keeps this kernel any longer: blocks that wait for its end take nobody's place.
     device::launch_dependents();
@@ -157,6 +166,9 @@ class ExchangeBlock {
                         params_.arrangement.layout == layout::RowLayout::kLowLatency,
                         params_.tables.counts,
                         shared(map_.bytes)});
+      if constexpr (kHasReplicas)
+        if (has_sets() && !count_tokens())
+          return OperationStatus::kLeft;
       int64_t num_dropped = 0;
       if (counts_.keep_rows(params_.rule, &num_dropped))
         return OperationStatus::kOverflow;
@@ -187,7 +199,7 @@ class ExchangeBlock {
       device::store(&row()->num_tokens, params_.num_tokens);
       store_struct(&row()->arguments, params_.arguments);
       store_struct(&row()->offer, params_.offer);
-      store_struct(&row()->weights_offer, params_.weights_offer);
+      store_struct(&row()->weights_offer, has_sets() ? offered_sets() : params_.weights_offer);
       device::store(&row()->needed_bytes, is_ok ? params_.heard_epoch : needed_bytes);
       device::store(&row()->available_bytes, available_bytes);
       if (!is_ok)
@@ -296,6 +308,83 @@ class ExchangeBlock {
 #pragma unroll 1
     for (; length < Row::kMessageBytes; ++length)
       device::store(row()->message() + length, '\0');
+  }
+
+  // --- Sets of tokens, which replicas by rank are counted from
+  // ------------------------------------
+
+  /// Bytes of the sets of a rank.
+  MOE_DEVICE uint64_t set_bytes(int64_t num_tokens, int64_t num_topk) const {
+    const layout::TokenSetMap map{
+        buffer_.num_ranks, params_.replicas.num_shared, layout::TokenSetMap::words_of(num_tokens)};
+    return map.bytes(layout::TokenSetMap::most_planes(num_topk));
+  }
+  MOE_DEVICE Offer offered_sets() const {
+    return params_.sets.offer_at(epoch_,
+                                 buffer_.depth,
+                                 peers_.own_node(),
+                                 set_bytes(params_.choices.num_tokens, params_.choices.num_topk));
+  }
+  /// Those that go with the row of this rank, where it is ok.
+  MOE_DEVICE SentSets sent_sets() const {
+    if constexpr (kHasReplicas && Peers::kSendsSets)
+      if (has_sets() && device::load(&row()->status) == static_cast<int32_t>(RowStatus::kOk))
+        return {own_sets(epoch_), static_cast<int64_t>(device::load(&row()->weights_offer.bytes))};
+    return {};
+  }
+  MOE_DEVICE std::byte* own_sets(uint64_t epoch) const {
+    const TokenSets& sets = params_.sets;
+    return sets.base + sets.offset(epoch, buffer_.depth, peers_.own_node());
+  }
+
+  /// By all blocks.
+  MOE_DEVICE void write_sets() const {
+    // What a peer reads that this rank has given up waiting for stays.
+    if (has_sets() && !has_left(buffer_))
+      write_token_sets(
+          {params_.choices.asked_idx,
+           params_.replicas.set_of_expert,
+           reinterpret_cast<uint32_t*>(own_sets(device::load(&buffer_.state->epoch) + 1)),
+           static_cast<int32_t>(params_.choices.num_tokens),
+           params_.choices.num_topk,
+           params_.replicas.num_experts,
+           params_.replicas.num_shared,
+           buffer_.num_ranks});
+  }
+
+  /// Says in the counts, and to the host, how many tokens of every rank are bound for each.
+  /// @return false when the kernel is to leave.
+  MOE_DEVICE bool count_tokens() const {
+    bool has_come = true;
+#pragma unroll 1
+    for (int rank_idx = device::thread_idx(); rank_idx < buffer_.num_ranks;
+         rank_idx += device::num_threads()) {
+      std::byte* place = nullptr;
+      const Row& peer_row = own_.row(epoch_, rank_idx);
+      const int32_t num_tokens = is_active(rank_idx) ? device::load(&peer_row.num_tokens) : 0;
+      if (num_tokens > 0)
+        has_come = has_come && resolve(buffer_,
+                                       site(layout::Phase::kOffers),
+                                       peers_.set_owner(rank_idx),
+                                       load_struct(&peer_row.weights_offer),
+                                       &place);
+      device::store(params_.replicas.set_places + rank_idx, reinterpret_cast<uint64_t>(place));
+      device::store(params_.replicas.set_words + rank_idx, num_set_words(num_tokens));
+    }
+    if (!all(has_come))
+      return false;
+    const TokenCounts counts(buffer_, params_.replicas, params_.sets, params_.tables.counts);
+    counts.cut_runs();
+    counts.count([this](int src_rank, int dst_rank, int32_t num_bound) {
+      // The mark of a rank that has failed stays for the host.
+      if (params_.host_read == nullptr || !is_active(src_rank) || !is_active(dst_rank))
+        return;
+      const int64_t stride = Row::stride(buffer_.num_ranks, buffer_.num_experts);
+      auto* const row = reinterpret_cast<Row*>(
+          offset_ptr(reinterpret_cast<std::byte*>(params_.host_read + 1), src_rank, stride));
+      device::store(row->counts() + buffer_.num_experts + dst_rank, num_bound);
+    });
+    return true;
   }
 
   // --- Waiting ----------------------------------------------------------------------------------

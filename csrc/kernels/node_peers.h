@@ -11,10 +11,16 @@ namespace moe::kernels {
 /// (kernels/rail_peers.h) has the same functions across nodes.
 class NodePeers {
  public:
+  /// Whether sets go along with rows; else they are read where a row says.
+  static constexpr bool kSendsSets = false;
+
   MOE_DEVICE explicit NodePeers(const Buffer& buffer) : buffer_(buffer) {}
 
   /// All threads of a block; see kernels::publish_row().
-  MOE_DEVICE void publish_row(uint64_t epoch, const std::byte* row, int64_t used_bytes) const {
+  MOE_DEVICE void publish_row(uint64_t epoch,
+                              const std::byte* row,
+                              int64_t used_bytes,
+                              const SentSets& /*sets*/) const {
     kernels::publish_row(buffer_, all_ranks(), epoch, row, used_bytes);
   }
   MOE_DEVICE void publish_offer(uint64_t epoch, const layout::SecondOffer& second) const {
@@ -22,7 +28,12 @@ class NodePeers {
   }
   /// Brings what other nodes sent to the ranks of this one. All threads of a block. @return false
   /// when the kernel is to leave.
-  MOE_DEVICE bool relay_rows(const WaitSite& /*site*/, int32_t* /*scratch*/) const { return true; }
+  MOE_DEVICE bool relay_rows(const WaitSite& /*site*/,
+                             int32_t* /*scratch*/,
+                             const TokenSets& /*sets*/,
+                             bool /*has_sets*/) const {
+    return true;
+  }
   template <typename IsShort>
   MOE_DEVICE bool relay_offers(const WaitSite& /*site*/,
                                int32_t* /*scratch*/,
@@ -35,6 +46,9 @@ class NodePeers {
   MOE_DEVICE bool moves_rows(int rank_idx, const Sends& sends) const {
     return sends(buffer_.rank_idx, rank_idx);
   }
+  MOE_DEVICE int own_node() const { return 0; }
+  /// The rank in whose heap the sets of @p rank_idx are read.
+  MOE_DEVICE int set_owner(int rank_idx) const { return rank_idx; }
   /// Returns whether a rank's flags come here by its own hand. Others come by a rank of this node,
   /// which is waited for first, so that it is named where it is missing.
   MOE_DEVICE bool is_near(int /*rank_idx*/) const { return true; }

@@ -59,6 +59,12 @@ MOE_DEVICE void raise_flag(uint64_t* flag, uint64_t epoch) {
   device::store_release<device::Scope::kSystem>(flag, epoch);
 }
 
+/// Sets of tokens that go along a rail with a row, see TokenSets; in multiples of 8 bytes.
+struct SentSets {
+  const std::byte* from = nullptr;
+  int64_t bytes = 0;
+};
+
 /// Successive ranks.
 struct RankRange {
   int first;

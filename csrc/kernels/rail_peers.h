@@ -87,20 +87,34 @@ MOE_DEVICE void release_rail_done(const Buffer& buffer, const Rails& rails, uint
 /// last.
 class RailPeers {
  public:
+  static constexpr bool kSendsSets = true;
+
   MOE_DEVICE RailPeers(const Buffer& buffer, const Rails& rails)
       : buffer_(buffer), rails_(rails), rail_(buffer, rails) {}
 
-  MOE_DEVICE void publish_row(uint64_t epoch, const std::byte* row, int64_t used_bytes) const {
+  MOE_DEVICE void publish_row(uint64_t epoch,
+                              const std::byte* row,
+                              int64_t used_bytes,
+                              const SentSets& sets) const {
     const int64_t num_words = (used_bytes + kWordBytes - 1) / kWordBytes;
     std::byte* const sent = rail_.at(0);
 #pragma unroll 1
     for (int64_t i = device::thread_idx(); i < num_words; i += device::num_threads())
       store_word(sent, i, load_word(row, i));
+    copy_sets(sent + num_words * kWordBytes,
+              sets.from,
+              sets.bytes,
+              device::thread_idx(),
+              device::num_threads());
     device::sync_block();
     for_remote_nodes([&](int node_idx) {
       const int64_t to = rails_.map.row_in(epoch, node_idx, rail_.own_node());
-      rail_.put(
-          node_idx, to + kFlagBytes, kFlagBytes, num_words * kWordBytes - kFlagBytes, to, epoch);
+      rail_.put(node_idx,
+                to + kFlagBytes,
+                kFlagBytes,
+                num_words * kWordBytes + sets.bytes - kFlagBytes,
+                to,
+                epoch);
     });
     kernels::publish_row(buffer_, rail_.local_ranks(), epoch, row, used_bytes);
   }
@@ -122,7 +136,12 @@ class RailPeers {
     kernels::publish_offer(buffer_, rail_.local_ranks(), epoch, buffer_.rank_idx, second);
   }
 
-  MOE_DEVICE bool relay_rows(const WaitSite& site, int32_t* scratch) const {
+  /// @param sets      places for those that come with rows
+  /// @param has_sets  whether any do
+  MOE_DEVICE bool relay_rows(const WaitSite& site,
+                             int32_t* scratch,
+                             const TokenSets& sets,
+                             bool has_sets) const {
     return relay(
         site,
         buffer_.arrival_limit_ns,
@@ -130,7 +149,9 @@ class RailPeers {
         [](int) { return true; },
         [&](int node_idx) { return rails_.map.row_in(site.epoch, rail_.own_node(), node_idx); },
         [&](int src_rank) { return &own().row(site.epoch, src_rank).epoch; },
-        [&](int src_rank, const std::byte* came) { relay_row(site.epoch, src_rank, came); });
+        [&](int src_rank, std::byte* came) {
+          relay_row(site.epoch, src_rank, came, sets, has_sets);
+        });
   }
 
   template <typename IsShort>
@@ -146,7 +167,7 @@ class RailPeers {
           return rails_.map.second_offer_in(site.epoch, rail_.own_node(), node_idx);
         },
         [&](int src_rank) { return &own().second_offer(site.epoch, src_rank).epoch; },
-        [&](int src_rank, const std::byte* came) {
+        [&](int src_rank, std::byte* came) {
           const auto second_offer = [&](int peer_rank) {
             return &workspace(buffer_, peer_rank).second_offer(site.epoch, src_rank).epoch;
           };
@@ -167,6 +188,10 @@ class RailPeers {
     return false;
   }
 
+  MOE_DEVICE int own_node() const { return rail_.own_node(); }
+  MOE_DEVICE int set_owner(int rank_idx) const {
+    return rails_.nodes.rail_rank(rank_idx, rail_.own_node());
+  }
   MOE_DEVICE bool is_near(int rank_idx) const {
     return rails_.nodes.is_same_node(rank_idx, buffer_.rank_idx);
   }
@@ -192,6 +217,15 @@ class RailPeers {
     else
       device::store(reinterpret_cast<uint64_t*>(to) + 1,
                     uint64_t{word.words[3]} << 32 | word.words[2]);
+  }
+
+  /// By threads that are counted from @p first, @p num_threads in all.
+  static MOE_DEVICE void copy_sets(
+      std::byte* to, const std::byte* from, int64_t bytes, int first, int num_threads) {
+#pragma unroll 1
+    for (int64_t i = first; i < bytes / 8; i += num_threads)
+      device::store(reinterpret_cast<uint64_t*>(to) + i,
+                    device::load(reinterpret_cast<const uint64_t*>(from) + i));
   }
 
   /// A warp takes a node at a time. @param use  use(node_idx), by all lanes
@@ -282,17 +316,43 @@ class RailPeers {
     return device::shuffle(goes_on, 0) != 0;
   }
 
-  MOE_DEVICE void relay_row(uint64_t epoch, int src_rank, const std::byte* came) const {
-    const auto& row = *reinterpret_cast<const layout::Row*>(came);
+  MOE_DEVICE void relay_row(
+      uint64_t epoch, int src_rank, std::byte* came, const TokenSets& sets, bool has_sets) const {
+    auto& row = *reinterpret_cast<layout::Row*>(came);
     auto used_bytes = static_cast<int64_t>(sizeof(layout::Row));
     if (device::load(&row.status) != static_cast<int32_t>(layout::RowStatus::kOk))
       used_bytes += layout::Row::kMessageBytes;
     else if (device::load(&row.arguments.operation) ==
-             static_cast<int32_t>(layout::Operation::kDispatch))
+             static_cast<int32_t>(layout::Operation::kDispatch)) {
       used_bytes += int64_t{4} * layout::Row::num_counts(buffer_.num_ranks, buffer_.num_experts);
+      if (has_sets)
+        relay_sets(epoch, src_rank, &row, came + round_up(used_bytes, kWordBytes), sets);
+    }
     write_to_node(came, used_bytes, epoch, [&](int peer_rank) {
       return &workspace(buffer_, peer_rank).row(epoch, src_rank).epoch;
     });
+  }
+
+  /// Offers the sets that came behind a row in the heap, and says so in the row.
+  MOE_DEVICE void relay_sets(uint64_t epoch,
+                             int src_rank,
+                             layout::Row* row,
+                             const std::byte* came,
+                             const TokenSets& sets) const {
+    const int node_idx = rails_.nodes.node_idx(src_rank);
+    const uint64_t bytes = device::load(&row->weights_offer.bytes);
+    const Offer offer = sets.offer_at(epoch, buffer_.depth, node_idx, bytes);
+    if (bytes == 0 || bytes > static_cast<uint64_t>(sets.stride))
+      return;
+    copy_sets(sets.base + sets.offset(epoch, buffer_.depth, node_idx),
+              came,
+              static_cast<int64_t>(bytes),
+              device::lane_idx(),
+              device::kWarpSize);
+    device::sync_warp();
+    if (device::lane_idx() == 0)
+      store_struct(&row->weights_offer, offer);
+    device::sync_warp();
   }
 
   /// A warp writes a row or a second offer, flag last, to every active rank of this node.

@@ -4,6 +4,7 @@
 
 #include "device/warp.h"
 #include "kernels/dispatch.h"
+#include "kernels/token_sets.h"
 #include "layout/routing.h"
 
 // Where the rows of one token go: what layout::assign_slots says, found by a warp from the counts
@@ -23,12 +24,16 @@ class SlotFinder {
 
   /// Writes the slots of a token to @p slots (shared, [num_slots]) and, where no handle has them
   /// already, to DispatchParams::slots.
-  /// @param is_first  of the warps that ask for this token: the others leave DispatchParams::slots
+  /// @param is_first  of the warps that ask for this token: the others leave DispatchParams::slots,
+  ///   and of replicas Choices::topk_idx, which the first may read
   /// @return whether there are any, the same on every lane; lanes may then read @p slots.
   MOE_DEVICE bool find(int64_t token_idx, int64_t* slots, bool is_first = true) const {
-    const bool has_any = params_.choices.is_by_rank != 0 && params_.is_cached == 0
-                             ? find_by_rank(token_idx, slots, is_first)
-                             : find_by_choice(token_idx, slots, is_first);
+    const Choices& choices = params_.choices;
+    const bool has_any = params_.is_cached != 0 || choices.is_by_rank == 0
+                             ? find_by_choice(token_idx, slots, is_first)
+                         : params_.sets.base != nullptr
+                             ? find_bound_ranks(token_idx, slots, is_first)
+                             : find_by_rank(token_idx, slots, is_first);
     device::sync_warp();
     return has_any;
   }
@@ -48,7 +53,7 @@ class SlotFinder {
         } else {
           const int64_t entry = token_idx * params_.choices.num_topk + i;
           slot = params_.replicas.num_experts > 0
-                     ? slot_of_replica(token_idx, i, entry, is_first)
+                     ? slot_of_replica(choose_replica(token_idx, entry, is_first))
                      : slot_of(token_idx, i, device::load(params_.choices.topk_idx + entry));
           if (is_first)
             device::store(place, slot);
@@ -65,23 +70,26 @@ class SlotFinder {
       return layout::Slot::kNone;
     const int dst_rank = device::load_constant(params_.buffer.expert_rank + expert_idx);
     const auto column = static_cast<int>(expert_idx);
-    return pack(place_of(token_idx, choice_idx, column), column, column, dst_rank);
+    const int64_t entry = token_idx * params_.choices.num_slots + choice_idx;
+    return pack(place_of(token_idx, entry, column), column, column, dst_rank);
   }
+
+  struct ChosenReplica {
+    int32_t slot = -1;  ///< of an expert, -1 for none
+    int32_t place = 0;  ///< among this rank's rows there
+  };
 
   /// What layout::choose_slots says: of this rank's choices of an expert, in order, the first go to
   /// its lowest slot, and so on.
   /// @param entry  of Choices::topk_idx, which gets the slot that was chosen
-  MOE_DEVICE int64_t slot_of_replica(int64_t token_idx,
-                                     int choice_idx,
-                                     int64_t entry,
-                                     bool is_first) const {
+  MOE_DEVICE ChosenReplica choose_replica(int64_t token_idx, int64_t entry, bool is_first) const {
     const Choices& choices = params_.choices;
     const layout::ReplicaTable& table = params_.replicas.table;
     const int64_t expert_idx = device::load(choices.asked_idx + entry);
     int32_t chosen = -1;
-    int64_t slot = layout::Slot::kNone;
+    int32_t place = 0;
     if (expert_idx >= 0) {
-      int32_t place = place_of(token_idx, choice_idx, static_cast<int>(expert_idx));
+      place = place_of(token_idx, entry, static_cast<int>(expert_idx));
       int32_t begin = 0;
       const int end = device::load_constant(table.expert_begin + expert_idx + 1);
 #pragma unroll 1
@@ -94,11 +102,52 @@ class SlotFinder {
         begin = next_begin;
       }
       place -= begin;
-      slot = pack(place, chosen, chosen, device::load_constant(table.slot_rank + chosen));
     }
     if (is_first)
       device::store(choices.topk_idx + entry, int64_t{chosen});
-    return slot;
+    return {chosen, place};
+  }
+
+  MOE_DEVICE int64_t slot_of_replica(const ChosenReplica& chosen) const {
+    if (chosen.slot < 0)
+      return layout::Slot::kNone;
+    const int dst_rank = device::load_constant(params_.replicas.table.slot_rank + chosen.slot);
+    return pack(chosen.place, chosen.slot, chosen.slot, dst_rank);
+  }
+
+  /// By rank, of replicas: entry i is for the i-th rank that the token is bound for, ascending.
+  MOE_DEVICE bool find_bound_ranks(int64_t token_idx, int64_t* slots, bool is_first) const {
+    const Choices& choices = params_.choices;
+    for (int k = device::lane_idx(); is_first && k < choices.num_topk; k += device::kWarpSize)
+      choose_replica(token_idx, token_idx * choices.num_topk + k, true);
+    const int32_t num_words = num_set_words(choices.num_tokens);
+    const auto bit_idx = static_cast<int>(token_idx % device::kWarpSize);
+    const auto put = [&](int i, int64_t slot) {
+      if (is_first)
+        device::store(params_.slots + token_idx * choices.num_slots + i, slot);
+      device::store(slots + i, slot);
+    };
+    int num_bound = 0;
+#pragma unroll 1
+    for (int first = 0; first < params_.buffer.num_ranks; first += device::kWarpSize) {
+      const int rank_idx = first + device::lane_idx();
+      const int64_t word = int64_t{rank_idx} * num_words + token_idx / device::kWarpSize;
+      const bool is_rank = rank_idx < params_.buffer.num_ranks;
+      const uint32_t tokens = is_rank ? device::load_constant(params_.sets.bound_tokens + word) : 0;
+      const bool is_bound = (tokens >> bit_idx & 1) != 0;
+      const uint32_t ranks = device::ballot(is_bound);
+      const uint32_t lower_ranks = ranks & ((uint32_t{1} << device::lane_idx()) - 1);
+      const int i = num_bound + device::population(lower_ranks);
+      if (is_bound && i < choices.num_slots) {
+        const int32_t place = device::load_constant(params_.sets.bound_before + word) +
+                              device::population(tokens & ((uint32_t{1} << bit_idx) - 1));
+        put(i, pack(place, params_.buffer.num_experts + rank_idx, rank_idx, rank_idx));
+      }
+      num_bound += device::population(ranks);
+    }
+    for (int i = num_bound + device::lane_idx(); i < choices.num_slots; i += device::kWarpSize)
+      put(i, layout::Slot::kNone);
+    return num_bound > 0;
   }
 
   /// Entry i is for the i-th distinct rank, ascending: each is the least that is above the last.
@@ -117,7 +166,7 @@ class SlotFinder {
       int64_t slot = layout::Slot::kNone;
       if (least < params_.buffer.num_ranks) {
         const int column = params_.buffer.num_experts + least;
-        slot = pack(place_of(token_idx, i, column), column, least, least);
+        slot = pack(place_of(token_idx, token_idx * num_slots + i, column), column, least, least);
       }
       if (device::lane_idx() == 0) {
         if (is_first)
@@ -143,11 +192,11 @@ class SlotFinder {
 
   /// How many of this rank's before it are counted in the same column.
   /// @param column  of the count matrix: an expert, or num_experts and a rank.
-  MOE_DEVICE int32_t place_of(int64_t token_idx, int entry, int column) const {
+  /// @param entry   of Choices::place_in_chunk
+  MOE_DEVICE int32_t place_of(int64_t token_idx, int64_t entry, int column) const {
     const Choices& choices = params_.choices;
     const int64_t chunk_idx = token_idx / choices.tokens_per_chunk;
-    int32_t place =
-        device::load_constant(choices.place_in_chunk + token_idx * choices.num_slots + entry);
+    int32_t place = device::load_constant(choices.place_in_chunk + entry);
     place += device::load_constant(choices.chunk_counts + chunk_idx * num_columns_ + column);
     return place;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "layout/token_sets.h"
 
 namespace moe::layout {
 
@@ -73,9 +74,16 @@ RailRegion rail_region(const LargestOperation& largest,
   const int64_t num_chunk_tokens = rail_tokens_per_chunk(largest.num_max_tokens);
   const int64_t num_max_chunks =
       std::max<int64_t>((largest.num_max_tokens + num_chunk_tokens - 1) / num_chunk_tokens, 1);
+  const int64_t set_bytes = most_set_bytes(
+      nodes.num_ranks, largest.num_max_shared, largest.num_max_tokens, largest.num_max_topk);
   const auto make = [&](int64_t bytes_each) {
-    return RailRegion::make(
-        nodes.num_nodes(), nodes.num_ranks, num_experts, depth, num_max_chunks, bytes_each);
+    return RailRegion::make(nodes.num_nodes(),
+                            nodes.num_ranks,
+                            num_experts,
+                            depth,
+                            num_max_chunks,
+                            bytes_each,
+                            set_bytes);
   };
   return make(area_bytes(largest, make(0), num_chunk_tokens, nodes.num_ranks));
 }

@@ -14,9 +14,10 @@ namespace moe::layout {
 ///
 /// Byte map, N nodes, P = N - 1 of them remote, a ring of D entries, M chunks at most (every part
 /// begins at a multiple of 64):
-///   row that is sent          Row::stride
+///   row that is sent          row_stride: Row::stride, and room for the sets of tokens of a rank
+///                             (TokenSetMap), which come right behind what is used of the row
 ///   second offer that is sent 64
-///   rows that came            D x P x Row::stride
+///   rows that came            D x P x row_stride
 ///   second offers that came   D x P x 64
 ///   chunk signals             P x M x 8: a chunk of a dispatch or a request of a combine came
 ///   reply signals             P x M x 8: rows of a combine came
@@ -40,12 +41,14 @@ struct RailRegion {
   int64_t bytes = 0;
 
   /// @param area_bytes  for each remote node and direction, a multiple of 64
+  /// @param set_bytes   of the sets of a rank
   MOE_HOST_DEVICE static RailRegion make(int num_nodes,
                                          int num_ranks,
                                          int num_experts,
                                          int depth,
                                          int64_t num_max_chunks,
-                                         int64_t area_bytes) {
+                                         int64_t area_bytes,
+                                         int64_t set_bytes = 0) {
     const int64_t num_remote = num_nodes - 1;
     const int64_t signal_bytes = round_up(num_remote * num_max_chunks * 8, 64);
     RailRegion map;
@@ -53,7 +56,7 @@ struct RailRegion {
     map.depth = depth;
     map.num_max_chunks = num_max_chunks;
     map.area_bytes = round_up(area_bytes, 64);
-    map.row_stride = Row::stride(num_ranks, num_experts);
+    map.row_stride = Row::stride(num_ranks, num_experts) + round_up(set_bytes, 64);
     map.second_offer_out = map.row_stride;
     map.rows_in = map.second_offer_out + static_cast<int64_t>(sizeof(SecondOffer));
     map.second_offers_in = map.rows_in + depth * num_remote * map.row_stride;
@@ -219,6 +222,8 @@ struct LargestOperation {
   int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 where unknown
   /// A node sends sums of rows to the others, one for a token.
   bool node_reduction = false;
+  /// Experts with several slots at most, where RANK_MAJOR balances them.
+  int num_max_shared = 0;
 };
 
 /// Tokens of a chunk, so that chunks of a full buffer keep every warp busy.

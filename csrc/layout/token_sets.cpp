@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <span>
 
+#include "core/math.h"
+
 namespace moe::layout {
 
 namespace {
@@ -19,6 +21,13 @@ TokenSetMap TokenSetMap::make(const Replicas& replicas,
   return {placement.num_ranks, std::ssize(replicas.shared_experts), words_of(num_tokens)};
 }
 
+int64_t most_set_bytes(int num_ranks, int num_shared, int64_t num_tokens, int64_t num_topk) {
+  if (num_shared == 0)
+    return 0;
+  const TokenSetMap map{num_ranks, num_shared, TokenSetMap::words_of(num_tokens)};
+  return round_up(static_cast<int64_t>(map.bytes(TokenSetMap::most_planes(num_topk))), 64);
+}
+
 bool TokenSetMap::may_have(uint64_t bytes, int64_t num_topk) const {
   const int64_t most = std::max<int64_t>(most_planes(num_topk), 1);
   for (int64_t num_planes = 1; num_planes <= most; ++num_planes)
@@ -29,10 +38,11 @@ bool TokenSetMap::may_have(uint64_t bytes, int64_t num_topk) const {
 
 namespace {
 
-/// Adds 1 to the number of times whose lowest bit is set already.
-void carry(const TokenSetMap& map, size_t at, uint64_t bit, std::vector<uint64_t>* sets) {
-  for (; at < sets->size() && ((*sets)[at] & bit) != 0;
-       at += static_cast<size_t>(map.num_shared * map.num_words))
+/// Adds 1 to the number of times that a token chooses an expert again.
+/// @param at  word of the set of those that choose it
+void add_again(const TokenSetMap& map, size_t at, uint64_t bit, std::vector<uint64_t>* sets) {
+  const auto plane = static_cast<size_t>(map.num_shared * map.num_words);
+  for (at += plane; at < sets->size() && ((*sets)[at] & bit) != 0; at += plane)
     (*sets)[at] ^= bit;
   if (at >= sets->size())
     sets->resize(static_cast<size_t>(map.size(map.num_planes(std::ssize(*sets)) + 1)));
@@ -73,7 +83,7 @@ int64_t count_each(const int64_t* topk_idx,
         if ((word & (set_idx < map.num_ranks ? 0 : bit)) == 0) {
           word |= bit;
         } else {
-          carry(map, static_cast<size_t>(&word - sets->data()), bit, sets);
+          add_again(map, static_cast<size_t>(&word - sets->data()), bit, sets);
           words = sets->data() + word_idx;
         }
       }
@@ -139,13 +149,10 @@ class Binding {
     left_ = 0;
     go_on(0);
     for (int64_t w = 0; w < map_.num_words; ++w) {
-      uint64_t chosen = 0;
-      int64_t num_choices = 0;
-      for (int64_t p = 0; p < num_planes_; ++p) {
-        const uint64_t word = plane(planes, p)[w];
-        chosen |= word;
-        num_choices += int64_t{std::popcount(word)} << p;
-      }
+      const uint64_t chosen = planes[w];
+      int64_t num_choices = std::popcount(chosen);
+      for (int64_t p = 1; p < num_planes_; ++p)
+        num_choices += int64_t{std::popcount(plane(planes, p)[w])} << (p - 1);
       if (num_choices <= left_) {
         left_ -= num_choices;
         bound_row()[w] |= chosen;
@@ -188,9 +195,9 @@ class Binding {
   bool bind_each(const uint64_t* planes, int64_t w, uint64_t chosen) {
     for (; chosen != 0; chosen &= chosen - 1) {
       const int bit_idx = std::countr_zero(chosen);
-      int64_t num_choices = 0;
-      for (int64_t p = 0; p < num_planes_; ++p)
-        num_choices += static_cast<int64_t>(plane(planes, p)[w] >> bit_idx & 1) << p;
+      int64_t num_choices = 1;
+      for (int64_t p = 1; p < num_planes_; ++p)
+        num_choices += static_cast<int64_t>(plane(planes, p)[w] >> bit_idx & 1) << (p - 1);
       while (num_choices > 0) {
         if (left_ == 0 && !go_on(at_ + 1))
           return false;

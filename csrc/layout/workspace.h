@@ -74,6 +74,11 @@ class Workspace {
     return at<Flag>(entry(epoch) + num_ranks_ * (row_stride_ + 64) + int64_t{64} * rank_idx);
   }
 
+  /// Entry of a ring of @p depth that an epoch uses.
+  MOE_HOST_DEVICE_CALLED static int64_t entry_idx(uint64_t epoch, int depth) {
+    return static_cast<int64_t>(epoch % static_cast<uint64_t>(depth));
+  }
+
  private:
   template <typename T>
   MOE_HOST_DEVICE T& at(int64_t offset) const {
@@ -89,9 +94,6 @@ class Workspace {
   }
   MOE_HOST_DEVICE int64_t entry(uint64_t epoch) const {
     return entry_offset(num_ranks_, entry_idx(epoch, depth_), row_stride_);
-  }
-  MOE_HOST_DEVICE_CALLED static int64_t entry_idx(uint64_t epoch, int depth) {
-    return static_cast<int64_t>(epoch % static_cast<uint64_t>(depth));
   }
 
   std::byte* base_ = nullptr;

@@ -24,8 +24,7 @@ namespace moe::ops {
 ///   - take_plan(): cached: looks at plan_; rejects what is wrong with it
 ///   - publish(offer): writes this rank's row; may let rows follow before a row has been read
 ///   - make_plan(judged): the plan of what is kept, from what count_choices() found
-///   - count_tokens(rows): by rank with replicas, where Engine::kReadsChoices: how many tokens of
-///     every rank are bound for each
+///   - count_tokens(rows): by rank with replicas: how many tokens of every rank are bound for each
 ///   - defer_counts(): the same before they are known, where Exchange::kMayDefer
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
 ///   - settle_overflow(error), settle_shortage(): every rank has found that the operation ends here
@@ -202,9 +201,9 @@ class DispatchSteps {
         int32_t* const to_rank = rows->counts.row(rank_idx) + rows->counts.num_experts;
         std::replace(to_rank, to_rank + num_ranks_, layout::CountMatrix::kMasked, 0);
       }
-      if (arrangement_.is_by_rank())
-        mover().count_tokens(rows);
     }
+    if (arrangement_.is_by_rank())
+      mover().count_tokens(rows);
   }
 
   /// A rank whose offer is too small obtains memory; every rank sees which those are in the same

@@ -32,7 +32,6 @@ class Endpoint : public EndpointBase {
     return cpu::can_quantize(format, scale);
   }
   void restart(uint64_t next_epoch) override;
-  bool hears_choices() const override { return true; }
 
   /// Keeps what peers may read throughout the operation of @p epoch until they have ended it, as
   /// whoever takes its place in the ring finds.

@@ -85,9 +85,6 @@ class EndpointBase : public BufferBase {
     total.num_waits.fetch_add(1, std::memory_order_relaxed);
   }
 
-  /// Returns whether ranks can read what others chose: what decides on replicas where a token has
-  /// one row a rank.
-  virtual bool hears_choices() const { return false; }
   /// Memory of rows that peers write or read.
   virtual SymmetricMemory& memory() const = 0;
   /// A window for the rows of a low-latency dispatch, or of its combine, among those that the

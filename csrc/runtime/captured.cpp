@@ -121,6 +121,7 @@ std::shared_ptr<const ops::PlanHeader> capture_plan(Capture& capture,
     keep_eager(endpoint, params.plan);
     return params.plan;
   }
+  launches.take_sets();
   launches.make_plan([&](int64_t bytes) { return capture.allocate(bytes).get(); });
   if (params.replicas != nullptr)
     endpoint.keep(params.replicas);

@@ -1,5 +1,6 @@
 #include "runtime/device_dispatch.h"
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,6 +46,11 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   }
 
   void count_choices() {
+    try {
+      launches_.take_sets();
+    } catch (const CapacityError& error) {
+      exchange_.reject(arguments(), error);
+    }
     launches_.make_plan([this](int64_t bytes) { return endpoint_.scratch(bytes); });
     reject_if(launches_.find_shortage());
   }
@@ -84,6 +90,16 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       return;
     launches_.send_rows();
     are_rows_sent_ = true;
+  }
+
+  /// As the kernel has found, and left in the rows of those that are there.
+  void count_tokens(ops::Rows* rows) {
+    const int num_experts = endpoint_.config().num_experts;
+    for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
+      if (endpoint_.group().is_active(src_rank))
+        for (int dst_rank = 0; dst_rank < num_ranks_; ++dst_rank)
+          rows->counts.row(src_rank)[num_experts + dst_rank] = std::max(
+              exchange_.mailbox().row(src_rank).counts()[num_experts + dst_rank], int32_t{0});
   }
 
   std::shared_ptr<const DevicePlan> make_plan(ops::JudgedCounts judged) {

@@ -8,6 +8,7 @@
 #include "core/sync.h"
 #include "core/text.h"
 #include "layout/rank_sums.h"
+#include "layout/token_sets.h"
 #include "layout/window.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/deferred_agreement.h"
@@ -144,11 +145,13 @@ void DeviceEndpoint::connect_areas(const group::InterruptCheck& interrupt_check)
   bases_ = std::make_unique<SegmentBases>(shared_group(), memory_, *device_);
   Announcement own{{own_area->offer(), {}}, device_->identity(), 0, 0};
   reserve_windows(&own);
+  reserve_sets();
   const auto reserved = reserve_memory();
   // Segments are opened in their order.
   own.offers[1] = reserved->offer();
-  if (const Offer last = windows_.last_offer(); last.segment_idx > own.offers[1].segment_idx)
-    own.offers[1] = last;
+  for (const Offer& other : {windows_.last_offer(), sets_.offer})
+    if (other.segment_idx > own.offers[1].segment_idx)
+      own.offers[1] = other;
   // Peers write to the area as soon as they know of it.
   synchronize();
   const auto said =
@@ -209,6 +212,34 @@ void DeviceEndpoint::find_peers(const std::vector<Announcement>& announced,
   bases_->refresh();
   upload_constants();
   synchronize();
+}
+
+/// Where the heap is short, the first dispatch that needs them says so.
+void DeviceEndpoint::reserve_sets() {
+  if (!config().balances_replicas)
+    return;
+  try {
+    token_sets(config().num_max_tokens > 0 ? config().num_max_tokens : kUsualTokens,
+               config().num_max_topk > 0 ? config().num_max_topk : kUsualTopk);
+  } catch (const CapacityError&) {
+  }
+}
+
+kernels::TokenSets DeviceEndpoint::token_sets(int64_t num_tokens, int64_t num_topk) {
+  // Whatever placement comes.
+  const int64_t stride = layout::most_set_bytes(
+      num_ranks(), layout::most_shared_experts(config().num_experts), num_tokens, num_topk);
+  if (stride <= sets_.stride && sets_.base != nullptr)
+    return sets_;
+  kernels::TokenSets sets;
+  sets.stride = std::max({stride, 2 * sets_.stride, int64_t{64}});
+  sets.num_nodes = group().nodes().num_nodes();
+  const auto window = allocate_window(static_cast<uint64_t>(
+      sets.stride * kernels::TokenSets::num_places(config().depth, sets.num_nodes)));
+  add_control_window(window);
+  sets.base = window->data();
+  sets.offer = window->offer();
+  return sets_ = sets;
 }
 
 /// Memory of the sizes that the configuration speaks of, for the plans, tables and scratch of

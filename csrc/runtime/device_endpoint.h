@@ -217,6 +217,11 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// of a graph could come between its kernels, and nobody here hears of that.
   bool has_graphs() const override { return num_captured_ > 0; }
 
+  /// Places in the heap for sets of so many tokens. They stay until all ranks have closed the
+  /// buffer. @throws CapacityError
+  kernels::TokenSets token_sets(int64_t num_tokens, int64_t num_topk);
+  const kernels::TokenSets& reserved_sets() const { return sets_; }
+
   /// Device memory for counting choices, at least so many bytes, unset; kept between operations.
   std::byte* scratch(int64_t bytes);
 
@@ -267,6 +272,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   void connect_nodes(int64_t area_bytes, const group::InterruptCheck& interrupt_check);
   void make_tables();
   std::shared_ptr<Window> reserve_memory();
+  void reserve_sets();
   uint64_t low_latency_bytes() const;
   std::shared_ptr<Window> take_reserved_window(uint64_t bytes, bool is_captured);
   std::shared_ptr<Window> allocate_window(uint64_t bytes);
@@ -324,6 +330,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   int64_t num_host_waits_ = 0;
   std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
   WindowRing windows_;                    ///< of low-latency rows
+  kernels::TokenSets sets_;               ///< where balanced replicas take rows by rank
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
   mutable std::mutex phase_mutex_;

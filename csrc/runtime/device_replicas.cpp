@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "layout/token_sets.h"
 #include "runtime/device_memory.h"
 
 namespace moe::runtime {
@@ -16,6 +17,8 @@ struct TableArrays {
   int32_t* expert_slots;
   int32_t* rank_begin;
   int32_t* shared_slots;
+  int32_t* set_of_expert;
+  int32_t* shared_experts;
 
   static TableArrays take(Suballocator& suballocator, int num_ranks, int num_slots) {
     TableArrays arrays{};
@@ -25,26 +28,42 @@ struct TableArrays {
     arrays.expert_slots = suballocator.take<int32_t>(num_slots);
     arrays.rank_begin = suballocator.take<int32_t>(num_ranks + 1);
     arrays.shared_slots = suballocator.take<int32_t>(num_slots);
+    arrays.set_of_expert = suballocator.take<int32_t>(num_slots);
+    arrays.shared_experts = suballocator.take<int32_t>(layout::most_shared_experts(num_slots));
     return arrays;
   }
 
-  void copy(const layout::ReplicaTable& from, int num_experts, int num_slots) const {
+  void copy(const layout::Replicas& replicas, int num_slots) const {
+    const layout::ReplicaTable from = replicas.slots.table();
+    const int num_experts = replicas.num_experts();
     std::copy_n(from.slot_rank, num_slots, slot_rank);
     std::copy_n(from.slot_expert, num_slots, slot_expert);
     std::copy_n(from.expert_begin, num_experts + 1, expert_begin);
     std::copy_n(from.expert_slots, from.expert_begin[num_experts], expert_slots);
     std::copy_n(from.rank_begin, from.num_ranks + 1, rank_begin);
     std::copy_n(from.shared_slots, from.rank_begin[from.num_ranks], shared_slots);
+    std::ranges::copy(replicas.set_of_expert, set_of_expert);
+    std::ranges::copy(replicas.shared_experts, shared_experts);
   }
 };
+
+/// What kernels work in. @return its bytes.
+int64_t lay_work(Suballocator* suballocator, int num_ranks, int num_slots, kernels::Replicas* to) {
+  to->run_begins = suballocator->take<int32_t>(num_slots);
+  to->logical = suballocator->take<int32_t>(int64_t{num_ranks} * num_slots);
+  to->run_tokens = suballocator->take<int32_t>(int64_t{num_ranks} * num_slots * 2);
+  to->set_places = suballocator->take<uint64_t>(num_ranks);
+  to->set_words = suballocator->take<int32_t>(num_ranks);
+  return suballocator->bytes();
+}
 
 }  // namespace
 
 int64_t DeviceReplicas::memory_bytes(int num_ranks, int num_slots) {
   Suballocator suballocator(nullptr);
   TableArrays::take(suballocator, num_ranks, num_slots);
-  suballocator.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
-  return suballocator.bytes();
+  kernels::Replicas unused;
+  return lay_work(&suballocator, num_ranks, num_slots, &unused);
 }
 
 std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replicas& replicas,
@@ -59,8 +78,7 @@ std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replica
   TableArrays::take(sizes, num_ranks, num_slots);
   const auto staging = device.allocate_host(sizes.bytes());
   Suballocator staged(staging.get());
-  TableArrays::take(staged, num_ranks, num_slots)
-      .copy(replicas.slots.table(), num_experts, num_slots);
+  TableArrays::take(staged, num_ranks, num_slots).copy(replicas, num_slots);
 
   made->memory = device.allocate(memory_bytes(num_ranks, num_slots));
   upload(made->memory.get(), staging.get(), sizes.bytes());
@@ -75,8 +93,10 @@ std::shared_ptr<const DeviceReplicas> DeviceReplicas::make(const layout::Replica
                          arrays.shared_slots};
   made->kernels.num_experts = num_experts;
   made->kernels.num_local_ranks = replicas.num_local_ranks;
-  made->kernels.run_begins = suballocator.take<int32_t>(int64_t{num_ranks} * num_slots + num_slots);
-  made->kernels.logical = made->kernels.run_begins + num_slots;
+  made->kernels.set_of_expert = arrays.set_of_expert;
+  made->kernels.shared_experts = arrays.shared_experts;
+  made->kernels.num_shared = static_cast<int32_t>(replicas.shared_experts.size());
+  lay_work(&suballocator, num_ranks, num_slots, &made->kernels);
   return made;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "layout/token_sets.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/device_replicas.h"
 
@@ -69,17 +70,28 @@ int64_t DispatchLaunches::scratch_bytes(const DeviceEndpoint& endpoint,
                                         int64_t num_topk) {
   kernels::Choices choices;
   choices.num_tokens = num_tokens;
-  choices.num_slots = static_cast<int32_t>(num_topk);  // no layout has more
+  choices.num_topk = choices.num_slots = static_cast<int32_t>(num_topk);  // no layout has more
   cut_chunks(endpoint, &choices);
-  return lay_chunks(nullptr, endpoint.config().num_experts + endpoint.num_ranks(), &choices);
+  kernels::TokenSets sets = endpoint.reserved_sets();
+  return lay_chunks(nullptr, endpoint, &choices, &sets);
 }
 
-int64_t DispatchLaunches::lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices) {
+int64_t DispatchLaunches::lay_chunks(std::byte* memory,
+                                     const DeviceEndpoint& endpoint,
+                                     kernels::Choices* choices,
+                                     kernels::TokenSets* sets) {
+  const int num_totals = endpoint.config().num_experts + endpoint.num_ranks();
   Suballocator suballocator(memory);
   choices->chunk_counts = suballocator.take<int32_t>(int64_t{choices->num_chunks} * num_totals);
-  choices->place_in_chunk =
-      suballocator.take<int32_t>(choices->num_tokens * int64_t{choices->num_slots});
+  choices->place_in_chunk = suballocator.take<int32_t>(
+      choices->num_tokens * (sets->base == nullptr ? choices->num_slots : choices->num_topk));
   choices->bad_choice = suballocator.take<int64_t>(choices->num_chunks);
+  if (sets->base != nullptr) {
+    const int64_t num_words =
+        2 * layout::TokenSetMap::words_of(choices->num_tokens) * endpoint.num_ranks();
+    sets->bound_tokens = suballocator.take<uint32_t>(num_words);
+    sets->bound_before = suballocator.take<int32_t>(num_words);
+  }
   return suballocator.bytes();
 }
 
@@ -112,6 +124,11 @@ ExchangeParams DispatchLaunches::row() const {
   row.with_counts = 1;
   row.choices = choices_;
   row.replicas = replicas();
+  row.sets = sets_;
+  if (sets_.base != nullptr) {
+    row.choices.is_by_rank = 0;
+    row.choices.num_slots = choices_.num_topk;
+  }
   row.fixed_rows = static_cast<int32_t>(params_.fixed_rows);
   row.num_topk = static_cast<int32_t>(params_.num_topk);
   return row;
@@ -133,6 +150,7 @@ kernels::DispatchParams DispatchLaunches::kernel_params() const {
   params.tables = tables_.tables;
   params.choices = choices_;
   params.replicas = replicas();
+  params.sets = sets_;
   params.x = params_.x;
   params.source_row_bytes = params_.source_row_bytes;
   params.row_bytes = params_.row_bytes;

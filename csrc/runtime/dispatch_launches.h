@@ -25,8 +25,14 @@ class DispatchLaunches {
   template <typename Allocate>
   void make_plan(const Allocate& allocate) {
     allocate_plan();
-    const int num_totals = endpoint_.config().num_experts + endpoint_.num_ranks();
-    lay_chunks(allocate(lay_chunks(nullptr, num_totals, &choices_)), num_totals, &choices_);
+    const int64_t bytes = lay_chunks(nullptr, endpoint_, &choices_, &sets_);
+    lay_chunks(allocate(bytes), endpoint_, &choices_, &sets_);
+  }
+  /// Uncached, before that: places for sets of tokens, where the rows of replicas are counted from
+  /// those. @throws CapacityError
+  void take_sets() {
+    if (arrangement_.is_by_rank() && params_.replicas != nullptr)
+      sets_ = endpoint_.token_sets(params_.num_tokens, params_.num_topk);
   }
   /// Cached: rows go where @p plan says.
   void take_plan(const DevicePlan& plan);
@@ -62,13 +68,16 @@ class DispatchLaunches {
   /// Number of rows of a result whose size no count decides.
   int64_t num_fixed_rows() const;
   void allocate_plan();
-  /// @param num_totals  Counts of a chunk.
-  static int64_t lay_chunks(std::byte* memory, int num_totals, kernels::Choices* choices);
+  static int64_t lay_chunks(std::byte* memory,
+                            const DeviceEndpoint& endpoint,
+                            kernels::Choices* choices,
+                            kernels::TokenSets* sets);
 
   DeviceEndpoint& endpoint_;
   const ops::DispatchParams& params_;
   layout::Arrangement arrangement_;
   Contents contents_;  ///< of memory that is made
+  kernels::TokenSets sets_;
   std::shared_ptr<DevicePlan> made_plan_;
   DispatchTables tables_;
   kernels::Choices choices_;

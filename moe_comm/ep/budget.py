@@ -293,13 +293,15 @@ def rail_region_bytes(
     row_bytes: int,
     depth: int = 4,
     node_reduction: bool = False,
+    num_balanced_experts: int = 0,
 ) -> int:
     """Memory between nodes of one buffer on one rank, with backend "nvshmem" or "simt".
 
     For each other node, two areas of the same size, for what is sent and what comes: each holds all
     rows of a dispatch with their slots, ids and weights, or the requests of a combine and 64 chunks
     of replies (a row for each slot, or one for each token with `node_reduction`), and at least
-    256 KiB. Besides, the rows of the exchange and a signal for every chunk.
+    256 KiB. Besides, the rows of the exchange, with the sets of tokens of balanced replicas, and a signal for
+    every chunk.
 
     Args:
         num_ranks: R.
@@ -310,6 +312,7 @@ def rail_region_bytes(
         row_bytes: `EpConfig.rail_row_bytes`.
         depth: `EpConfig.num_max_in_flight`.
         node_reduction: As in `EpConfig`.
+        num_balanced_experts: See `window_sizes`.
 
     Example:
         16 ranks, 8 a node, 4096 tokens, top-8, 256 experts, bfloat16, hidden 7168: an area has 512
@@ -331,6 +334,7 @@ def rail_region_bytes(
         num_max_topk=num_topk,
         max_row_bytes=row_bytes,
         node_reduction=node_reduction,
+        num_max_shared=num_balanced_experts,
     )
 
 
@@ -401,8 +405,9 @@ def window_sizes(
         can_grow: Not LOW_LATENCY.
         spans_devices: See `receive_window_bytes`.
         rank_reduction: As in `EpConfig`, on GPUs; the CPU takes nothing for it.
-        num_balanced_experts: Experts with several slots, where RANK_MAJOR balances them: peers read sets of
-            tokens, a bit each, of `depth` operations. On several nodes each further node takes as much again.
+        num_balanced_experts: Experts with several slots, at most, where they are balanced: in RANK_MAJOR peers
+            read sets of tokens, a bit each, of `depth` operations, on GPUs of one more. On several nodes each
+            further node takes as much again.
     """
     has_capacity = capacity_rows is not None or capacity_rows_per_expert is not None
     if layout == "low_latency" and has_capacity:
@@ -457,7 +462,7 @@ def window_sizes(
         sums=sums,
         control=round_window_bytes(workspace_bytes(num_ranks, num_experts, depth))
         + round_window_bytes(_sizes().CONTROL_BLOCK_BYTES)
-        + depth * token_sets_bytes(num_ranks, num_tokens, num_topk, num_balanced_experts),
+        + (depth + 1) * token_sets_bytes(num_ranks, num_tokens, num_topk, num_balanced_experts),
     )
 
 
@@ -465,7 +470,7 @@ def token_sets_bytes(num_ranks: int, num_tokens: int, num_topk: int, num_experts
     """Most bytes that a rank offers with its row in RANK_MAJOR, where so many experts have several slots."""
     if num_experts == 0:
         return 0
-    num_sets = num_ranks + num_topk.bit_length() * num_experts
+    num_sets = num_ranks + (1 + (num_topk - 1).bit_length()) * num_experts
     return round_window_bytes(num_sets * -(-num_tokens // 64) * 8)
 
 

@@ -121,7 +121,6 @@ class EpBuffer(Destroyable):
         self._slot_table: SlotTable | None = None
         # Replays of graphs read the tables of their capture.
         self._former_tables: list[SlotTable] = []
-        self._is_balanced = False
         self._loads: ExpertLoads | None = None
         # The backend compares configurations between ranks, so a mistake of one is raised on all.
         self._backend = backend_class(communicator, config)
@@ -194,13 +193,13 @@ class EpBuffer(Destroyable):
         if self._loads is not None:
             self._loads.place(placement)
         rule = self.config.replica_rule
-        self._is_balanced = rule == "balanced" and placement.has_replicas
+        is_balanced = rule == "balanced" and placement.has_replicas
         if rule == "balanced":
-            self._backend.balance_replicas(placement if self._is_balanced else None)
+            self._backend.balance_replicas(placement if is_balanced else None)
         if self._slot_table is not None and self.communicator.device.type != "cpu":
             self._former_tables.append(self._slot_table)
         self._slot_table = None
-        if not self._is_balanced:
+        if not is_balanced:
             table = SlotTable(
                 placement,
                 rule,
@@ -403,15 +402,6 @@ class EpBuffer(Destroyable):
                 if self._slot_table is not None:
                     assert topk_idx is not None
                     topk_idx = self._slot_table.take(topk_idx)
-                elif (
-                    self._is_balanced
-                    and options.layout is Layout.RANK_MAJOR
-                    and not self._backend.has_balanced_rank_major
-                ):
-                    raise ValueError(
-                        f"the {self.backend} backend does not balance replicas in RANK_MAJOR, where counts "
-                        "do not say how many rows a rank gets: layout must be EXPERT_MAJOR or LOW_LATENCY"
-                    )
             else:
                 validation.check_cached_dispatch(
                     *(handle, rows, topk_idx, topk_weights, options),

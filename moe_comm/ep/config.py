@@ -357,11 +357,7 @@ class EpConfig:
             can_grow=capacity is not None and capacity.on_overflow == "grow",
             spans_devices=spans_devices,
             rank_reduction=self.rank_reduction,
-            num_balanced_experts=0
-            if layout is not Layout.RANK_MAJOR
-            or self.replica_rule != "balanced"
-            or self.placement is None
-            else sum(len(of_expert) > 1 for of_expert in self.placement.slots_of_expert),
+            num_balanced_experts=self._num_balanced_experts,
         )
 
     def heap_bytes(
@@ -441,7 +437,14 @@ class EpConfig:
             row_bytes=self.rail_row_bytes,
             depth=self.num_max_in_flight,
             node_reduction=self.node_reduction,
+            num_balanced_experts=self._num_balanced_experts,
         )
+
+    @property
+    def _num_balanced_experts(self) -> int:
+        """Experts with several slots that are balanced, at most, whatever placement comes."""
+        is_balanced = self.placement is not None and self.replica_rule == "balanced"
+        return self.num_slots // 2 if is_balanced else 0
 
 
 def num_places_per_expert(config: EpConfig, layout: Layout, num_ranks: int) -> int:

@@ -131,12 +131,6 @@ def check_received(result: moe_comm.DispatchResult, expected: Received) -> None:
         assert torch.equal(result.topk_idx, expected.topk_idx)
 
 
-def layouts_of(backend: str, rule: str | None) -> list[Layout]:
-    """Layouts in which replicas take rows by a rule; kernels balance by expert alone."""
-    by_expert = rule == "balanced" and backend == "simt"
-    return [each for each in Layout if not by_expert or each != Layout.RANK_MAJOR]
-
-
 def check_dispatch(
     comm: Communicator,
     rule: ReplicaRule,
@@ -294,7 +288,7 @@ def check_loads(comm: Communicator, rule: ReplicaRule | None) -> None:
         x, topk_idx, weights = inputs(1, comm.num_ranks)
         buffer.dispatch(x[comm.rank_idx], as_passed(topk_idx, placement, rule)[comm.rank_idx])
         buffer.count_loads()
-        for seed, layout in enumerate(layouts_of(comm.backend, rule)):
+        for seed, layout in enumerate(Layout):
             x, topk_idx, weights = (each for each in inputs(seed, comm.num_ranks))
             mine = as_passed(topk_idx, placement, rule)[comm.rank_idx]
             result = buffer.dispatch(

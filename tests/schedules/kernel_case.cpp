@@ -368,7 +368,7 @@ Step draw_step(const KernelCase& shape, const layout::Placement& placement, Rand
   step.difference_of_layout =
       step.spec->difference_of_layout(asked_counts(shape, placement, step.inputs));
   step.kept = step.spec->counts();
-  if (shape.has_replicas())
+  if (shape.has_replicas() && !shape.is_by_rank())
     count_rows_to_ranks(placement, step.inputs, &step.kept);
   if (step.spec->has_overflow()) {
     step.status = kernels::OperationStatus::kOverflow;

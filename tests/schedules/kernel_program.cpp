@@ -21,6 +21,26 @@ struct Program {
 
 }  // namespace
 
+KernelCase with_replicas(Run& run, KernelCase shape) {
+  Random& random = run.random();
+  shape.num_logical_experts =
+      static_cast<int>(random.between(1, std::max(1, shape.num_experts - 1)));
+  for (int slot = 0; slot < shape.num_experts; ++slot) {
+    const auto drawn =
+        static_cast<int32_t>(random.below(static_cast<uint32_t>(shape.num_logical_experts)));
+    const auto on_rank = [&](int other) {
+      return other * shape.num_ranks / shape.num_experts ==
+                 slot * shape.num_ranks / shape.num_experts &&
+             shape.slot_expert[static_cast<size_t>(other)] == drawn;
+    };
+    bool is_taken = false;
+    for (int other = 0; other < slot; ++other)
+      is_taken = is_taken || on_rank(other);
+    shape.slot_expert.push_back(slot < shape.num_logical_experts ? slot : is_taken ? -1 : drawn);
+  }
+  return shape;
+}
+
 void run_operations(Run& run, const KernelCase& shape, int num_rounds, bool has_dispatches_only) {
   KernelWorld world(run, shape);
   std::vector<std::unique_ptr<Program>> programs;

@@ -11,6 +11,9 @@ void run_operations(Run& run,
                     int num_rounds,
                     bool has_dispatches_only = false);
 
+/// @p shape whose experts are slots: every logical expert has one, and some have more.
+KernelCase with_replicas(Run& run, KernelCase shape);
+
 /// Dispatches whose hosts wait for sizes; ranks that are short make second offers.
 void run_host_reads(Run& run, const KernelCase& shape);
 

@@ -9,6 +9,7 @@
 #include "kernels/internode_dispatch.h"
 #include "kernels/internode_exchange.h"
 #include "kernels/receive.h"
+#include "layout/token_sets.h"
 #include "simt/memory.h"
 
 namespace moe::simt::checker {
@@ -208,6 +209,37 @@ void KernelWorld::make_replicas(int rank_idx) {
       rank_idx, Ownership::kDevice, "logical counts", int64_t{from.num_ranks} * to.num_experts);
   to.run_begins =
       unwritten<int32_t>(rank_idx, Ownership::kDevice, "run_begins", shape_.num_experts);
+  if (!shape_.is_by_rank())
+    return;
+  to.set_of_expert = put(rank_idx, Ownership::kDevice, "set_of_expert", replicas.set_of_expert);
+  to.shared_experts = put(rank_idx, Ownership::kDevice, "shared_experts", replicas.shared_experts);
+  to.num_shared = static_cast<int32_t>(replicas.shared_experts.size());
+  to.run_tokens = unwritten<int32_t>(
+      rank_idx, Ownership::kDevice, "run_tokens", int64_t{2} * from.num_ranks * shape_.num_experts);
+  to.set_places = unwritten<uint64_t>(rank_idx, Ownership::kDevice, "set_places", from.num_ranks);
+  to.set_words = unwritten<int32_t>(rank_idx, Ownership::kDevice, "set_words", from.num_ranks);
+  kernels::TokenSets& sets = rank(rank_idx).sets;
+  sets.stride = set_bytes();
+  sets.num_nodes = has_nodes() ? shape_.num_ranks / shape_.num_local_ranks : 1;
+  const int64_t bytes = sets.stride * kernels::TokenSets::num_places(shape_.depth, sets.num_nodes);
+  sets.base = unwritten<std::byte>(rank_idx, Ownership::kHeap, "sets of tokens", bytes);
+  // An offer of one rank names another place on the next.
+  if (rank_idx % 2 != 0)
+    add_segment(rank_idx, unwritten<std::byte>(rank_idx, Ownership::kHeap, "nothing", 64), 64);
+  sets.offer = offer_of(rank_idx, add_segment(rank_idx, sets.base, bytes));
+  const int64_t num_words =
+      2 * layout::TokenSetMap::words_of(shape_.num_max_tokens) * shape_.num_ranks;
+  sets.bound_tokens = unwritten<uint32_t>(rank_idx, Ownership::kDevice, "bound_tokens", num_words);
+  sets.bound_before = unwritten<int32_t>(rank_idx, Ownership::kDevice, "bound_before", num_words);
+}
+
+int64_t KernelWorld::set_bytes() const {
+  return shape_.has_replicas() && shape_.is_by_rank()
+             ? layout::most_set_bytes(shape_.num_ranks,
+                                      std::max(layout::most_shared_experts(shape_.num_experts), 1),
+                                      shape_.num_max_tokens,
+                                      shape_.num_topk)
+             : 0;
 }
 
 device::Launch KernelWorld::shape_of(int rank_idx, int num_blocks) {
@@ -302,6 +334,11 @@ kernels::ExchangeParams KernelWorld::dispatch_exchange(int rank_idx,
   params.with_counts = 1;
   params.choices = choices;
   params.replicas = rank(rank_idx).replicas;
+  params.sets = rank(rank_idx).sets;
+  if (params.sets.base != nullptr) {
+    params.choices.is_by_rank = 0;
+    params.choices.num_slots = choices.num_topk;
+  }
   params.is_masked = place.is_masked;
   params.rule = shape_.rule;
   params.arrangement = shape_.arrangement();
@@ -319,6 +356,7 @@ kernels::DispatchParams KernelWorld::dispatch_rows(int rank_idx,
   params.tables = rank(rank_idx).tables;
   params.choices = choices;
   params.replicas = rank(rank_idx).replicas;
+  params.sets = rank(rank_idx).sets;
   params.x = place.x;
   params.source_row_bytes = shape_.source_row_bytes();
   params.row_bytes = shape_.row_bytes();

@@ -155,6 +155,7 @@ class KernelWorld {
     int32_t* place_in_chunk = nullptr;
     int64_t* bad_choice = nullptr;
     kernels::Replicas replicas;
+    kernels::TokenSets sets;
     kernels::Rails rails;
     uint64_t epoch = 0;
     int num_dispatched = 0;
@@ -188,6 +189,8 @@ class KernelWorld {
   void make_rank(int rank_idx);
   void make_tables(int rank_idx);
   void make_replicas(int rank_idx);
+  /// Bytes of the sets of a rank at most; 0 where none are made.
+  int64_t set_bytes() const;
   Offer offer_of(int rank_idx, int segment_idx, int64_t bytes = -1);
   int64_t most_window_bytes() const;
   bool has_nodes() const { return shape_.num_local_ranks > 0; }

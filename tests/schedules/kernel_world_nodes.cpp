@@ -4,6 +4,7 @@
 #include <set>
 
 #include "kernels/internode_exchange.h"
+#include "layout/token_sets.h"
 #include "schedules/kernel_world.h"
 
 namespace moe::simt::checker {
@@ -42,7 +43,8 @@ void KernelWorld::make_rails() {
       shape_.num_experts,
       shape_.depth,
       (shape_.num_max_tokens + shape_.tokens_per_chunk - 1) / shape_.tokens_per_chunk,
-      area_bytes());
+      area_bytes(),
+      set_bytes());
   std::vector<std::byte*> regions;
   std::vector<int32_t> pes;
   for (int rank_idx = 0; rank_idx < shape_.num_ranks; ++rank_idx) {
@@ -83,6 +85,14 @@ void KernelWorld::count_puts(int rank_idx,
   if (operation == Operation::kDispatch)
     row_bytes += int64_t{4} * layout::Row::num_counts(shape_.num_ranks, shape_.num_experts);
   traffic_.put += num_remote * (round_up(row_bytes, 16) - 8);
+  if (operation == Operation::kDispatch && set_bytes() > 0) {
+    const int64_t num_tokens = step.inputs[static_cast<size_t>(rank_idx)].num_tokens();
+    const layout::TokenSetMap sets{shape_.num_ranks,
+                                   rank(rank_idx).replicas.num_shared,
+                                   layout::TokenSetMap::words_of(num_tokens)};
+    traffic_.put += num_remote * static_cast<int64_t>(
+                                     sets.bytes(layout::TokenSetMap::most_planes(shape_.num_topk)));
+  }
   if (step.status != kernels::OperationStatus::kOk)
     return;
   const ExpectedDispatch& expected = step.dispatched[static_cast<size_t>(rank_idx)];

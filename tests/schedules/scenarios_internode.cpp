@@ -71,6 +71,18 @@ MOE_SCENARIO(internode_rank_major,
   run_operations(run, across_nodes(run, shape), 1);
 }
 
+MOE_SCENARIO(internode_replicas_rank_major,
+             "sets of tokens come with the rows of other nodes, and are read on this one") {
+  KernelCase shape;
+  shape.layout = RowLayout::kRankMajor;
+  shape.num_topk = 3;
+  shape.with_weights = run.random().chance(1, 2);
+  shape = with_replicas(run, across_nodes(run, shape));
+  const bool has_many_rounds = run.random().chance(1, 2);
+  shape.num_max_tokens = has_many_rounds ? 2 : shape.num_max_tokens;
+  run_operations(run, shape, has_many_rounds ? 5 : 1, has_many_rounds);
+}
+
 MOE_SCENARIO(internode_low_latency, "places that follow from shapes alone, across nodes") {
   KernelCase shape;
   shape.layout = RowLayout::kLowLatency;

@@ -162,27 +162,6 @@ MOE_SCENARIO(drops, "rows beyond an expert's capacity or a rank's fixed rows are
   run_operations(run, with_drops(run, expert_major(run)), 2);
 }
 
-/// @p shape whose experts are slots: every logical expert has one, and some have more.
-KernelCase with_replicas(Run& run, KernelCase shape) {
-  Random& random = run.random();
-  shape.num_logical_experts =
-      static_cast<int>(random.between(1, std::max(1, shape.num_experts - 1)));
-  for (int slot = 0; slot < shape.num_experts; ++slot) {
-    const auto drawn =
-        static_cast<int32_t>(random.below(static_cast<uint32_t>(shape.num_logical_experts)));
-    const auto on_rank = [&](int other) {
-      return other * shape.num_ranks / shape.num_experts ==
-                 slot * shape.num_ranks / shape.num_experts &&
-             shape.slot_expert[static_cast<size_t>(other)] == drawn;
-    };
-    bool is_taken = false;
-    for (int other = 0; other < slot; ++other)
-      is_taken = is_taken || on_rank(other);
-    shape.slot_expert.push_back(slot < shape.num_logical_experts ? slot : is_taken ? -1 : drawn);
-  }
-  return shape;
-}
-
 MOE_SCENARIO(replicas, "counts of logical experts say which replica takes a row") {
   KernelCase shape = expert_major(run);
   shape.with_weights = run.random().chance(1, 2);
@@ -196,6 +175,31 @@ MOE_SCENARIO(replicas_shared_rows, "the same with several warps to a row, on one
   KernelCase shape = share_rows(run, expert_major(run));
   shape.num_devices = static_cast<int>(run.random().between(1, 2));
   run_operations(run, with_replicas(run, shape), 1);
+}
+
+MOE_SCENARIO(replicas_rank_major,
+             "ranks read what others chose, where a token has one row a rank") {
+  KernelCase shape = expert_major(run);
+  shape.layout = RowLayout::kRankMajor;
+  shape.with_weights = run.random().chance(1, 2);
+  shape.has_bad_choice = run.random().chance(1, 8);
+  if (run.random().chance(1, 4))
+    shape.num_max_tokens = 70;  // more than a word of a set has bits
+  run_operations(run, with_replicas(run, shape), 2);
+}
+
+MOE_SCENARIO(replicas_rank_major_epochs, "the same, so that places of sets are used again") {
+  KernelCase shape = expert_major(run);
+  shape.layout = RowLayout::kRankMajor;
+  shape.num_max_tokens = 3;
+  run_operations(run, with_replicas(run, shape), 6, true);
+}
+
+MOE_SCENARIO(replicas_rank_major_shared_rows, "the same with several warps to a row") {
+  KernelCase shape = expert_major(run);
+  shape.layout = RowLayout::kRankMajor;
+  shape.with_weights = true;
+  run_operations(run, with_replicas(run, share_rows(run, shape)), 1);
 }
 
 MOE_SCENARIO(replicas_low_latency, "the same where ranks are masked now and then") {

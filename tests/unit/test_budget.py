@@ -81,14 +81,18 @@ def test_memory_goes_by_slots() -> None:
     plain, as_many = (EpConfig(num_experts=number, **sizes) for number in (1000, 1400))
     slots = [[*range(500), *range(500, 700)], [*range(500, 1000), *range(200)]]
     placed = dataclasses.replace(plain, placement=Placement(slots, 1000))
+    # Of 2 ranks and, for once and again, of as many experts as may have two slots each.
+    set_bytes = (2 + 2 * 700) * 128 // 8
+    of_one = budget.round_window_bytes(set_bytes)
     for layout in Layout:
         found, expected = (each.window_sizes(2, layout=layout) for each in (placed, as_many))
-        if layout is Layout.RANK_MAJOR:  # of 2 ranks and, for 1 and 2 times, of 400 experts
-            of_one = budget.round_window_bytes((2 + 2 * 400) * 128 // 8)
-            expected = dataclasses.replace(expected, control=expected.control + 4 * of_one)
+        expected = dataclasses.replace(expected, control=expected.control + 5 * of_one)
         assert found == expected != plain.window_sizes(2, layout=layout)
     found, expected = (each.rail_region_bytes(2, 1) for each in (placed, as_many))
-    assert found == expected > plain.rail_region_bytes(2, 1)
+    # Behind the row that is sent, and those of 4 epochs that come.
+    assert found == expected + 5 * -(-set_bytes // 64) * 64 > plain.rail_region_bytes(2, 1)
+    given = dataclasses.replace(placed, replica_rule="given")
+    assert given.rail_region_bytes(2, 1) == expected
     arguments = [
         "budget",
         "--ranks",

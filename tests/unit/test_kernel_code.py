@@ -21,8 +21,8 @@ from benchmarks.ptxas_report import short_names
 # A module may have code for one of them, and for others as well.
 ARCHITECTURES = ("sm_90a", "sm_100")
 MOST_INSTRUCTIONS = 8_000
-# Of a kernel that also shares rows out to replicas, across nodes.
-MOST_INSTRUCTIONS_OF = {"internode_exchange<true>": 9_600}
+# Of kernels that also share rows out to replicas, and count what these get by rank: in RANK_MAJOR alone.
+MOST_INSTRUCTIONS_OF = {"exchange_rows<true>": 9_200, "internode_exchange<true>": 11_200}
 COMBINES = ("combine<BFloat16, false>", "combine<BFloat16, true>")
 # Executed by a warp for a piece of 4 KiB of a row that it adds, of which 64 adds and as many conversions
 # are left in any case, and with weights 64 multiplications.
@@ -48,6 +48,7 @@ MOST_REGISTERS = {
     "dispatch<": 96,
     "exchange_offers": 56,
     "exchange_rows": 80,
+    "exchange_rows<true>": 84,
     "receive": 48,
     "receive_copies<": 56,
     "strided_copies<": 114,
@@ -116,7 +117,7 @@ def test_every_kernel_fits(architecture: str) -> None:
     too_long = {
         name: kernel.num_instructions
         for name, kernel in kernels.items()
-        if kernel.num_instructions > MOST_INSTRUCTIONS
+        if kernel.num_instructions > MOST_INSTRUCTIONS_OF.get(name, MOST_INSTRUCTIONS)
     }
     assert not too_long
 

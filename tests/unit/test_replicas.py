@@ -44,7 +44,6 @@ from tests.helpers.replica_ranks import (
     config_of,
     definition,
     inputs,
-    layouts_of,
     least_largest_load,
     random_placement,
 )
@@ -82,7 +81,7 @@ def test_native_shares_are_those_of_the_definition() -> None:
         (backend, rule, layout)
         for backend in BACKENDS
         for rule in REPLICA_RULES
-        for layout in layouts_of(backend, rule)
+        for layout in Layout
     ],
 )
 def test_rows_go_to_the_replicas_of_the_rule(
@@ -104,12 +103,9 @@ def test_nodes_limits_masks_and_quantized_rows(backend: str) -> None:
         for masked in ((1,), (0, 3)):
             check_dispatch(comm, "balanced", Layout.LOW_LATENCY, 6, masked=masked)
         check_dispatch(comm, "balanced", Layout.EXPERT_MAJOR, 7, quantization=FP8_BLOCK128)
-        if Layout.RANK_MAJOR in layouts_of(backend, "balanced"):
-            check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 7, quantization=FP8_BLOCK128)
-            grow = Capacity(num_rows=20, on_overflow="grow")
-            check_dispatch(
-                comm, "balanced", Layout.RANK_MAJOR, 9, capacity=grow, expert_alignment=4
-            )
+        check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 7, quantization=FP8_BLOCK128)
+        grow = Capacity(num_rows=20, on_overflow="grow")
+        check_dispatch(comm, "balanced", Layout.RANK_MAJOR, 9, capacity=grow, expert_alignment=4)
         check_dispatch(comm, "nearest", Layout.EXPERT_MAJOR, 8)
 
     on_ranks(4, body, backend=backend, num_local_ranks=2)
@@ -123,7 +119,7 @@ def test_sums_and_gradients_have_the_bits_of_those_without_replicas(
     on_ranks(3, lambda comm: check_same_bits(comm, rule, 3), backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["host", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_by_rank_are_those_of_a_dense_layer_and_loads_the_least(backend: str) -> None:
     for seed, num_ranks in enumerate((2, 3, 4, 5, 3, 2)):
         loads = on_ranks(
@@ -189,8 +185,11 @@ def test_ranks_without_memory_for_choices_say_so() -> None:
     on_ranks(2, body, max_heap_bytes=2 << 20)
 
 
+@pytest.mark.parametrize("backend", ["host", "simt"])
 @pytest.mark.parametrize("num_local_ranks", [2, 4])
-def test_tokens_that_choose_an_expert_several_times_are_bound_once(num_local_ranks: int) -> None:
+def test_tokens_that_choose_an_expert_several_times_are_bound_once(
+    backend: str, num_local_ranks: int
+) -> None:
     placement = random_placement(3, 4)
 
     def body(comm: Communicator) -> None:
@@ -213,20 +212,7 @@ def test_tokens_that_choose_an_expert_several_times_are_bound_once(num_local_ran
                 )
                 check_received(result, spec.received(comm.rank_idx, x))
 
-    on_ranks(4, body, num_local_ranks=num_local_ranks)
-
-
-def test_a_backend_that_cannot_balance_by_rank_says_so() -> None:
-    placement = random_placement(3, 2)
-
-    def body(comm: Communicator) -> None:
-        x, topk_idx, _ = (each[comm.rank_idx] for each in inputs(3, 2))
-        with EpBuffer(comm, config_of(placement)) as buffer:
-            with pytest.raises(ValueError, match="does not balance replicas in RANK_MAJOR"):
-                buffer.dispatch(x, topk_idx, layout=Layout.RANK_MAJOR)
-            buffer.dispatch(x, topk_idx)
-
-    on_ranks(2, body, backend="simt")
+    on_ranks(4, body, backend=backend, num_local_ranks=num_local_ranks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -263,7 +249,7 @@ def test_a_placement_is_replaced_and_handles_stay_what_they_are(backend: str) ->
     on_ranks(2, body, backend=backend)
 
 
-@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY])
+@pytest.mark.parametrize("layout", list(Layout))
 def test_rows_of_replicas_on_several_devices(layout: Layout) -> None:
     def body(comm: Communicator) -> None:
         with use_device(comm.rank_idx % 2):
@@ -272,14 +258,15 @@ def test_rows_of_replicas_on_several_devices(layout: Layout) -> None:
     on_ranks(4, body, backend="simt")
 
 
-@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.LOW_LATENCY])
+@pytest.mark.parametrize("layout", list(Layout))
 def test_replays_of_graphs_keep_the_placement_they_were_captured_with(layout: Layout) -> None:
     placements = [
         Placement([[0, 1, 2, 3], [4, 5, 0, -1]], NUM_EXPERTS),
         Placement([[5, 4, 0, 3], [0, 1, 2, 3]], NUM_EXPERTS),
     ]
     num_rows = 2 * NUM_MAX_TOKENS * NUM_TOPK
-    capacity = Capacity(num_rows=num_rows, on_overflow="drop")
+    by_rank = layout is Layout.RANK_MAJOR
+    capacity = Capacity(num_rows=num_rows, on_overflow="raise" if by_rank else "drop")
     limit = None if layout is Layout.LOW_LATENCY else capacity
 
     def body(comm: Communicator) -> None:
@@ -440,7 +427,7 @@ def test_a_glance_suffices_where_ids_are_slots_or_counts_decide(
         mine = topk_idx[comm.rank_idx]
         routing_map = torch.zeros(len(mine), num_ids + 1, dtype=torch.bool)
         routing_map = routing_map.scatter_(1, mine + 1, True)[:, 1:].contiguous()
-        for layout in layouts_of(backend, rule):
+        for layout in Layout:
             spec = definition(placement, rule, topk_idx, 2, layout)
             expected = spec.received(comm.rank_idx, x, weights)
             unweighted = spec.received(comm.rank_idx, x)

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bindings/shared/bind_endpoint.h"
+#include "layout/token_sets.h"
 #include "runtime/internode.h"
 
 namespace moe::bindings {
@@ -30,7 +31,10 @@ inline runtime::InternodeConfig internode_config_of(
   config.largest = {settings.attr("num_max_tokens").cast<int64_t>(),
                     settings.attr("num_max_topk").cast<int64_t>(),
                     settings.attr("max_row_bytes").cast<int64_t>(),
-                    settings.attr("node_reduction").cast<bool>()};
+                    settings.attr("node_reduction").cast<bool>(),
+                    settings.attr("balances_replicas").cast<bool>()
+                        ? layout::most_shared_experts(settings.attr("num_experts").cast<int>())
+                        : 0};
   return config;
 }
 

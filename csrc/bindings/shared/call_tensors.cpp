@@ -171,9 +171,6 @@ std::optional<DispatchTensors> see_dispatch(const ops::EndpointBase& endpoint,
   const bool is_low_latency = options.layout == layout::RowLayout::kLowLatency;
   if (config.num_max_tokens == 0 ? is_low_latency : num_tokens > config.num_max_tokens)
     return std::nullopt;
-  if (options.replicas && options.layout == layout::RowLayout::kRankMajor &&
-      !endpoint.hears_choices())
-    return std::nullopt;
   seen.rows = *rows;
   DlpackTensor found;
   const auto choices = view_matrix(endpoint, topk_idx, kAnyNumber, &found);

@@ -290,9 +290,8 @@ class Backend(abc.ABC):
     # Whether these of `EpConfig` do what they say; else a buffer with them is refused.
     has_node_reduction = False
     has_rank_reduction = False
-    # Whether `balance_replicas` does, and in RANK_MAJOR, too: "balanced" is refused else.
+    # Whether `balance_replicas` does: "balanced" is refused else.
     has_balanced_replicas = False
-    has_balanced_rank_major = False
 
     def __init_subclass__(cls) -> None:
         for method, options in (

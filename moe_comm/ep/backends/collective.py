@@ -68,7 +68,6 @@ class CollectiveBackend(Backend):
     has_node_reduction = True
     has_rank_reduction = True
     has_balanced_replicas = True
-    has_balanced_rank_major = True
 
     def __init__(self, communicator: object, config: EpConfig) -> None:
         super().__init__(communicator, config)

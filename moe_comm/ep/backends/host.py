@@ -25,7 +25,6 @@ class HostBackend(NativeBackend):
     name = "host"
     has_node_reduction = True
     has_rank_reduction = True
-    has_balanced_rank_major = True
     _endpoint: _host.Endpoint
     _rail_engine: RailEngine | None = None
 
