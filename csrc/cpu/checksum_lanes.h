@@ -13,7 +13,7 @@ constexpr uint64_t kChecksumOdd = 0x9E3779B97F4A7C15ull;
 
 /// Takes a word into a lane, or a register of words into as many lanes.
 template <typename Lane>
-MOE_FORCE_INLINE Lane absorb(Lane lane, Lane word) {
+constexpr MOE_FORCE_INLINE Lane absorb(Lane lane, Lane word) {
   lane = (lane ^ word) * kChecksumOdd;
   return lane ^ lane >> 29;
 }

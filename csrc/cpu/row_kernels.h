@@ -97,14 +97,17 @@ struct RowKernels {
 
   /// Takes @p bytes, a multiple of kChecksumRoundBytes, into the lanes of a checksum, and copies
   /// them to @p dst, which may be null, as `copy` does: the bytes are read once.
-  /// @param next  Where what is taken afterwards begins; fetched ahead, as the processor cannot
-  /// guess
-  ///   it. Need not be readable.
+  /// @param next    Where what is taken afterwards begins; fetched ahead, as the processor cannot
+  ///   guess it. Need not be readable.
+  /// @param before  The lanes as they were, which may be @p lanes. Those of a block that begins lie
+  ///   in a table: registers are loaded late from stores narrower than they are, of which all must
+  ///   have left the core.
   void (*absorb_copy)(const std::byte* src,
                       std::byte* dst,
                       int64_t bytes,
                       StoreMode mode,
                       const std::byte* next,
+                      const uint64_t* before,
                       uint64_t* lanes);
 
   /// Zeroes @p bytes (any number).

@@ -1,6 +1,7 @@
 #include "cpu/strided_copy.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 
@@ -181,6 +182,14 @@ int64_t whole_rounds(int64_t bytes) {
   return bytes & -kChecksumRoundBytes;
 }
 
+/// Lanes as a block begins.
+alignas(64) constexpr auto kFirstLanes = [] {
+  std::array<uint64_t, kChecksumLanes> lanes{};
+  for (int i = 0; i < kChecksumLanes; ++i)
+    lanes[static_cast<size_t>(i)] = absorb(kChecksumOdd, static_cast<uint64_t>(i));
+  return lanes;
+}();
+
 uint64_t hash_of_lanes(uint64_t* lanes, int64_t block_idx) {
   constexpr int kLast = 8;
   // A lane that took another as it is could not tell a change of the one from a change of the
@@ -205,9 +214,8 @@ uint64_t copy_block(const RowKernels& kernels,
   const int64_t block_bytes = std::min(kChecksumBlockBytes, src_bytes - at);
   const bool is_read_in_place = has_long_runs(src);
   const bool is_written_in_place = has_long_runs(dst);
-  uint64_t lanes[kChecksumLanes];
-  for (int i = 0; i < kChecksumLanes; ++i)
-    lanes[i] = absorb(kChecksumOdd, static_cast<uint64_t>(i));
+  alignas(64) uint64_t lanes[kChecksumLanes];
+  const uint64_t* before = kFirstLanes.data();
   alignas(64) std::byte staged[kStagedBytes];
   int64_t done = 0;
   const auto copy_from_done = [&](int64_t bytes) {
@@ -235,7 +243,8 @@ uint64_t copy_block(const RowKernels& kernels,
       const int64_t padded = whole_rounds(part + kChecksumRoundBytes - 1);
       std::memset(staged + part, 0, static_cast<size_t>(padded - part));
       const std::byte* const next = is_read_in_place ? from.data() : staged;
-      kernels.absorb_copy(staged, nullptr, padded, StoreMode::kCached, next, lanes);
+      kernels.absorb_copy(staged, nullptr, padded, StoreMode::kCached, next, before, lanes);
+      before = lanes;
       copy_from_done(std::min(part, to_copy));
       done += part;
       continue;
@@ -252,7 +261,8 @@ uint64_t copy_block(const RowKernels& kernels,
     }
     const bool ends_run = from.run_left() - part < kChecksumRoundBytes;
     const int64_t next = ends_run ? from.run_left() + run_gap(src) : part;
-    kernels.absorb_copy(from.data(), passed_to, part, mode, from.data() + next, lanes);
+    kernels.absorb_copy(from.data(), passed_to, part, mode, from.data() + next, before, lanes);
+    before = lanes;
     if (passed_to == nullptr)
       copy_from_done(std::min(part, to_copy));
     from.advance(part);

@@ -159,6 +159,7 @@ void absorb_copy(const std::string& isa,
                       from.size(),
                       store_mode(streaming),
                       from.data(),
+                      reinterpret_cast<const uint64_t*>(words.data()),
                       reinterpret_cast<uint64_t*>(words.data()));
   kernels.store_fence();
 }

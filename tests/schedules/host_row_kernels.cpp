@@ -103,10 +103,11 @@ void absorb_copy(const std::byte* src,
                  int64_t bytes,
                  StoreMode mode,
                  const std::byte* next,
+                 const uint64_t* before,
                  uint64_t* lanes) {
   if (dst != nullptr)
     copy(src, dst, bytes, mode);
-  kPortableRowKernels.absorb_copy(src, nullptr, bytes, mode, next, lanes);
+  kPortableRowKernels.absorb_copy(src, nullptr, bytes, mode, next, before, lanes);
 }
 
 void zero(std::byte* dst, int64_t bytes, StoreMode mode) {
