@@ -29,9 +29,9 @@ _CHUNK_BYTES = 4 << 20
 _CACHED_BYTES = 256 << 10
 # Runs are read with what lies between them where that is less than reading them one by one would take.
 _MAX_GAP_BYTES = 4096
-# Written at a time, up to a multiple of it: then the system holds the file in large pages, which it also reads
-# faster.
-_WRITTEN_BYTES = 4 << 20
+# Written at a time, up to a multiple of it: then the system holds the file in larger pages, which it also reads
+# faster. Pages of several MiB take it long to find where memory is short.
+_WRITTEN_BYTES = 512 << 10
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
