@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/byte_buffers.h"
+#include "bindings/shared/signature.h"
 #include "core/error.h"
 #include "cpu/file_rows.h"
 
@@ -36,24 +37,15 @@ void bind_files(py::module_& parent) {
   m.def("read_rows",
         &read_rows,
         "Reads `num_runs` runs of neighbors; returns where the file ends, if that is before.",
-        py::arg("descriptor"),
-        py::arg("offset"),
-        py::arg("num_runs"),
-        py::arg("run_bytes"),
-        py::arg("step"),
-        py::arg("memory"),
-        py::arg("cached_bytes"),
-        py::arg("max_gap_bytes"));
+        Signature("descriptor, offset, num_runs, run_bytes, step, memory, cached_bytes, "
+                  "max_gap_bytes"));
   m.def("begin_writeback",
         &cpu::begin_writeback,
-        py::arg("descriptor"),
-        py::arg("offset"),
-        py::arg("num_bytes"),
+        Signature("descriptor, offset, num_bytes"),
         py::call_guard<py::gil_scoped_release>());
   m.def("reserve",
         &cpu::reserve_file,
-        py::arg("descriptor"),
-        py::arg("num_bytes"),
+        Signature("descriptor, num_bytes"),
         py::call_guard<py::gil_scoped_release>());
 }
 
