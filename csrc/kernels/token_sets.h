@@ -4,7 +4,8 @@
 
 #include "device/primitives.h"
 #include "device/warp.h"
-#include "kernels/exchange.h"
+#include "kernels/buffer.h"
+#include "kernels/replicas.h"
 #include "layout/row.h"
 #include "layout/token_sets.h"
 
