@@ -15,6 +15,8 @@ __all__ = ["decode_all", "gather_objects", "gather_objects_of_group"]
 _LENGTH_BYTES = 8
 # With the length: as much as most items are, so that they take one exchange.
 _FIRST_BYTES = 4096
+# Longer items are none: their length is damaged, and waiting for the rest would not end.
+_MOST_BYTES = 1 << 36
 
 
 def gather_objects(
@@ -42,6 +44,12 @@ def gather_objects(
         len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:first_bytes].ljust(first_bytes, b"\0")
     )
     lengths = [int.from_bytes(first[:_LENGTH_BYTES], "little") for first in firsts]
+    for rank_idx, length in enumerate(lengths):
+        if length > _MOST_BYTES:
+            raise _damaged(
+                f"rank {rank_idx}: expected plain data of at most {_MOST_BYTES} bytes, got {length}",
+                rank_idx,
+            )
     longest = max(lengths)
     said = [first[_LENGTH_BYTES:] for first in firsts]
     for start in range(first_bytes, longest, piece_bytes):
@@ -70,7 +78,11 @@ def _decoded(rank_idx: int, data: bytes) -> Any:
     try:
         return decode_plain(data, f"rank {rank_idx}")
     except ValueError as error:
-        raise CommunicationError(str(error), ranks=(rank_idx,), operation="all_gather") from None
+        raise _damaged(str(error), rank_idx) from None
+
+
+def _damaged(text: str, rank_idx: int) -> CommunicationError:
+    return CommunicationError(text, ranks=(rank_idx,), operation="all_gather")
 
 
 def gather_objects_of_group(group: dist.ProcessGroup | None, item: Any) -> list[Any]:

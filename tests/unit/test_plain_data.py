@@ -155,16 +155,27 @@ def test_what_is_damaged_is_named(data: bytes) -> None:
 @pytest.mark.parametrize("data", [PICKLED, b"", b"[1"], ids=["pickled", "empty", "cut"])
 @pytest.mark.parametrize("piece_bytes", [None, 16])
 def test_a_damaged_gather_names_the_rank(data: bytes, piece_bytes: int | None) -> None:
+    exchanges = 0
+
     def all_gather(payload: bytes) -> list[bytes]:
-        if piece_bytes is None or len(payload) != 8:
-            return [payload, data.ljust(len(payload), b"\0")[: len(payload) or None]]
-        return [payload, payload]
+        nonlocal exchanges
+        # The first piece begins with the length.
+        kept = payload[: 8 if piece_bytes and not exchanges else 0] + data
+        exchanges += 1
+        return [payload, kept.ljust(len(payload), b"\0")[: len(payload) or None]]
 
     if piece_bytes is None and not data:
         data = b"\0"
     with pytest.raises(CommunicationError, match=r"^rank 1: expected plain data") as caught:
         gather_objects(all_gather, ["mine", "of rank 0"], piece_bytes=piece_bytes)
     assert caught.value.ranks == (1,)
+
+
+def test_a_damaged_length_names_the_rank() -> None:
+    with pytest.raises(
+        CommunicationError, match=r"^rank 1: expected .* at most \d+ bytes, got \d+"
+    ):
+        gather_objects(lambda payload: [payload, b"\xff" * len(payload)], "mine", piece_bytes=64)
 
 
 def test_metadata_and_batches_of_other_ranks_are_parsed() -> None:
