@@ -76,6 +76,8 @@ def load_pretrained(
     for _, tensor in named_refit_tensors(model):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()  # buffers that are not saved alone
+    # The version whose configuration this is, also where a newer one has come meanwhile.
+    version = None if path == Path(folder) else path.name
     load_checkpoint(transformers_views(model), folder, version, strict=strict, checksums=checksums)
     if model.can_generate() and (path / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
