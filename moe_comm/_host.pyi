@@ -316,6 +316,10 @@ class layout:
     @staticmethod
     def workspace_bytes(num_ranks: int, num_experts: int, depth: int) -> int: ...
     @staticmethod
+    def token_sets_bytes(
+        *, num_ranks: int, num_shared: int, num_tokens: int, num_topk: int
+    ) -> int: ...
+    @staticmethod
     def rail_region_bytes(
         *,
         num_ranks: int,

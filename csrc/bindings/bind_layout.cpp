@@ -291,6 +291,9 @@ void bind_region_sizes(py::module_& sizes) {
   sizes.def("row_stride", &layout::Row::stride, Signature("num_ranks, num_experts"));
   sizes.def(
       "workspace_bytes", &layout::Workspace::bytes, Signature("num_ranks, num_experts, depth"));
+  sizes.def("token_sets_bytes",
+            &layout::most_set_bytes,
+            Signature("*, num_ranks, num_shared, num_tokens, num_topk"));
   sizes.def(
       "rail_region_bytes",
       [](int num_ranks,

@@ -468,10 +468,14 @@ def window_sizes(
 
 def token_sets_bytes(num_ranks: int, num_tokens: int, num_topk: int, num_experts: int) -> int:
     """Most bytes that a rank offers with its row in RANK_MAJOR, where so many experts have several slots."""
-    if num_experts == 0:
-        return 0
-    num_sets = num_ranks + (1 + (num_topk - 1).bit_length()) * num_experts
-    return round_window_bytes(num_sets * -(-num_tokens // 64) * 8)
+    return round_window_bytes(
+        _sizes().token_sets_bytes(
+            num_ranks=num_ranks,
+            num_shared=num_experts,
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+        )
+    )
 
 
 def live_heap_bytes(
