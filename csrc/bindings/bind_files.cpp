@@ -6,6 +6,7 @@
 #include "bindings/bindings.h"
 #include "bindings/shared/byte_buffers.h"
 #include "bindings/shared/signature.h"
+#include "bindings/shared/without_gil.h"
 #include "core/error.h"
 #include "cpu/file_rows.h"
 
@@ -24,16 +25,16 @@ std::optional<int64_t> read_rows(int descriptor,
   MOE_CHECK(run_bytes > 0 && step >= run_bytes, "runs of ", run_bytes, " bytes every ", step);
   const Bytes bytes(memory, true);
   bytes.check(num_runs * run_bytes, 1, "memory");
-  const py::gil_scoped_release no_gil;
-  const int64_t end =
-      cpu::read_file_rows(descriptor, rows, bytes.data(), {cached_bytes, max_gap_bytes});
+  const int64_t end = without_gil([&] {
+    return cpu::read_file_rows(descriptor, rows, bytes.data(), {cached_bytes, max_gap_bytes});
+  });
   return end < 0 ? std::nullopt : std::optional(end);
 }
 
 }  // namespace
 
 void bind_files(py::module_& parent) {
-  py::module_ m = parent.def_submodule("files", "What Python's own calls of files lack.");
+  py::module_ m = parent.def_submodule("files", "Calls of files that Python lacks.");
   m.def("read_rows",
         &read_rows,
         "Reads `num_runs` runs of neighbors; returns where the file ends, if that is before.",

@@ -42,6 +42,8 @@ int64_t read_file_rows(int descriptor,
                        const FileRows& rows,
                        std::byte* memory,
                        const RowLimits& limits) {
+  if (rows.num_runs == 1 || rows.step == rows.run_bytes)
+    return read_all(descriptor, memory, rows.num_runs * rows.run_bytes, rows.offset);
   const bool is_read_whole =
       rows.step <= limits.cached_bytes && rows.step - rows.run_bytes <= limits.max_gap_bytes;
   const int64_t most = is_read_whole ? std::min(limits.cached_bytes / rows.step, rows.num_runs) : 1;

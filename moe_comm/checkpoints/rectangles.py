@@ -279,21 +279,6 @@ def _read_rows(descriptor: int, memory: memoryview, rectangle: Rectangle) -> Non
         if not memory:
             break
         its, memory = memory[: rows.num_bytes], memory[rows.num_bytes :]
-        if rows.num_runs == 1 or rows.step == rows.run_bytes:
-            _read_all(descriptor, its, rows.offset)
-        else:
-            limits = _CACHED_BYTES, _MAX_GAP_BYTES
-            _check_end(_host.files.read_rows(descriptor, *rows, its, *limits), rows.stop)
-
-
-def _read_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    while memory:
-        count = os.preadv(descriptor, [memory], offset)
-        _check_end(None if count else offset, offset + len(memory))
-        memory, offset = memory[count:], offset + count
-
-
-def _check_end(end: int | None, stop: int) -> None:
-    """Raise EOFError where a file ends before `stop`."""
-    if end is not None:
-        raise EOFError(f"the file ends at byte {end}, {stop - end} bytes too early")
+        end = _host.files.read_rows(descriptor, *rows, its, _CACHED_BYTES, _MAX_GAP_BYTES)
+        if end is not None:
+            raise EOFError(f"the file ends at byte {end}, {rows.stop - end} bytes too early")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import random
 import re
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_comm import _host
 from moe_comm.checkpoints import compact_checkpoint, save_checkpoint
 from moe_comm.checkpoints.blocks import BLOCK_BYTES, boxes_of_run, num_neighbors, place_of
 from moe_comm.errors import CheckpointError
@@ -259,13 +259,13 @@ def test_weights_are_read_once_and_bases_not_at_all(
     sides = halves(numbers(a=(512, 512), b=(512, 512)))
     save(sides, folder, "v0")
     read: list[int] = []
-    preadv = os.preadv
+    read_rows = _host.files.read_rows
 
-    def counted(descriptor: int, buffers: Any, offset: int) -> int:
-        read.append(len(buffers[0]))
-        return preadv(descriptor, buffers, offset)
+    def counted(*args: Any) -> int | None:
+        read.append(len(args[5]))
+        return read_rows(*args)
 
-    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(_host.files, "read_rows", counted)
     save(sides, folder, "v1", base="v0")
     assert read == []
     # Parts that are cut otherwise are compared with the files.

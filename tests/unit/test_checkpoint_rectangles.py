@@ -66,7 +66,7 @@ def test_columns_of_a_file(
     assert rectangle_checksum(descriptor, rectangle) == crc32c(expected.numpy().tobytes())
 
 
-@pytest.mark.parametrize("gap", [4, 400], ids=["with gaps", "run by run"])
+@pytest.mark.parametrize("gap", [0, 4, 400], ids=["adjoining", "with gaps", "run by run"])
 def test_a_file_that_ends_anywhere_in_the_rows_is_an_error(
     descriptor: int, monkeypatch: pytest.MonkeyPatch, gap: int
 ) -> None:
