@@ -303,8 +303,8 @@ void bind_batched_copy(py::module_& module) {
             self.reject(message, signal_check());
           },
           py::arg("message"),
-          py::call_guard<py::gil_scoped_release>())
-      .def("destroy", &BatchedCopy::destroy, py::call_guard<py::gil_scoped_release>());
+          NoGil())
+      .def("destroy", &BatchedCopy::destroy, NoGil());
   py::class_<PieceChecksums, std::shared_ptr<PieceChecksums>>(module, "PieceChecksums")
       .def(py::init(&make_piece_checksums), py::arg("pieces"))
       .def("compute", &piece_checksums, Signature("sent, num_threads"))

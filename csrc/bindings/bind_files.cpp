@@ -43,11 +43,8 @@ void bind_files(py::module_& parent) {
   m.def("begin_writeback",
         &cpu::begin_writeback,
         Signature("descriptor, offset, num_bytes"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("reserve",
-        &cpu::reserve_file,
-        Signature("descriptor, num_bytes"),
-        py::call_guard<py::gil_scoped_release>());
+        NoGil());
+  m.def("reserve", &cpu::reserve_file, Signature("descriptor, num_bytes"), NoGil());
 }
 
 }  // namespace moe::bindings

@@ -193,21 +193,21 @@ void bind_shrink(py::class_<NativeGroup, std::shared_ptr<NativeGroup>>& group) {
       .def(
           "shrink_check",
           [](NativeGroup& self) { self.group->shrink_ballots().check_round(); },
-          py::call_guard<py::gil_scoped_release>())
+          NoGil())
       .def(
           "shrink_refuse",
           [](NativeGroup& self, const std::string& text, bool is_mistake) {
             return self.group->shrink_ballots().refuse(text, is_mistake);
           },
           Signature("text, is_mistake"),
-          py::call_guard<py::gil_scoped_release>());
+          NoGil());
 }
 
 }  // namespace
 
 void bind_group(py::module_& module) {
   py::class_<heap::HeapPages, std::shared_ptr<heap::HeapPages>>(module, "HeapPages")
-      .def("unshare", &heap::HeapPages::unshare, py::call_guard<py::gil_scoped_release>())
+      .def("unshare", &heap::HeapPages::unshare, NoGil())
       .def("abandon", &heap::HeapPages::abandon);
   py::class_<NativeGroup, std::shared_ptr<NativeGroup>> group(module, "Group");
   group
@@ -244,13 +244,9 @@ void bind_group(py::module_& module) {
       .def("find", &find_place, Signature("address, num_bytes"))
       .def("resolve", &resolve_bytes, Signature("rank_idx, segment_idx, offset, num_bytes"))
       .def(
-          "reserve",
-          [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); },
-          py::call_guard<py::gil_scoped_release>())
+          "reserve", [](NativeGroup& self, uint64_t bytes) { self.heap->reserve(bytes); }, NoGil())
       .def(
-          "trim",
-          [](NativeGroup& self) { return self.heap->trim(); },
-          py::call_guard<py::gil_scoped_release>())
+          "trim", [](NativeGroup& self) { return self.heap->trim(); }, NoGil())
       .def("heap_stats",
            [](const NativeGroup& self) { return heap_stats_dict(self.heap->stats()); })
       .def("recover",
@@ -266,7 +262,7 @@ void bind_group(py::module_& module) {
             if (self.owns_mesh)
               self.mesh->leave();
           },
-          py::call_guard<py::gil_scoped_release>());
+          NoGil());
   bind_shrink(group);
 }
 

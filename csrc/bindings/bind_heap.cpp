@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/signature.h"
+#include "bindings/shared/without_gil.h"
 #include "heap/peer_mesh.h"
 #include "heap/shm_heap.h"
 
@@ -13,7 +14,6 @@ namespace py = pybind11;
 using heap::HeapOptions;
 using heap::PeerMesh;
 using heap::ShmHeap;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_heap(py::module_& module) {
   py::class_<PeerMesh, std::shared_ptr<PeerMesh>>(module, "PeerMesh")

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/shared/signature.h"
+#include "bindings/shared/without_gil.h"
 #include "core/error.h"
 #include "core/rail.h"
 #include "group/queued_rail.h"
@@ -16,7 +17,6 @@ namespace {
 
 using group::QueuedRail;
 using Request = QueuedRail::Request;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 /// Memory of a Python object, held for as long as the rail needs it.
 struct HeldMemory {

@@ -67,7 +67,6 @@ void bind_devices(py::module_& module) {
 }
 
 DeviceHeapClass bind_device_heap(py::module_& module) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
   DeviceHeapClass heap(module, "Heap", py::module_local());
   heap.def_property_readonly("num_sms",
                              [](const DeviceHeap& self) { return self.device->num_sms(); })

@@ -9,6 +9,7 @@
 #include "bindings/shared/bind_combine.h"
 #include "bindings/shared/bind_dispatch.h"
 #include "bindings/shared/native_group.h"
+#include "bindings/shared/without_gil.h"
 
 namespace moe::bindings {
 
@@ -154,7 +155,7 @@ void bind_endpoint(py::module_& module,
             if (const std::exception_ptr error = self.take_untold_error())
               std::rethrow_exception(error);
           },
-          py::call_guard<py::gil_scoped_release>());
+          NoGil());
 }
 
 }  // namespace moe::bindings

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "bindings/shared/without_gil.h"
 #include "simt/simt_device.h"
 #include "simt/stream.h"
 
@@ -75,10 +76,9 @@ void call(WorkerStream& stream, py::object function) {
 }  // namespace
 
 void bind_streams(py::module_& module, DeviceEndpointClass& endpoint) {
-  const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<StreamEvent, std::shared_ptr<StreamEvent>>(module, "Event", py::module_local())
       .def("is_complete", &StreamEvent::is_complete)
-      .def("synchronize", &StreamEvent::await, no_gil);
+      .def("synchronize", &StreamEvent::await, NoGil());
   py::class_<WorkerStream, std::shared_ptr<WorkerStream>>(module, "Stream", py::module_local())
       .def(py::init([] { return drop_without_gil(std::make_shared<WorkerStream>(-1)); }))
       .def_property_readonly(
@@ -91,11 +91,11 @@ void bind_streams(py::module_& module, DeviceEndpointClass& endpoint) {
           [](WorkerStream& self, const StreamEvent& event) { self.wait(event); },
           py::arg("event"))
       .def("is_idle", &WorkerStream::is_idle)
-      .def("synchronize", [](WorkerStream& self) { record(self)->await(); }, no_gil);
+      .def("synchronize", [](WorkerStream& self) { record(self)->await(); }, NoGil());
   py::class_<BufferGraph>(module, "Graph", py::module_local())
       .def_property_readonly("num_nodes", &BufferGraph::num_nodes)
-      .def("replay", &BufferGraph::replay, no_gil)
-      .def("synchronize", &BufferGraph::synchronize, no_gil);
+      .def("replay", &BufferGraph::replay, NoGil())
+      .def("synchronize", &BufferGraph::synchronize, NoGil());
   endpoint.def("device_calls", &device_calls)
       .def(
           "begin_capture",
@@ -105,7 +105,7 @@ void bind_streams(py::module_& module, DeviceEndpointClass& endpoint) {
             self.settle_receive(signal_check());
             stream_of(self).begin_capture();
           },
-          no_gil)
+          NoGil())
       .def("end_capture",
            [](std::shared_ptr<DeviceEndpoint> self) { return BufferGraph(std::move(self)); });
 }
