@@ -17,6 +17,7 @@
 #include "cuda/retired_blocks.h"
 #include "heap/heap_core.h"
 #include "heap/heap_window.h"
+#include "heap/segment_size.h"
 
 namespace moe::cuda {
 namespace {
@@ -33,10 +34,6 @@ using heap::Token;
 
 // For streams to come to the end of what used a window.
 constexpr auto kRetiredLimit = std::chrono::seconds(5);
-
-// The n-th segment adds an n-th of this to the heap at least, which makes 220 of them for the
-// largest device.
-constexpr uint64_t kGrowthDivisor = 2048;
 
 /// Segments that this process has mapped, its own and its peers': ranks that are threads share
 /// them.
@@ -353,10 +350,9 @@ void IpcHeap::add_segment(uint64_t window_bytes) {
                                core_->segment_bytes.load(std::memory_order_relaxed)),
                         window_bytes,
                         room_bytes);
-  // However sizes go, segments stay fewer than kernels address.
   const uint32_t segment_idx = core_->num_segments.load(std::memory_order_relaxed);
-  const uint64_t wanted_bytes =
-      core_->segment_bytes.load(std::memory_order_relaxed) / kGrowthDivisor * segment_idx;
+  const uint64_t wanted_bytes = core_->segment_bytes.load(std::memory_order_relaxed) /
+                                heap::kDeviceGrowthDivisor * segment_idx;
   NewDeviceSegment made =
       make_segment(growth, std::min(round_up(wanted_bytes, granularity_), room_bytes));
   const uint64_t bytes = made.segment->bytes();

@@ -10,9 +10,6 @@ namespace moe::group {
 
 namespace {
 
-// The service thread of a rank that runs answers at once, where it gets a core.
-constexpr int64_t kLeastAnswerNs = 1'000'000'000;
-
 /// Whom a rank waits for in the operation of @p site, -1 for nobody; nothing where there is no
 /// answer: it is stopped, or gone.
 std::optional<int> ask_awaited(Peers& peers, const WaitSite& site, int rank_idx) {

@@ -7,6 +7,7 @@
 #include "core/sync.h"
 #include "group/deadlock_watch.h"
 #include "group/peers.h"
+#include "group/wait_limits.h"
 #include "group/wait_policy.h"
 
 // What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
@@ -16,8 +17,6 @@
 namespace moe::group {
 
 // ---- How a waiter polls.
-
-constexpr int64_t kSleepSliceNs = 40'000'000;  // bounds how late a sleeper looks at its limits
 
 /// Waits until @p ready() holds: spins, yields, then sleeps on this rank's doorbell.
 ///
@@ -92,18 +91,6 @@ void await_peer(Peers& peers, const WaitSite& site, Ready&& ready, Look&& look) 
 }
 
 // ---- A rank that is gone.
-
-/// A rank may die after its part of an operation that the others can complete. One that has not
-/// entered by then has seen the death as well, and will not.
-constexpr int64_t kDeathGraceNs = 300'000'000;
-
-/// What a rank of another node sent before it left or died has to come and to be handed on there,
-/// and so has the reason why a rail failed.
-constexpr int64_t kRemoteGraceNs = 2'000'000'000;
-
-/// A rank that leaves its operations for recover() or shrink() aborts them after so long: a peer
-/// that waits for it in one would never learn that it will not come.
-constexpr int64_t kAbortPatienceNs = 500'000'000;
 
 /// Since when something has been so, and whether that is too long.
 class GraceClock {

@@ -7,15 +7,9 @@
 #include "core/error.h"
 #include "core/rank_list.h"
 #include "group/message.h"
+#include "group/wait_limits.h"
 
 namespace moe::group {
-
-namespace {
-
-// A rank that is about to be found dead counts against those who go on until it is.
-constexpr int64_t kDeathPatienceNs = 1'000'000'000;
-
-}  // namespace
 
 ShrinkBallots::ShrinkBallots(const Membership& ranks)
     : ranks_(ranks),

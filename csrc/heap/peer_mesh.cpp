@@ -18,6 +18,7 @@
 
 #include "core/error.h"
 #include "core/process.h"
+#include "heap/link_limits.h"
 #include "heap/listener_list.h"
 #include "heap/mesh_connect.h"
 #include "heap/peer_connection.h"
@@ -29,15 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A peer that is stopped may not read its last messages: leaving waits no longer than this for it
-// to take any. One that is slow gets all of them.
-constexpr auto kFlushLimit = std::chrono::seconds(1);
-constexpr auto kCatchUpLimit = std::chrono::seconds(1);
 constexpr int kRetryMs = 5;
-// Shorter silences come of loaded machines and of links that drop packets.
-constexpr double kLeastLinkTimeoutS = 2.0;
-constexpr int kLinkLooks = 8;  // at a connection, within its limit
-constexpr double kMostLookS = 5.0;
 constexpr uint64_t kWakeKey = ~uint64_t{0};
 constexpr uint64_t kPidfdBit = uint64_t{1} << 32;
 

@@ -14,6 +14,7 @@
 #include "heap/heap_window.h"
 #include "heap/machine_memory.h"
 #include "heap/memfd_segment.h"
+#include "heap/segment_size.h"
 #include "heap/segment_table.h"
 #include "heap/window_allocator.h"
 
@@ -22,9 +23,6 @@ namespace {
 
 using Block = WindowAllocator::Block;
 using ShmWindow = HeapWindow<HeapCore>;
-
-// Taken from the system at a time for memory that is to be shared.
-constexpr uint64_t kShareStepBytes = uint64_t{256} << 20;
 
 uint64_t round_down(uint64_t value, uint64_t multiple) {
   return value / multiple * multiple;
@@ -54,7 +52,6 @@ class MemfdHeap final : public ShmHeap {
 
  private:
   uint64_t largest_free_bytes() const;
-  uint64_t headroom_bytes(uint64_t bytes) const;
   uint64_t return_free_pages();
   void add_segment(uint64_t least_bytes, uint64_t wanted_bytes);
   std::shared_ptr<Window> make_window(Block* block, uint64_t bytes);
@@ -94,13 +91,6 @@ uint64_t MemfdHeap::largest_available_bytes() const {
 uint64_t MemfdHeap::largest_free_bytes() const {
   const std::lock_guard lock(core_->mutex);
   return core_->allocator.largest_free_bytes();
-}
-
-/// Bytes of a new segment beyond the window that asks for it: few, as its pages are resident,
-/// but enough where a window outgrew its former place, or needs that creep upwards would each grow
-/// the heap.
-uint64_t MemfdHeap::headroom_bytes(uint64_t bytes) const {
-  return largest_free_bytes() >= bytes / 2 ? bytes / 8 : bytes / 64;
 }
 
 /// Adds a segment of @p wanted_bytes, or as little as @p least_bytes where no more can be had.
@@ -170,7 +160,7 @@ std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
     };
     // Another thread may have added memory meanwhile, or take what is added here.
     while ((block = try_again()) == nullptr) {
-      const uint64_t wanted_bytes = bytes + headroom_bytes(bytes);
+      const uint64_t wanted_bytes = bytes + headroom_bytes(bytes, largest_free_bytes());
       // What is free is too small for this step's windows; later ones will hardly fit it either.
       return_free_pages();
       add_segment(WindowAllocator::rounded_bytes(bytes), round_up(wanted_bytes, kHugePageBytes));
@@ -287,7 +277,6 @@ std::vector<std::shared_ptr<HeapPages>> MemfdHeap::share(const std::vector<Memor
     for (const MemoryRange& range : ranges) {
       const uint64_t bytes = HeapPages::heap_bytes(range);
       const uint64_t rounded_bytes = WindowAllocator::rounded_bytes(bytes);
-      // Few segments, and little that is there twice: private pages go as soon as they are shared.
       if (largest_free_bytes() < rounded_bytes)
         reserve(std::max(rounded_bytes, std::min(left_bytes, kShareStepBytes)));
       left_bytes -= rounded_bytes;

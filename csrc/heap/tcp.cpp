@@ -15,12 +15,11 @@
 #include <set>
 
 #include "core/error.h"
+#include "heap/link_limits.h"
 #include "heap/socket.h"
 
 namespace moe::heap {
 namespace {
-
-constexpr int kMostKeepaliveS = 30;  // seconds between two looks at an idle peer
 
 struct SocketAddress {
   sockaddr_storage storage{};
@@ -248,10 +247,10 @@ int dial_error(const OwnedFd& socket) {
 }
 
 void prepare_tcp(const OwnedFd& socket, double limit_s) {
-  // Four questions within the limit. TCP_USER_TIMEOUT would also end a connection to a process that
-  // is stopped and reads nothing, though its machine answers.
-  const int interval_s =
-      static_cast<int>(std::clamp(limit_s / 4, 1.0, static_cast<double>(kMostKeepaliveS)));
+  // TCP_USER_TIMEOUT would also end a connection to a process that is stopped and reads nothing,
+  // though its machine answers.
+  const auto interval_s =
+      static_cast<int>(std::clamp(limit_s / kLinkQuestions, 1.0, kMostKeepaliveS));
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE");
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval_s, "TCP_KEEPIDLE");

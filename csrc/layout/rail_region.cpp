@@ -3,17 +3,12 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "layout/rail_chunks.h"
 #include "layout/token_sets.h"
 
 namespace moe::layout {
 
 namespace {
-
-/// Chunks of a combine that may be under way at a time, each by a warp of its own.
-constexpr int64_t kNumReplyPlaces = 64;
-constexpr int64_t kMostTokensPerChunk = 8;
-/// Chunks of a full buffer, at least: a warp takes one at a time.
-constexpr int64_t kLeastChunks = 256;
 
 /// Least bytes of an area: a small buffer takes rows of other sizes too.
 constexpr int64_t kLeastAreaBytes = int64_t{256} << 10;
@@ -52,11 +47,6 @@ int64_t area_bytes(const LargestOperation& largest,
 }
 
 }  // namespace
-
-int32_t rail_tokens_per_chunk(int64_t num_max_tokens) {
-  return static_cast<int32_t>(
-      std::clamp<int64_t>(num_max_tokens / kLeastChunks, 1, kMostTokensPerChunk));
-}
 
 RailRegion rail_region(const LargestOperation& largest,
                        NodeLayout nodes,

@@ -226,9 +226,6 @@ struct LargestOperation {
   int num_max_shared = 0;
 };
 
-/// Tokens of a chunk, so that chunks of a full buffer keep every warp busy.
-int32_t rail_tokens_per_chunk(int64_t num_max_tokens);
-
 /// The rail region of a buffer on every rank. An area holds all rows of a dispatch, or the requests
 /// of a combine and some replies.
 /// @param depth  Of the ring of a buffer.

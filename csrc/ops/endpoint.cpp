@@ -4,15 +4,11 @@
 
 #include "cpu/this_machine.h"
 #include "group/socket_rail.h"
+#include "ops/kept_memory.h"
 
 namespace moe::ops {
 
 namespace {
-
-// Telling a sleeping thread takes up to 30 us of the caller's time in a virtual machine, where it
-// copies 4 MiB in 400 us.
-constexpr int64_t kBytesWorthAThread = int64_t{4} << 20;
-constexpr uint64_t kMostKeptRailBytes = uint64_t{256} << 20;
 
 const cpu::RowKernels& choose_kernels(const std::string& isa) {
   if (isa.empty())
@@ -125,7 +121,7 @@ cpu::StoreMode Endpoint::store_mode(int64_t total_bytes) const {
 void Endpoint::for_tokens(int64_t num_tokens,
                           int64_t total_bytes,
                           const std::function<void(int64_t, int64_t)>& body) {
-  if (total_bytes < kBytesWorthAThread)
+  if (total_bytes < cpu::kBytesWorthAThread)
     body(0, num_tokens);
   else
     threads_.parallel_for(num_tokens, body);

@@ -5,13 +5,11 @@
 #include <new>
 
 #include "ops/agreement.h"
+#include "ops/kept_memory.h"
 
 namespace moe::ops {
 
 namespace {
-
-constexpr size_t kRecentNeeds = 8;
-constexpr uint64_t kMostSlackBytes = uint64_t{1} << 20;
 
 std::shared_ptr<std::byte> zeroed_memory(int64_t bytes) {
   auto* const memory = static_cast<std::byte*>(std::calloc(static_cast<size_t>(bytes), 1));
@@ -123,9 +121,7 @@ std::shared_ptr<Window> EndpointBase::guess_window() {
   const uint64_t need = largest_recent_need();
   if (need == 0)
     return nullptr;
-  // Room for routing that differs a little from step to step; what is not needed goes back. Few
-  // rows differ by more, of a large window a 64th is plenty.
-  return memory().allocate_free(need + need / 64 + std::min(need / 8, kMostSlackBytes));
+  return memory().allocate_free(guessed_window_bytes(need));
 }
 
 void EndpointBase::remember_need(uint64_t bytes) {

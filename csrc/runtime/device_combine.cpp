@@ -115,13 +115,13 @@ void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradient
   if (params.num_rows == 0)
     return;
   // Nobody waits for its blocks: it takes all SMs, with as many threads as hide memory's latency.
-  constexpr int64_t kBlocksPerSm = 4;
   endpoint.device().activate();
   device::Launch launch;
   launch.num_threads = std::min(endpoint.num_threads(), kernels::kMaxCombineThreads);
   const int64_t rows_at_once = launch.num_threads / 32;
-  launch.num_blocks = static_cast<int>(std::min((params.num_rows + rows_at_once - 1) / rows_at_once,
-                                                kBlocksPerSm * endpoint.device().num_sms()));
+  launch.num_blocks =
+      static_cast<int>(std::min((params.num_rows + rows_at_once - 1) / rows_at_once,
+                                int64_t{kBlocksPerSm} * endpoint.device().num_sms()));
   launch.stream = endpoint.caller_stream().handle();
   kernels::launch_weighted_gradient(launch, params);
 }

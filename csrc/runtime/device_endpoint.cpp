@@ -28,8 +28,6 @@ using kernels::WaitReport;
 using layout::Row;
 using layout::Workspace;
 
-constexpr int kDefaultTokensPerChunk = 64;
-constexpr int kBlocksPerSm = 4;  ///< that count
 // What is made room for where the configuration leaves it open.
 constexpr int64_t kUsualTokens = 4096;
 constexpr int64_t kUsualTopk = 8;
@@ -249,7 +247,7 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
   const int64_t num_tokens = config().num_max_tokens > 0 ? config().num_max_tokens : kUsualTokens;
   const int64_t num_topk = config().num_max_topk > 0 ? config().num_max_topk : kUsualTopk;
   // Low-latency dispatches, each with its combine, of which the host runs ahead.
-  const int64_t num_pairs = windows_.bytes() > 0 ? kMostInFlight / 2 : 0;
+  const int64_t num_pairs = windows_.bytes() > 0 ? ops::kMostUnheard / 2 : 0;
   const int64_t plan_bytes =
       DevicePlan::memory_bytes(*this, layout::RowLayout::kExpertMajor, num_tokens, num_topk) +
       DispatchTables::memory_bytes(*this, nullptr) + 2 * kPageBytes;
@@ -406,7 +404,7 @@ void DeviceEndpoint::make_tables() {
   report_ = device_->allocate_host(sizeof(WaitReport));
   waits_ = device_->allocate_host(count * static_cast<int64_t>(sizeof(kernels::WaitTotals)));
   taken_waits_ns_.resize(static_cast<size_t>(count));
-  for (uint64_t i = 0; i < (is_host_caller() ? 1 : kMostInFlight); ++i)
+  for (uint64_t i = 0; i < (is_host_caller() ? 1 : ops::kMostUnheard); ++i)
     mailboxes_.emplace_back(*device_, num_ranks(), num_experts);
   rank_values_ = device_->allocate(count);
   side_word_ = device_->allocate_host(8);

@@ -20,6 +20,7 @@
 #include "runtime/device_memory.h"
 #include "runtime/device_watch.h"
 #include "runtime/internode.h"
+#include "runtime/launch_shape.h"
 #include "runtime/mailbox.h"
 #include "runtime/segment_bases.h"
 #include "runtime/verdict_ring.h"
@@ -37,13 +38,6 @@ enum CapturedKind : int64_t { kCapturedRows = -8, kCapturedScratch, kCapturedSum
 struct RefusedOperation {
   uint64_t epoch = 0;  ///< 0 for none
   std::string text;    ///< of what was found wrong, in it or the operation that it was refused for
-};
-
-/// Shape of the launches of one buffer's kernels.
-struct LaunchShape {
-  int num_sms = 0;           ///< blocks that move rows; 0 for the device's own choice
-  int num_threads = 0;       ///< of every block; 0 for what each kernel is made for
-  int tokens_per_chunk = 0;  ///< that one block counts at a time, at least; 0 for 64
 };
 
 struct DeviceEndpointConfig {
@@ -124,9 +118,6 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// Before the next operation; see ReceivePhase::settle().
   void settle_receive(const group::InterruptCheck& interrupt_check);
 
-  /// Operations that are in flight at a time, the one that is called among them, where the host
-  /// runs ahead of them.
-  static constexpr uint64_t kMostInFlight = 32;
   /// Operations whose rows the host has not heard.
   VerdictRing<DeferredAgreement>& verdicts() { return verdicts_; }
   const VerdictRing<DeferredAgreement>& verdicts() const { return verdicts_; }
@@ -149,9 +140,6 @@ class DeviceEndpoint : public ops::EndpointBase {
   /// Device memory in which kernels of one operation tell those behind them what they found; its
   /// counts, offsets and choices per expert belong to the plan.
   const kernels::Tables& tables() const { return tables_; }
-
-  /// Threads of a block of most kernels, where nothing else was asked for.
-  static constexpr int kUsualThreads = 256;
 
   /// A launch of @p num_blocks in the stream of this buffer.
   /// @param usual_threads  of a block, where nothing else was asked for

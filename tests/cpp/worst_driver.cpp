@@ -422,7 +422,7 @@ MOE_CASE(host_runs_ahead) {
 /// What as many pairs as may be in flight have of memory at a time is there from the making on.
 MOE_CASE(memory_of_operations_in_flight) {
   constexpr int64_t kManyTokens = 1 << 15;
-  constexpr int kMostPairs = runtime::DeviceEndpoint::kMostInFlight / 2;
+  constexpr int kMostPairs = ops::kMostUnheard / 2;
   run_ranks(2, 2, [](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     Caller caller(rank_idx, borrow(*rank.group), gpu, kManyTokens);
     rank.group->all_gather("", {});
