@@ -1,11 +1,10 @@
-"""GPUs of this process: whether they can be used, who shares one, and how many SMs each rank takes."""
+"""GPUs of this process: whether they can be used, and who shares one."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import os
-from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -17,20 +16,16 @@ from moe_comm.peers.plain_data import travels
 __all__ = [
     "CUDA_MODULE",
     "DeviceIdentity",
-    "default_num_sms",
     "identify",
     "load_cuda_module",
     "max_connections",
     "problem_with_devices",
-    "problem_with_sms",
     "take_device",
     "take_stream",
     "unusable_reason",
 ]
 
 CUDA_MODULE = "moe_comm._cuda"
-NUM_SMS_AT_MOST = 24
-"""SMs that keep memory busy by copies; experts have better use for more."""
 
 
 @travels
@@ -145,33 +140,3 @@ def problem_with_devices(
             "PCIe, as nvidia-smi topo -p2p r tells; tensors of the CPU need none"
         )
     return None
-
-
-def default_num_sms(devices: Sequence[DeviceIdentity]) -> int:
-    """SMs for the kernels of one buffer of one rank, the same on every rank.
-
-    As many as keep memory busy, but no more than an equal share of half the device among the ranks
-    on it: the other half is for experts.
-    """
-    return max(1, min(NUM_SMS_AT_MOST, *(_share(devices, device) // 2 for device in devices)))
-
-
-def problem_with_sms(devices: Sequence[DeviceIdentity], num_sms: int, num_claimed: int) -> str:
-    """Return the problem of `num_sms` more on every rank that has claimed `num_claimed`; "" if there is none.
-
-    Kernels of ranks that share a GPU wait for each other, so all of them must fit at once. Every
-    rank comes to the same verdict.
-    """
-    for device in devices:
-        num_sharing = Counter(peer.uuid for peer in devices)[device.uuid]
-        wanted = (num_claimed + num_sms) * num_sharing
-        if wanted > device.num_sms:
-            return (
-                f"{num_sharing} ranks with {num_claimed + num_sms} SMs each, over all their "
-                f"buffers, need {wanted} SMs; {device.name} has {device.num_sms}"
-            )
-    return ""
-
-
-def _share(devices: Sequence[DeviceIdentity], device: DeviceIdentity) -> int:
-    return device.num_sms // Counter(peer.uuid for peer in devices)[device.uuid]

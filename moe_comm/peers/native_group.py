@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from moe_comm.peers.agree import agree
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator_options import CommunicatorOptions
 from moe_comm.peers.node_layout import RankPlace
+from moe_comm.peers.threads_per_rank import default_num_threads
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -46,9 +46,7 @@ def connect_group(
 
     boots = [place.machine.boot for place in places]
     num_machine_ranks = boots.count(boots[bootstrap.rank_idx])
-    num_threads = options.num_threads
-    if num_threads is None:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_machine_ranks)
+    num_threads = options.num_threads or default_num_threads(num_machine_ranks)
     channel = bootstrap.all_gather(secrets.randbits(62))[0]
     if parent is not None:
         return _host.Group.create_child(

@@ -10,6 +10,7 @@ from moe_comm import env
 from moe_comm.peers import cuda_devices, nvshmem
 from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.sms_per_rank import default_num_sms, problem_with_sms
 
 if TYPE_CHECKING:
     from moe_comm import _cuda, _host
@@ -60,7 +61,7 @@ class RankGpu:
         """
         self._devices = bootstrap.all_gather(self._own)
         if self._num_sms is None:
-            self._num_sms = cuda_devices.default_num_sms(self._devices)
+            self._num_sms = default_num_sms(self._devices)
         problem = cuda_devices.problem_with_devices(bootstrap.rank_idx, self._devices, local_ranks)
         agree(bootstrap.all_gather, problem)
 
@@ -125,7 +126,7 @@ class RankGpu:
         """
         num_sms = self.num_sms
         owner = self._owner
-        problem = cuda_devices.problem_with_sms(owner._devices, num_sms, owner._num_claimed_sms)
+        problem = problem_with_sms(owner._devices, num_sms, owner._num_claimed_sms)
         owner._num_claimed_sms += num_sms
         return num_sms, problem
 

@@ -23,7 +23,8 @@ from moe_comm.cli.bench import rank, worker
 from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import RankThreads
-from moe_comm.peers.cuda_devices import DeviceIdentity, default_num_sms, problem_with_sms
+from moe_comm.peers.cuda_devices import DeviceIdentity
+from moe_comm.peers.sms_per_rank import default_num_sms, problem_with_sms
 from moe_comm.testing import launch as ranks_launch
 from moe_comm.testing import run_ranks
 from tests.helpers.fresh_python import run_python

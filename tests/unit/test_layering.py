@@ -215,7 +215,12 @@ PYTHON_LAYERS: list[set[str]] = [
     {"moe_comm.peers.survivors"},
     {"moe_comm.peers.role_rendezvous"},
     {"moe_comm.peers.rendezvous"},
-    {"moe_comm.peers.backend_choice", "moe_comm.peers.cuda_devices", "moe_comm.peers.nvshmem"},
+    {
+        "moe_comm.peers.backend_choice",
+        "moe_comm.peers.cuda_devices",
+        "moe_comm.peers.nvshmem",
+        "moe_comm.peers.sms_per_rank",
+    },
     {"moe_comm.ep.expert_loads", "moe_comm.ep.handles"},
     {"moe_comm.ep.backends.base"},
     {"moe_comm.triton"},
