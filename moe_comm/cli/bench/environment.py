@@ -14,17 +14,12 @@ import torch
 from moe_comm._version import __version__
 
 __all__ = [
-    "FAST_ROOF_GBS",
     "collect_environment",
     "cpu_model",
     "instruction_set",
     "last_level_cache_bytes",
-    "roof_state",
     "transparent_huge_pages",
 ]
-
-FAST_ROOF_GBS = 40.0
-"""Between the two states in which the machines this was calibrated on are found."""
 
 
 def collect_environment() -> dict[str, Any]:
@@ -93,11 +88,6 @@ def transparent_huge_pages() -> dict[str, str]:
             continue
         settings[name] = chosen[chosen.find("[") + 1 : chosen.find("]")]
     return settings
-
-
-def roof_state(roof_gbs: float) -> str:
-    """Return the state of the machine, one of two, judged by its roof."""
-    return "fast" if roof_gbs >= FAST_ROOF_GBS else "slow"
 
 
 def _commit() -> str | None:

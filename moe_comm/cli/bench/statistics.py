@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from moe_comm.cli.bench.roof_state import roofs_agree
+
 __all__ = [
-    "ROOF_DISAGREEMENT",
     "Interval",
     "Pair",
     "all_wall_times_us",
@@ -19,8 +20,6 @@ __all__ = [
     "time_columns",
     "wall_times_us",
 ]
-
-ROOF_DISAGREEMENT = 0.20
 
 Interval = tuple[int, int]
 """Start and end of a call on one rank, nanoseconds of `CLOCK_MONOTONIC`."""
@@ -107,9 +106,8 @@ class Pair:
 
     @property
     def is_clean(self) -> bool:
-        """Return whether the machine held still: the two roofs agree within `ROOF_DISAGREEMENT`."""
-        low, high = sorted((self.roof_before_us, self.roof_after_us))
-        return high <= low * (1.0 + ROOF_DISAGREEMENT)
+        """Return whether the machine held still: see `roofs_agree`."""
+        return roofs_agree(self.roof_before_us, self.roof_after_us)
 
     @property
     def roof_us(self) -> float:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_comm.cli.bench.environment import roof_state
 from moe_comm.cli.bench.rank import Sample
+from moe_comm.cli.bench.roof_state import roof_state
 from moe_comm.cli.bench.statistics import (
     Interval,
     Pair,
