@@ -18,7 +18,6 @@ from moe_comm.resharding.describe.layouts import resolve_layouts
 from moe_comm.resharding.describe.metadata import ParameterMetadata, ViewLayout
 from moe_comm.resharding.describe.tensor_layout import Holder
 from moe_comm.resharding.plan.holders import named_holders
-from moe_comm.resharding.plan.name_matching import source_name_of
 from moe_comm.resharding.plan.planner import build_plan_from_rank_metadata
 from moe_comm.resharding.plan.rank_metadata import (
     RankMetadata,
@@ -26,6 +25,7 @@ from moe_comm.resharding.plan.rank_metadata import (
     encode_rank_metadata,
 )
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
+from moe_comm.resharding.plan.tied_weights import source_name_of
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 
 __all__ = [

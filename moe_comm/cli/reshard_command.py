@@ -23,11 +23,9 @@ from moe_comm.cli.reshard.shapes import ModelName, shape_from_options
 from moe_comm.cli.reshard.traffic import Links, Traffic
 from moe_comm.cli.reshard.world import Planner, PlanningCase
 from moe_comm.resharding.describe.parallelism import Parallelism
-from moe_comm.resharding.plan.name_matching import (
-    told_apart,
-    unmatched_names,
-)
+from moe_comm.resharding.plan.name_matching import told_apart
 from moe_comm.resharding.plan.plan_check import format_plan, verify_plans
+from moe_comm.resharding.plan.unmatched_names import unmatched_names
 
 __all__ = ["reshard_app"]
 

@@ -22,6 +22,10 @@ from moe_comm.resharding.copy_services.distributed_copy_service import (
     peer_of,
     what_moves,
 )
+from moe_comm.resharding.copy_services.messages_in_flight import (
+    GLOO_MESSAGE_BYTES,
+    GLOO_MESSAGES,
+)
 from moe_comm.resharding.copy_services.process_group import timeout_of
 
 __all__ = ["GlooCopyService"]
@@ -31,9 +35,6 @@ _GRACE_S = 10.0
 
 Ended: TypeAlias = "tuple[int, str, BaseException | None]"
 """A peer; of the work that failed, what it moved, and its error, None if all have ended."""
-
-MAX_MESSAGES = 64
-MAX_MESSAGE_BYTES = 64 << 20
 
 
 class GlooCopyService(DistributedCopyService):
@@ -75,8 +76,8 @@ class GlooCopyService(DistributedCopyService):
             wire_group,
             torch.device("cpu"),
             stream,
-            max_messages=MAX_MESSAGES,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_messages=GLOO_MESSAGES,
+            max_message_bytes=GLOO_MESSAGE_BYTES,
         )
 
     def close(self) -> None:

@@ -11,12 +11,12 @@ from moe_comm.resharding.copy_services.distributed_copy_service import (
     DistributedCopyService,
     Message,
 )
+from moe_comm.resharding.copy_services.messages_in_flight import (
+    NCCL_MESSAGE_BYTES,
+    NCCL_MESSAGES,
+)
 
 __all__ = ["NCCLCopyService"]
-
-# Messages of one round are started as one group of NCCL operations.
-MAX_MESSAGES = 256
-MAX_MESSAGE_BYTES = 256 << 20
 
 
 class NCCLCopyService(DistributedCopyService):
@@ -49,8 +49,8 @@ class NCCLCopyService(DistributedCopyService):
             wire_group,
             stream.device,
             stream,
-            max_messages=MAX_MESSAGES,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_messages=NCCL_MESSAGES,
+            max_message_bytes=NCCL_MESSAGE_BYTES,
         )
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:

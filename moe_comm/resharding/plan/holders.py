@@ -9,12 +9,10 @@ from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.tensor_layout import Holder
 from moe_comm.resharding.plan.assignment import Assignment
-from moe_comm.resharding.plan.name_matching import (
-    matched_names,
-    missing_source,
-    source_name_of,
-)
+from moe_comm.resharding.plan.name_matching import matched_names
 from moe_comm.resharding.plan.rank_metadata import ByRank, RankMetadata, kind_key
+from moe_comm.resharding.plan.tied_weights import source_name_of
+from moe_comm.resharding.plan.unmatched_names import missing_source
 
 __all__ = [
     "Destination",
