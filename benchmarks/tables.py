@@ -106,6 +106,8 @@ def write_between_marks(page: Path, text: str) -> None:
 def _table_of(name: str, case: Case) -> Table | None:
     """The table that has a row for a case; None for what stands in another case's row, or only in its file."""
     op = case["op"]
+    if op == "fixed_cost" or (op == "sweep" and case["tokens"] not in _SWEEP_ROWS):
+        return None
     if op in _TABLES_OF_OPS:
         return _TABLES_OF_OPS[op]
     framework = op.split("_")[0]
@@ -202,6 +204,8 @@ def _part(name: str) -> Callable[[Case], str]:
     return lambda case: f"{case['parts_us'][name]:.1f} us"
 
 
+# Tokens of the sizes that have a row; a sweep has every power of two.
+_SWEEP_ROWS = (1, 8, 64, 512, 4096)
 _sweep_table = _Columns(
     "What a call is made of",
     {
@@ -211,18 +215,6 @@ _sweep_table = _Columns(
         **{name: _part(name) for name in PARTS},
         "differentiable": lambda case: f"{case['differentiable_ratio']:.1f} x",
         "threads": lambda case: f"{case['threads_ratio']:.2f} x",
-    },
-)
-
-_fixed_cost_table = _Columns(
-    "Fixed cost",
-    {
-        _SHAPE: _shape,
-        "fixed cost of": lambda case: str(case["what"]),
-        "p50": _p50_us,
-        "against": lambda case: next(iter(case["peer_p50_us"])),
-        "p50 ": lambda case: f"{next(iter(case['peer_p50_us'].values())):.1f} us",
-        "ratio": lambda case: f"{case['ratio']:.1f}",
     },
 )
 
@@ -306,14 +298,12 @@ _reshard_table = _Columns(
 _TABLES_OF_OPS: dict[str, Table] = {
     "reshard": _reshard_table,
     "sweep": _sweep_table,
-    "fixed_cost": _fixed_cost_table,
 }
 
 TABLES: tuple[Table, ...] = (
     _row_table,
     _decode_table,
     _sweep_table,
-    _fixed_cost_table,
     _baseline_table,
     _node_table,
     *_CLIENT_TABLES.values(),
