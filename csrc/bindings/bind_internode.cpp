@@ -9,7 +9,8 @@ namespace moe::bindings {
 
 void bind_internode(py::module_& module) {
   auto formulas = module.def_submodule(
-      "internode", "Bytes that operations send from one rank to one other node; docs/nodes.md.");
+      "internode",
+      "Bytes that operations send from one rank to one other node; csrc/ops/README.md.");
   formulas.def(
       "dispatch_bytes",
       [](int32_t row_layout,

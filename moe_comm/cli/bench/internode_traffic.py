@@ -14,7 +14,7 @@ CHECKSUM_BYTES = 4
 
 
 def internode_bytes(case: BenchCase, num_local_ranks: int) -> dict[str, int]:
-    """Bytes of all messages between nodes of one dispatch and of one combine; docs/nodes.md.
+    """Bytes of all messages between nodes of one dispatch and of one combine; csrc/ops/README.md.
 
     A second offer, 64 bytes from a rank that was short to every other node, is not counted: none is
     made where a call needs about as much memory as earlier ones.
