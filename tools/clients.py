@@ -34,7 +34,7 @@ COMMANDS = {
 HEAD = """\
 # What ran over this package
 
-Releases of frameworks, unchanged but for the way that a row names, with the tests that ran them. `tools/clients.py`
+Releases of frameworks, unchanged but for the way that a row names, with the tests that ran them; a date is of the newest run of a row. `tools/clients.py`
 writes this page from `benchmarks/results/clients`, which it fills from what pytest records; only what passed is there.
 `make` sets up what its targets need; the others run in its environment, with a checkout of DeepEP. The command of a row runs its test against the release that
 the Makefile names today; Megatron-Core's runs two.
@@ -107,16 +107,37 @@ def _order(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(row[name].lower() for name in KEYS)
 
 
+def _joined(texts: Iterable[str]) -> str:
+    """All texts once; those that say the same behind a colon say it together."""
+    heads: dict[str, list[str]] = collections.defaultdict(list)
+    for text in dict.fromkeys(texts):
+        head, _, tail = text.partition(": ")
+        heads[tail].append(head)
+    return "; ".join(
+        "; ".join(some) + (f": {tail}" if tail else "") for tail, some in heads.items()
+    )
+
+
 def page(results: Path = RESULTS) -> str:
-    """The page for what was recorded."""
+    """Return the page for what was recorded: a row for all that one command runs in one way, newest date."""
     lines = ["| framework | release | way | what was run | cases | when, with | on | again |"]
     lines.append("|---|---|---|---|---:|---|---|---|")
     places: dict[str, int] = {}
+    of_releases: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
     for row in sorted(_recorded(sorted(results.glob("*.json"))), key=_order):
-        place = places.setdefault(row["on"], len(places) + 1)
         command = COMMANDS[row["framework"]].format(name=row["test"].partition("::")[2], **row)
-        cells = [row["framework"], row["release"], row["way"], row["ran"], str(row["cases"])]
-        cells += [f"{row['when']}, {row['version']}", f"({place})", f"`{command}`"]
+        of_releases[row["framework"], row["way"], f"`{command}`", row["release"]].append(row)
+    # Releases in which a command ran the same share a row.
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
+    for (framework, way, command, _), rows in of_releases.items():
+        alike[framework, way, command, _joined(row["ran"] for row in rows)] += rows
+    for (framework, way, command, ran), rows in alike.items():
+        on = [f"({places.setdefault(row['on'], len(places) + 1)})" for row in rows]
+        told_on = ", ".join(dict.fromkeys(on))
+        releases = ", ".join(dict.fromkeys(row["release"] for row in rows))
+        when = max(f"{row['when']}, {row['version']}" for row in rows)
+        cases = str(sum(row["cases"] for row in rows))
+        cells = [framework, releases, way, ran, cases, when, told_on, command]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     machines = [f"({place}) {on}" for on, place in places.items()]
     return HEAD + "\n".join(lines) + "\n\n" + "\n".join(machines) + "\n"

@@ -220,6 +220,18 @@ def test_clients_are_rows_of_what_passed(tmp_path: Path) -> None:
     page = add(client_case("test_c", "a step", on="others", release="0.4.0"))
     assert all(f"| {ran} | 1 |" in page for ran in ("another layer", "a model", "a step"))
     assert "(2) others" in page
+    # What one command runs is one row, of all releases in which it ran the same.
+    page = add(
+        client_case("test_c", "one rank: a step", release="0.4.0"),
+        client_case("test_c", "two ranks: a step", release="0.4.0"),
+        client_case("test_c", "one rank: a step", release="0.5.0"),
+        client_case("test_c", "two ranks: a step", release="0.5.0"),
+    )
+    row = "| torchtitan | 0.4.0, 0.5.0 | override | one rank; two ranks: a step | 4 | 2026-11-20, 0.2.0 | (1) |"
+    assert row in page
+    page = add(client_case("test_c", "one rank: a step", release="0.5.0"))
+    assert row not in page
+    assert "| 0.5.0 | override | one rank: a step | 1 |" in page
 
 
 def test_a_client_that_failed_is_no_row(tmp_path: Path) -> None:
