@@ -1,4 +1,4 @@
-// schedules: runs scenarios under many schedules and says what was wrong. docs/emulator.md
+// schedules: runs scenarios under many schedules and says what was wrong. tests/schedules/README.md
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,6 +1,6 @@
 """Kernels and the CPU backend's protocol under thousands of schedules, with every access checked.
 
-docs/emulator.md says what is modeled, and how to replay what a failure prints.
+tests/schedules/README.md says what is modeled, and how to replay what a failure prints.
 """
 
 from __future__ import annotations
