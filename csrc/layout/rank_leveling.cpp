@@ -55,15 +55,23 @@ void ReplicaSlots::split_evenly(const int64_t* expert_rows, int64_t* slot_rows) 
   }
 }
 
+void ReplicaSlots::add_by_rank(const int64_t* slot_rows, int64_t* rank_rows) const {
+  for (size_t slot = 0; slot < slot_rank_.size(); ++slot)
+    rank_rows[slot_rank_[slot]] += slot_rows[slot];
+}
+
+int64_t ReplicaSlots::level(int64_t* slot_rows, int64_t* rank_rows) const {
+  std::vector<int32_t> words(static_cast<size_t>(RankLeveling<HostMemory>::num_words(num_ranks())));
+  return RankLeveling<HostMemory>{table(), slot_rows, rank_rows, words.data()}.run();
+}
+
 int64_t ReplicaSlots::level(int64_t* slot_rows, const uint8_t* left_out) const {
   std::vector<int64_t> rank_rows(static_cast<size_t>(num_ranks()));
-  for (size_t slot = 0; slot < slot_rank_.size(); ++slot)
-    rank_rows[static_cast<size_t>(slot_rank_[slot])] += slot_rows[slot];
+  add_by_rank(slot_rows, rank_rows.data());
   for (size_t rank_idx = 0; rank_idx < rank_rows.size() && left_out != nullptr; ++rank_idx)
     if (left_out[rank_idx] != 0)
       rank_rows[rank_idx] = -1;
-  std::vector<int32_t> words(static_cast<size_t>(RankLeveling<HostMemory>::num_words(num_ranks())));
-  return RankLeveling<HostMemory>{table(), slot_rows, rank_rows.data(), words.data()}.run();
+  return level(slot_rows, rank_rows.data());
 }
 
 }  // namespace moe::layout

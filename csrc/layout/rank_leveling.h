@@ -113,20 +113,23 @@ struct RankLeveling {
     int num_found = 1;
     Memory::store(queue(), int32_t{root});
     Memory::store(last_search() + root, search);
+    Memory::store(taker() + root, int32_t{-1});
     MOE_ROLLED
     for (int at = 0; at < num_found; ++at) {
       const int32_t* const of_rank = table.rank_begin + Memory::load(queue() + at);
       const int32_t end_of_rank = Memory::load(of_rank + 1);
+      // All ranks of the expert that led here were found with this one.
+      const int32_t found_by = Memory::load(taker() + Memory::load(queue() + at));
       MOE_ROLLED
       for (int i = Memory::load(of_rank); i < end_of_rank; ++i) {
         const int32_t slot = Memory::load(table.shared_slots + i);
+        if (slot == found_by || Memory::load(slot_rows + slot) <= 0)
+          continue;
         const int32_t* const of_expert =
             table.expert_begin + Memory::load(table.slot_expert + slot);
         const int32_t end_of_expert = Memory::load(of_expert + 1);
         MOE_ROLLED
-        for (int j = Memory::load(of_expert);
-             j < end_of_expert && Memory::load(slot_rows + slot) > 0;
-             ++j) {
+        for (int j = Memory::load(of_expert); j < end_of_expert; ++j) {
           const int32_t other = Memory::load(table.expert_slots + j);
           const int32_t rank_idx = Memory::load(table.slot_rank + other);
           if (Memory::load(last_search() + rank_idx) >= search)
@@ -203,6 +206,10 @@ class ReplicaSlots {
   /// @param left_out   [num_ranks], not 0 for a rank whose slots have no rows and get none; or null
   /// @return the largest number of rows of any rank.
   int64_t level(int64_t* slot_rows, const uint8_t* left_out = nullptr) const;
+  /// The same with the sums by rank, which follow; -1 for a rank that is left out.
+  int64_t level(int64_t* slot_rows, int64_t* rank_rows) const;
+  /// @param rank_rows  [num_ranks], zero: becomes the sums of @p slot_rows by rank
+  void add_by_rank(const int64_t* slot_rows, int64_t* rank_rows) const;
 
  private:
   std::vector<int32_t> slot_rank_;
