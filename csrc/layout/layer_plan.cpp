@@ -43,6 +43,8 @@ LayerLoads::LayerLoads(std::span<const double> loads_in,
       num_ranks(num_ranks_in),
       mean(std::accumulate(loads.begin(), loads.end(), 0.0) / num_ranks) {
   std::vector<Numbered> sorted;
+  sorted.reserve(loads.size());
+  by_load.reserve(loads.size());
   for (size_t e = 0; e < loads.size(); ++e)
     sorted.emplace_back(loads[e], Numbered::opposite(static_cast<int32_t>(e)));
   std::sort(sorted.begin(), sorted.end());
@@ -51,14 +53,18 @@ LayerLoads::LayerLoads(std::span<const double> loads_in,
   if (present.empty())
     return;
   held.resize(loads.size() * static_cast<size_t>(num_ranks));
+  holders.resize(held.size());
   num_held.resize(loads.size());
   const size_t num_slots = present.size() / static_cast<size_t>(num_ranks);
-  for (size_t i = 0; i < present.size(); ++i)
-    if (present[i] >= 0) {
-      const auto expert_idx = static_cast<size_t>(present[i]);
-      held[expert_idx * static_cast<size_t>(num_ranks) + i / num_slots] = 1;
-      ++num_held[expert_idx];
-    }
+  for (size_t rank_idx = 0, i = 0; rank_idx < static_cast<size_t>(num_ranks); ++rank_idx)
+    for (const size_t end = i + num_slots; i < end; ++i)
+      if (present[i] >= 0) {
+        const auto expert_idx = static_cast<size_t>(present[i]);
+        const size_t first = expert_idx * static_cast<size_t>(num_ranks);
+        held[first + rank_idx] = 1;
+        holders[first + static_cast<size_t>(num_held[expert_idx]++)] =
+            static_cast<int32_t>(rank_idx);
+      }
 }
 
 namespace {
@@ -160,12 +166,11 @@ class LayerPlan {
       lightest_.pop();
       best_rank = lightest_.top().idx();
     }
-    if (layer_.is_planned_anew() || layer_.num_held[at(expert_idx)] == 0)
+    if (layer_.is_planned_anew())
       return best_rank;
     double least = ranks_[at(best_rank)].load + price(best_rank, expert_idx);
-    for (int rank_idx = 0; rank_idx < rules_.num_ranks; ++rank_idx)
-      if (layer_.is_held(rank_idx, expert_idx) && !is_full(rank_idx) &&
-          ranks_[at(rank_idx)].load < least) {
+    for (const int32_t rank_idx : layer_.holders_of(expert_idx))
+      if (!is_full(rank_idx) && ranks_[at(rank_idx)].load < least) {
         best_rank = rank_idx;
         least = ranks_[at(rank_idx)].load;
       }

@@ -33,6 +33,11 @@ struct LayerLoads {
   bool is_held(int64_t rank_idx, int64_t expert_idx) const {
     return held[static_cast<size_t>(expert_idx * num_ranks + rank_idx)] != 0;
   }
+  /// The ranks that hold an expert, ascending.
+  std::span<const int32_t> holders_of(int32_t expert_idx) const {
+    return {holders.data() + int64_t{expert_idx} * num_ranks,
+            static_cast<size_t>(num_held[static_cast<size_t>(expert_idx)])};
+  }
 
   std::span<const double> loads;
   int num_ranks;
@@ -40,6 +45,7 @@ struct LayerLoads {
   std::vector<int32_t> by_load;   ///< experts, those with most load first
   std::vector<uint8_t> held;      ///< [num_experts, num_ranks]: what is present, or empty
   std::vector<int32_t> num_held;  ///< [num_experts], or empty
+  std::vector<int32_t> holders;   ///< [num_experts, num_ranks]: the first num_held hold the expert
 };
 
 /// Places experts so that ranks have equal loads and can hand on to each other what comes

@@ -46,6 +46,7 @@ void keep_slots(std::span<int32_t> slots, std::span<const int32_t> present) {
 struct Outcome {
   double cost = 0;  ///< the largest load of a rank, a mean over scatters, and the price of moves
   std::vector<int64_t> slot_rows;  ///< [kNumScatters, num_ranks * num_slots]
+  std::vector<int64_t> rank_rows;  ///< [kNumScatters, num_ranks]: their sums
 };
 
 /// Holds plans of one layer against its scattered loads.
@@ -56,6 +57,8 @@ class LayerTrials {
       : rules_(rules), layer_(layer), load_of_row_(layer.mean / kMeanRows) {
     if (!std::isnormal(load_of_row_))
       load_of_row_ = 1;  // no load, or too little to divide by
+    for (int32_t rank_idx = 0; rank_idx < rules.num_ranks; ++rank_idx)
+      slot_rank_.insert(slot_rank_.end(), static_cast<size_t>(rules.num_slots), rank_idx);
     const double rows_of_load = 1 / load_of_row_;
     const double* scatter = scatters.data();
     for (int i = 0; i < kNumScatters; ++i) {
@@ -68,13 +71,8 @@ class LayerTrials {
     }
   }
 
-  /// @param limit      What costs more may come out as anything more.
-  /// @param former     What @p slots were made of by changing some of them, or null.
-  /// @param of_former  Its outcome, whose rows are nearly shared out as well as they can be.
-  Outcome outcome(const SlotExperts& slots,
-                  double limit = kInfinite,
-                  const SlotExperts* former = nullptr,
-                  const Outcome* of_former = nullptr) const;
+  /// @param limit  What costs more may come out as anything more.
+  Outcome outcome(const SlotExperts& slots, double limit = kInfinite) const;
 
   /// Puts a copy into one empty slot after the other: of what has most rows on the fullest rank
   /// that has something to give, to the rank with least load that can take it.
@@ -87,95 +85,133 @@ class LayerTrials {
  private:
   static constexpr double kMeanRows = 1 << 20;  // rows are whole: about a million make the mean
 
+  /// The cost of @p slots, which changes of @p former have made, whose rows are nearly shared out
+  /// as well as they can be.
+  double cost_of_change(const SlotExperts& slots,
+                        double limit,
+                        const SlotExperts& former,
+                        const Outcome& of_former) const;
   std::vector<SlotExperts> changes(const SlotExperts& slots, const Outcome& of_slots) const;
+
+  /// @param share_out  Returns the largest load of a rank in a scatter, in rows.
+  template <typename ShareOut>
+  double cost(const SlotExperts& slots, double limit, ShareOut&& share_out) const;
+  ReplicaSlots replicas_of(const SlotExperts& slots) const {
+    return {slot_rank_, slots, rules_.num_ranks, rules_.num_experts};
+  }
 
   const PlanRules& rules_;
   const LayerLoads& layer_;
   double load_of_row_;
+  std::vector<int32_t> slot_rank_;
   std::vector<int64_t> rows_;        ///< [kNumScatters, num_experts]
   int64_t mean_rows_[kNumScatters];  ///< of a rank
 };
 
-Outcome LayerTrials::outcome(const SlotExperts& slots,
-                             double limit,
-                             const SlotExperts* former,
-                             const Outcome* of_former) const {
-  std::vector<int32_t> slot_rank(slots.size());
-  std::vector<size_t> changed;
+template <typename ShareOut>
+double LayerTrials::cost(const SlotExperts& slots, double limit, ShareOut&& share_out) const {
   double price = 0;
-  for (size_t slot = 0; slot < slots.size(); ++slot) {
-    slot_rank[slot] = static_cast<int32_t>(slot) / rules_.num_slots;
-    if (slots[slot] >= 0 && !layer_.is_held(slot_rank[slot], slots[slot]))
+  for (size_t slot = 0; slot < slots.size() && rules_.move_price > 0; ++slot)
+    if (slots[slot] >= 0 && !layer_.is_held(slot_rank_[slot], slots[slot]))
       price += rules_.move_price;
-    if (former != nullptr && (*former)[slot] != slots[slot])
-      changed.push_back(slot);
-  }
-  const ReplicaSlots replicas(std::move(slot_rank), slots, rules_.num_ranks, rules_.num_experts);
   int64_t largest_rows = std::accumulate(mean_rows_, mean_rows_ + kNumScatters, int64_t{0});
   const auto cost = [&] {
     return static_cast<double>(largest_rows) * (load_of_row_ / kNumScatters) + price;
   };
+  for (size_t i = 0; i < kNumScatters && cost() <= limit; ++i)
+    largest_rows += share_out(i) - mean_rows_[i];
+  return cost();
+}
+
+Outcome LayerTrials::outcome(const SlotExperts& slots, double limit) const {
+  const auto num_ranks = static_cast<size_t>(rules_.num_ranks);
+  const ReplicaSlots replicas = replicas_of(slots);
   Outcome result;
-  if (of_former != nullptr)
-    result.slot_rows = of_former->slot_rows;
-  else
-    result.slot_rows.resize(kNumScatters * slots.size());
-  std::vector<int64_t> left_over(changed.size());
-  for (size_t i = 0; i < kNumScatters && cost() <= limit; ++i) {
+  result.slot_rows.resize(kNumScatters * slots.size());
+  result.rank_rows.resize(kNumScatters * num_ranks);
+  result.cost = cost(slots, limit, [&](size_t i) {
     int64_t* const slot_rows = result.slot_rows.data() + i * slots.size();
-    if (of_former == nullptr)
-      replicas.split_evenly(rows_.data() + i * layer_.loads.size(), slot_rows);
-    for (size_t k = 0; k < changed.size(); ++k)
-      left_over[k] = std::exchange(slot_rows[changed[k]], 0);
-    for (size_t k = 0; k < changed.size(); ++k)
-      if (const int32_t expert_idx = (*former)[changed[k]]; expert_idx >= 0)
-        slot_rows[replicas.of_expert(expert_idx).front()] += left_over[k];
-    largest_rows += replicas.level(slot_rows) - mean_rows_[i];
-  }
-  result.cost = cost();
+    int64_t* const rank_rows = result.rank_rows.data() + i * num_ranks;
+    replicas.split_evenly(rows_.data() + i * layer_.loads.size(), slot_rows);
+    replicas.add_by_rank(slot_rows, rank_rows);
+    return replicas.level(slot_rows, rank_rows);
+  });
   return result;
+}
+
+double LayerTrials::cost_of_change(const SlotExperts& slots,
+                                   double limit,
+                                   const SlotExperts& former,
+                                   const Outcome& of_former) const {
+  const auto num_ranks = static_cast<size_t>(rules_.num_ranks);
+  std::vector<size_t> changed;
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    if (former[slot] != slots[slot])
+      changed.push_back(slot);
+  const ReplicaSlots replicas = replicas_of(slots);
+  std::vector<int64_t> slot_rows(slots.size());
+  std::vector<int64_t> rank_rows(num_ranks);
+  return cost(slots, limit, [&](size_t i) {
+    const int64_t* const former_rows = of_former.slot_rows.data() + i * slots.size();
+    std::copy_n(former_rows, slots.size(), slot_rows.begin());
+    std::copy_n(of_former.rank_rows.data() + i * num_ranks, num_ranks, rank_rows.begin());
+    const auto add = [&](size_t slot, int64_t num_rows) {
+      slot_rows[slot] += num_rows;
+      rank_rows[static_cast<size_t>(slot_rank_[slot])] += num_rows;
+    };
+    for (const size_t slot : changed)
+      add(slot, -former_rows[slot]);
+    for (const size_t slot : changed)
+      if (const int32_t expert_idx = former[slot]; expert_idx >= 0)
+        add(static_cast<size_t>(replicas.of_expert(expert_idx).front()), former_rows[slot]);
+    return replicas.level(slot_rows.data(), rank_rows.data());
+  });
 }
 
 SlotExperts LayerTrials::filled(SlotExperts slots) const {
   const auto num_slots = static_cast<size_t>(rules_.num_slots);
-  std::vector<int32_t> slot_rank(slots.size());
-  for (size_t slot = 0; slot < slots.size(); ++slot)
-    slot_rank[slot] = static_cast<int32_t>(slot / num_slots);
   std::vector<int64_t> expert_rows;
   for (const double load : layer_.loads)
     expert_rows.push_back(static_cast<int64_t>(load / load_of_row_));
   std::vector<int64_t> slot_rows(slots.size());
   std::vector<int64_t> rank_rows(static_cast<size_t>(rules_.num_ranks));
-  std::vector<size_t> givers(slots.size());
+  // Rows of its rank, its own, and a slot, those with most last but of equal ones the first.
+  std::vector<std::tuple<int64_t, int64_t, ptrdiff_t>> givers;
   std::vector<size_t> takers(rank_rows.size());
-  std::iota(givers.begin(), givers.end(), size_t{0});
   std::iota(takers.begin(), takers.end(), size_t{0});
   for (bool is_changed = true; is_changed;) {
-    const ReplicaSlots replicas(slot_rank, slots, rules_.num_ranks, rules_.num_experts);
+    const ReplicaSlots replicas = replicas_of(slots);
     std::ranges::fill(slot_rows, 0);
     std::ranges::fill(rank_rows, 0);
     replicas.split_evenly(expert_rows.data(), slot_rows.data());
-    replicas.level(slot_rows.data());
+    replicas.add_by_rank(slot_rows.data(), rank_rows.data());
+    replicas.level(slot_rows.data(), rank_rows.data());
+    givers.clear();
     for (size_t slot = 0; slot < slots.size(); ++slot)
-      rank_rows[slot / num_slots] += slot_rows[slot];
-    std::ranges::sort(givers, {}, [&](size_t slot) {
-      return std::tuple(-rank_rows[slot / num_slots], -slot_rows[slot], slot);
-    });
+      if (slot_rows[slot] > 0)
+        givers.emplace_back(rank_rows[static_cast<size_t>(slot_rank_[slot])],
+                            slot_rows[slot],
+                            -static_cast<ptrdiff_t>(slot));
+    std::ranges::make_heap(givers);
     std::ranges::sort(
         takers, {}, [&](size_t rank_idx) { return std::tuple(rank_rows[rank_idx], rank_idx); });
     is_changed = false;
-    for (size_t i = 0; i < givers.size() && !is_changed; ++i)
+    for (; !givers.empty() && !is_changed; givers.pop_back()) {
+      std::ranges::pop_heap(givers);
+      const auto [most_rows, _, slot] = givers.back();
+      const int32_t expert_idx = slots[static_cast<size_t>(-slot)];
       for (const size_t rank_idx : takers) {
         const auto own = std::span(slots).subspan(rank_idx * num_slots, num_slots);
         const auto room = std::ranges::find(own, -1);
-        if (slot_rows[givers[i]] == 0 || rank_rows[rank_idx] >= rank_rows[givers[i] / num_slots])
+        if (rank_rows[rank_idx] >= most_rows)
           break;
-        if (room != own.end() && std::ranges::find(own, slots[givers[i]]) == own.end()) {
-          *room = slots[givers[i]];
+        if (room != own.end() && std::ranges::find(own, expert_idx) == own.end()) {
+          *room = expert_idx;
           is_changed = true;
           break;
         }
       }
+    }
   }
   return slots;
 }
@@ -191,10 +227,14 @@ std::vector<SlotExperts> LayerTrials::changes(const SlotExperts& slots,
   // Rows of all scatters.
   std::vector<int64_t> slot_load(slots.size());
   std::vector<int64_t> rank_load(static_cast<size_t>(rules_.num_ranks));
-  for (size_t i = 0; i < of_slots.slot_rows.size(); ++i)
-    slot_load[i % slots.size()] += of_slots.slot_rows[i];
-  for (size_t slot = 0; slot < slots.size(); ++slot)
-    rank_load[slot / num_slots] += slot_load[slot];
+  for (size_t i = 0; i < kNumScatters; ++i) {
+    const auto add = [i](const std::vector<int64_t>& rows, std::vector<int64_t>& loads) {
+      for (size_t at = 0; at < loads.size(); ++at)
+        loads[at] += rows[i * loads.size() + at];
+    };
+    add(of_slots.slot_rows, slot_load);
+    add(of_slots.rank_rows, rank_load);
+  }
   std::vector<int32_t> num_copies(layer_.loads.size());
   for (const int32_t expert_idx : slots)
     if (expert_idx >= 0)
@@ -260,7 +300,7 @@ double LayerTrials::improve(SlotExperts& slots, Outcome of_slots) const {
       break;
     const SlotExperts former = slots;
     for (SlotExperts& changed : changes(former, of_slots)) {
-      const double cost = outcome(changed, least, &former, &of_slots).cost;
+      const double cost = cost_of_change(changed, least, former, of_slots);
       if (cost < least) {
         least = cost;
         slots = std::move(changed);
