@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from moe_comm import _host
@@ -183,6 +184,6 @@ def _slots_of(
                 )
             placement.first_slots(num_kept)
     lists = [of_rank for placement in present for of_rank in placement.slots]
-    table = torch.tensor(list(itertools.zip_longest(*lists, fillvalue=EMPTY_SLOT)))
-    table = table.to(torch.int32).view(-1, len(lists)).t().contiguous()
-    return table.view(num_layers, -1)
+    by_slot = itertools.chain(*itertools.zip_longest(*lists, fillvalue=EMPTY_SLOT))
+    table = np.fromiter(by_slot, np.int32).reshape(-1, len(lists))
+    return torch.from_numpy(table.T.reshape(num_layers, -1)).contiguous()
