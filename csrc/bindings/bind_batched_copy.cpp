@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -6,12 +7,15 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/shared/count_writes.h"
 #include "bindings/shared/native_group.h"
 #include "bindings/shared/signature.h"
 #include "bindings/shared/submitted.h"
 #include "bindings/shared/tensor_view.h"
 #include "bindings/shared/without_gil.h"
 #include "cpu/strided_copy.h"
+#include "cpu/this_machine.h"
+#include "cpu/thread_pool.h"
 #include "layout/strided.h"
 #include "ops/batched_copy.h"
 #include "ops/piece_checksums.h"
@@ -181,6 +185,52 @@ py::dict run(BatchedCopy& engine,
   return values;
 }
 
+/// Copies tensors of this process to others of the same dtypes and sizes, past the cache where it
+/// would not hold them.
+void copy_tensors(const py::list& sources, const py::list& destinations, int num_threads) {
+  constexpr int64_t kPartBytes = int64_t{1} << 20;
+  MOE_CHECK_EQ(destinations.size(), sources.size(), "destinations");
+  TensorReader reader;
+  std::vector<CopyItem> from(sources.size());
+  std::vector<CopyItem> to(sources.size());
+  ops::CopyStream stream;
+  for (size_t i = 0; i < from.size(); ++i) {
+    reader.read(sources[i], &from[i]);
+    reader.read(destinations[i], &to[i]);
+    MOE_CHECK(
+        std::strcmp(from[i].dtype, to[i].dtype) == 0 && from[i].shape.bytes == to[i].shape.bytes,
+        "destination ",
+        i,
+        " must have ",
+        from[i].shape.bytes,
+        " bytes of ",
+        from[i].dtype,
+        " as its source has, got ",
+        to[i].shape.bytes,
+        " of ",
+        to[i].dtype);
+    if (from[i].shape.bytes > 0)
+      stream.add(from[i].place(), to[i].place(), from[i].shape.bytes, nullptr);
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    const auto mode = 2 * stream.end() > cpu::last_level_cache_bytes() ? cpu::StoreMode::kStreaming
+                                                                       : cpu::StoreMode::kCached;
+    const cpu::RowKernels& kernels = cpu::best_row_kernels();
+    cpu::ThreadPool(num_threads)
+        .parallel_for((stream.end() + kPartBytes - 1) / kPartBytes,
+                      [&](int64_t begin, int64_t end) {
+                        stream.copy(kernels,
+                                    begin * kPartBytes,
+                                    std::min(end * kPartBytes, stream.end()),
+                                    mode,
+                                    false);
+                        kernels.store_fence();
+                      });
+  }
+  count_writes(destinations);
+}
+
 uint64_t checksum_of(py::handle tensor) {
   TensorReader reader;
   CopyItem item;
@@ -314,6 +364,7 @@ void bind_batched_copy(py::module_& module) {
            &move_blocks,
            Signature("first, end, block_bytes, wanted, packed, is_packing, num_threads"));
   module.def("checksum", &checksum_of, py::arg("tensor"));
+  module.def("copy_tensors", &copy_tensors, Signature("sources, destinations, num_threads"));
 }
 
 }  // namespace moe::bindings

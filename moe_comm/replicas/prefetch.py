@@ -13,7 +13,7 @@ from moe_comm.peers.agree import FirstError
 from moe_comm.peers.communicator import Communicator
 from moe_comm.replicas.plan import ReplicaMove
 from moe_comm.replicas.slots import SlotTensors, batches_of, pieces_of
-from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, copy_tensors
 
 __all__ = ["Copying", "Prefetch", "StagingArea"]
 
@@ -204,9 +204,8 @@ class Prefetch:
                 )
             self._slots.check_places("weights")
         self._copies.agree("commit", first, {})
-        for slot, staged in self._staged:
-            with torch.inference_mode(slot.is_inference()), torch.no_grad():
-                slot.copy_(staged)
+        slots, arrived = ([pair[i] for pair in self._staged] for i in (0, 1))
+        copy_tensors(arrived, slots)
         self.is_committed = True
         self._end("committed")
 

@@ -119,6 +119,20 @@ def test_a_wanted_placement_holds_and_the_present_one_until_then(num_ranks: int)
     on_ranks(num_ranks, body)
 
 
+def test_a_commit_counts_as_an_operation_in_place() -> None:
+    def body(comm: Communicator) -> None:
+        present, wanted = Placement([[0, 1], [1, 0]], 2), Placement([[1, 0], [0, 1]], 2)
+        weight = torch.tensor([*present.slots[comm.rank_idx]], dtype=torch.float32)
+        squared = (weight * torch.ones(2, requires_grad=True)).square().sum()
+        prefetch = ReplicaCopies(comm).prefetch(plan_replicas(present, wanted), [weight])
+        finish(prefetch)
+        assert tuple(weight.tolist()) == wanted.slots[comm.rank_idx]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squared.backward()
+
+    on_ranks(2, body)
+
+
 def test_a_plan_takes_what_is_near_and_from_all_alike() -> None:
     present = Placement([[0, 1], [0, 2], [0, 1], [3, -1]], 4)
     wanted = Placement([[1, 0], [2, 3], [0, 1], [3, 0]], 4)

@@ -32,6 +32,7 @@ __all__ = [
     "block_checksums",
     "check_block_bytes",
     "checksum",
+    "copy_tensors",
     "problem_with_overlaps",
 ]
 
@@ -333,6 +334,23 @@ def check_block_bytes(block_bytes: int) -> int:
     if as_int("block_bytes", block_bytes, 1) % _HASHED_BYTES:
         raise ValueError(f"block_bytes must be a multiple of {_HASHED_BYTES}, got {block_bytes}")
     return block_bytes
+
+
+def copy_tensors(sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> None:
+    """Copy tensors to others of this process, by as many threads as torch has. Local.
+
+    Stores go past the cache where it would not hold what is copied. Counts as an operation in place.
+
+    Args:
+        sources: On the CPU, of any strides.
+        destinations: Of the same dtypes and shapes; they share no bytes with sources or each other.
+
+    Raises:
+        ValueError: Numbers, dtypes or bytes differ; nothing was written.
+    """
+    from moe_comm import _host
+
+    _host.copy_tensors(sources, destinations, torch.get_num_threads())
 
 
 def block_checksums(
