@@ -5,7 +5,8 @@ Run from the root of the repository:
     python -m benchmarks.replica_copies --ranks 2 --bytes 256MiB --json out.json
 
 Every rank has slots in ordinary memory, a quarter of which changes. "replaced" slots hold another expert, so
-bytes wait in the heap for the commit, which copies them; "empty" ones get them at once. See docs/replicas.md.
+bytes wait in the heap for the commit, which copies them; "empty" ones get them at once, and "shared" ones are
+empty slots of memory that `share_in_place` has shared with peers. See docs/replicas.md.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moe_comm import Communicator, Placement, _host
 from moe_comm.cli.bench.environment import collect_environment
 from moe_comm.cli.options import parse_bytes
 from moe_comm.replicas import ReplicaCopies, plan_replicas
+from moe_comm.resharding import share_in_place
 from moe_comm.testing import RankContext, run_ranks
 
 NUM_CHANGED = 4
@@ -45,6 +47,7 @@ def placements(num_ranks: int) -> dict[str, tuple[Placement, Placement]]:
     return {
         "replaced": (made["present"], made["wanted"]),
         "empty": (made["empty"], made["wanted"]),
+        "shared": (made["empty"], made["wanted"]),
     }
 
 
@@ -53,8 +56,12 @@ def measure(context: RankContext, num_bytes: int, num_repeats: int) -> dict[str,
     comm = Communicator(context.group, backend="host")
     copies = ReplicaCopies(comm)
     slot_elements = num_bytes // NUM_CHANGED // 2
-    weights = torch.empty(NUM_KEPT + NUM_CHANGED, slot_elements, dtype=torch.bfloat16)
-    weights.copy_(torch.arange(slot_elements) % 97 + context.rank_idx)
+    layers = torch.nn.ParameterDict()
+    for name in ("private", "shared"):
+        memory = torch.empty(NUM_KEPT + NUM_CHANGED, slot_elements, dtype=torch.bfloat16)
+        memory.copy_(torch.arange(slot_elements) % 97 + context.rank_idx)
+        layers[name] = torch.nn.Parameter(memory, requires_grad=False)
+    shared = share_in_place(torch.nn.ParameterDict({"shared": layers["shared"]}), comm)
     parts = [torch.randint(255, (num_bytes,), dtype=torch.uint8).numpy() for _ in range(2)]
     found: dict[str, list[Interval]] = {}
 
@@ -67,6 +74,7 @@ def measure(context: RankContext, num_bytes: int, num_repeats: int) -> dict[str,
     for _ in range(num_repeats):
         for name, (present, wanted) in placements(context.num_ranks).items():
             plan = plan_replicas(present, wanted)
+            weights = layers["shared" if name == "shared" else "private"]
             timed("copy", lambda: _host.kernels.roof_copy(*parts))
             prefetch = copies.prefetch(plan, [weights], step_bytes=num_bytes)
             timed(f"{name}: prefetch", prefetch.step)
@@ -75,6 +83,7 @@ def measure(context: RankContext, num_bytes: int, num_repeats: int) -> dict[str,
             sources = weights[NUM_CHANGED : 2 * NUM_CHANGED, -1].float() - context.rank_idx
             after = (context.rank_idx + 1) % context.num_ranks
             assert torch.equal(weights[NUM_KEPT:, -1].float() - after, sources)
+    shared.close()
     comm.destroy()
     return found
 

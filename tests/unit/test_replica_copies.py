@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from moe_comm.replicas import (
     owners_of,
     plan_replicas,
 )
+from moe_comm.resharding import share_in_place
+from moe_comm.resharding.copy_services.batched_copy import CopyStats
 from tests.helpers.rank_threads import on_ranks
 
 STALE = 99
@@ -129,6 +133,32 @@ def test_a_commit_counts_as_an_operation_in_place() -> None:
         assert tuple(weight.tolist()) == wanted.slots[comm.rank_idx]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             squared.backward()
+
+    on_ranks(2, body)
+
+
+def test_slots_of_shared_memory_are_written_by_those_who_send() -> None:
+    def body(comm: Communicator) -> None:
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.empty(2, 1 << 16), requires_grad=False)
+        present, wanted = Placement([[0, -1], [1, -1]], 2), Placement([[0, 1], [1, 0]], 2)
+        copies = ReplicaCopies(comm)
+        direct_bytes = []
+        run = copies.engine.run
+
+        def counted(*args: Any, **kwargs: Any) -> CopyStats:
+            stats = run(*args, **kwargs)
+            direct_bytes.append(stats.direct_bytes)
+            return stats
+
+        copies.engine.run = counted  # type: ignore[method-assign]
+        for _ in range(2):  # private again in the second round
+            with share_in_place(layer, comm) if not direct_bytes else contextlib.nullcontext():
+                layer.weight[0], layer.weight[1] = comm.rank_idx, STALE
+                finish(copies.prefetch(plan_replicas(present, wanted), [layer.weight]))
+                assert layer.weight[:, -1].tolist() == [comm.rank_idx, 1 - comm.rank_idx]
+                assert bool((layer.weight[1] == 1 - comm.rank_idx).all())
+        assert direct_bytes == [4 << 16, 0]
 
     on_ranks(2, body)
 
