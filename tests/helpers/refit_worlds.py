@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from moe_comm.errors import CommunicationError
@@ -47,16 +49,45 @@ class Target:
         self.net.load_state_dict(self.kept)
 
 
-def make_net(role: str, rank: int, size: int, has_pages: bool = False) -> ShardedNet:
+def make_net(role: str, rank: int, size: int, wide_rows: int = 0) -> ShardedNet:
     """Trainers cut by tensor parallelism, engines that hold everything, or are cut among themselves.
 
-    With pages, one tensor is of many of them.
+    With wide rows, one tensor is of these, each a page.
     """
-    shapes = SHAPES | {"wide": ((64, 2048), 0)} if has_pages else SHAPES
+    shapes = SHAPES | {"wide": ((wide_rows, 2048), 0)} if wide_rows else SHAPES
     text = f"tp{size}" if size > 1 else "single"
     return ShardedNet(Parallelism.parse(text, size), rank, shapes).fill(
         0 if role == "trainer" else 50
     )
+
+
+def kill_as_blocks_arrive(service: Any, pid: int) -> None:
+    """Kill a process when some of what this one receives next is there, and the rest may be on its way."""
+    submit, run = service.submit_recv, service.run
+    coming: list[torch.Tensor] = []
+    has_ended = threading.Event()
+
+    def submit_zeros(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        coming.append(tensor.zero_())
+        submit(tensor, *args, **kwargs)
+
+    def kill() -> None:
+        while not any(tensor.any() for tensor in coming) and not has_ended.is_set():
+            pass
+        os.kill(pid, signal.SIGKILL)
+
+    def run_beside() -> None:
+        assert coming, "nothing is to arrive here"
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            run()
+        finally:  # nobody ends the refit while this one is here
+            has_ended.set()
+            killer.join()
+            service.submit_recv, service.run = submit, run
+
+    service.submit_recv, service.run = submit_zeros, run_beside
 
 
 def run(said: dict[str, Any]) -> Any:
@@ -78,7 +109,8 @@ def run(said: dict[str, Any]) -> Any:
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return [type(error).__name__, str(error)]
     shares_memory = said.get("shares_memory", False)
-    net = make_net(role, rank, info[f"num_{role}s"], shares_memory)
+    wide_rows = said.get("wide_rows", 64 if shares_memory else 0)
+    net = make_net(role, rank, info[f"num_{role}s"], wide_rows)
     hook = Target(net, said.get("dies", ""), said.get("fails", ""))
     has_hook = role == "engine" and not said.get("in_place")
     model = [net] if said.get("in_list") else net
@@ -100,6 +132,9 @@ def run(said: dict[str, Any]) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         if role == "engine" and said.get("stops_at") == version:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if said.get("kills_at") == version:
+            del said["kills_at"]
+            kill_as_blocks_arrive(world.service, said.get("victim", os.getpid()))
         try:
             got = world.refit(
                 version if role == "trainer" else None,
@@ -108,7 +143,10 @@ def run(said: dict[str, Any]) -> Any:
             found.append([got, net.wrong(got), list(world.versions().values())])
             if said.get("deltas"):
                 assert world.last_delta is not None
-                found[-1].append(sorted({dst for _, dst in world.last_delta.whole}))
+                whole = world.last_delta.whole
+                found[-1].append(sorted({dst for _, dst in whole}))
+                if said.get("says_why"):
+                    found[-1].append(sorted(set(whole.values())))
             versions.pop(0)
             if shares_memory and role == "engine":
                 assert world._shared is not None
@@ -148,6 +186,7 @@ class Program:
         self._theirs, ours = _context.Pipe(duplex=False)
         self._process = _context.Process(target=_tell, args=(ours, said), daemon=True)
         self._process.start()
+        self.pid = self._process.pid
         ours.close()
 
     def outcome(self) -> Any:

@@ -31,6 +31,8 @@ def programs(
     try:
         for place in PLACES:
             given = {"role": place[0], "rank": place[1], **more, **odd.get(place, {})}
+            if "victim" in given:
+                given["victim"] = started[given["victim"]].pid
             started[place] = Program(**given)
         yield started
     finally:
@@ -109,6 +111,39 @@ def test_who_comes_again_gets_or_brings_the_whole_and_others_what_changed(
                 assert kind == "PeerFailedError", text
                 assert found == later
             assert again.outcome() == later
+        finally:
+            again.end()
+
+
+@pytest.mark.parametrize(
+    "gone", [("engine", 1), pytest.param(("trainer", 1), marks=pytest.mark.full)]
+)
+def test_who_is_killed_while_changed_blocks_arrive_comes_again_and_all_get_the_whole(
+    info: dict[str, Any], gone: Any
+) -> None:
+    """Also engine 0, which has taken back what it got of that refit."""
+    more = {"info": info, "deltas": "blocks", "wide_rows": 2048, "says_why": True}
+    is_other = gone != ("engine", 1)
+    odd = {("engine", 1): {"kills_at": 8, **({"victim": gone} if is_other else {})}}
+    with programs(odd, versions=[7, 8, 9], rejoins=1, holds=7, **more) as started:
+        assert started[gone].outcome() is None
+        again = Program(role=gone[0], rank=1, versions=[8, 9], **more)
+        try:
+            outcomes = [started[place].outcome() for place in PLACES if place != gone]
+            for first, (kind, text, wrong), *_ in outcomes:
+                assert first == [7, [], [7, 7], [2, 3], ["it holds nothing of an earlier refit"]]
+                assert kind == "PeerFailedError", text
+                assert wrong == [], "an engine holds some of both"
+            (whole, after), *others = [later for _, _, *later in outcomes] + [again.outcome()]
+            assert others == [[whole, after]] * 3
+            *refit, reasons = whole
+            assert refit == [8, [], [8, 8], [2, 3]]
+            assert after == [9, [], [9, 9], [], []]
+            # Whether it had all of its own blocks before it took them back.
+            assert set(reasons) <= {
+                "it holds nothing of an earlier refit",
+                "something else has written its target since",
+            }
         finally:
             again.end()
 

@@ -145,7 +145,7 @@ def test_a_rank_whose_memory_stays_shared_has_left_all_the_same(
     def one(role: Any, rank: int) -> str:
         joined = RefitWorld.join(info, role, rank, timeout_s=30.0)
         worlds.append(joined)
-        joined.prepare(make_net(role, rank, 2, has_pages=True), shares_memory=role == "engine")
+        joined.prepare(make_net(role, rank, 2, wide_rows=64), shares_memory=role == "engine")
         if (role, rank) == ("engine", 1):
             with pytest.raises(CapacityError, match="no memory"):
                 joined.close()
