@@ -193,7 +193,8 @@ class NewVersion:
             self._remove_leftovers(left)
             self._check_is_new()
             # Not before: a folder of that name is what this save has left.
-            os.pwrite(self._lock, _UNFINISHED.encode(), os.fstat(self._lock).st_size)
+            with failed(folder / _LOCK, "cannot be written"):
+                os.pwrite(self._lock, _UNFINISHED.encode(), os.fstat(self._lock).st_size)
             self.path = folder / f".{version}.{secrets.token_hex(8)}{_PARTIAL}"
             with failed(self.path, "cannot be made"):
                 self.path.mkdir()
@@ -261,11 +262,15 @@ class NewVersion:
         path = self._folder / left
         is_listed = known is not None and left in known.names
         if left and not is_listed and not path.is_symlink() and (path / MANIFEST).exists():
-            path.rename(self._folder / f".{secrets.token_hex(8)}{_PARTIAL}")
+            with failed(path, "is of a save that was killed, and cannot be removed"):
+                path.rename(self._folder / f".{secrets.token_hex(8)}{_PARTIAL}")
         for path in self._folder.glob(f".*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(f".{VERSIONS}.*"):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(
+                OSError
+            ):  # as with folders: it is tried again by the next save
+                path.unlink()
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file of the version.
@@ -329,6 +334,7 @@ class NewVersion:
         self._open_lock()
 
     def _open_lock(self) -> None:
-        os.ftruncate(self._lock, 0)
+        with contextlib.suppress(OSError):  # what it says of this save is looked up by the next one
+            os.ftruncate(self._lock, 0)
         fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes forked meanwhile have it open, too
         os.close(self._lock)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -16,7 +18,7 @@ import torch
 
 from moe_comm import _host
 from moe_comm.checkpoints import load_checkpoint, save_checkpoint
-from moe_comm.errors import CommunicationError
+from moe_comm.errors import CheckpointError, CommunicationError
 from moe_comm.resharding import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.testing import RankContext, run_ranks
@@ -141,9 +143,20 @@ CHANGES = [
     (_host.files, "reserve"),
     *(
         (os, name)
-        for name in ("mkdir", "open", "pwrite", "fsync", "rename", "replace", "rmdir", "unlink")
+        for name in (
+            "mkdir",
+            "open",
+            "ftruncate",
+            "pwrite",
+            "fsync",
+            "rename",
+            "replace",
+            "rmdir",
+            "unlink",
+        )
     ),
 ]
+_REFUSED = 3
 
 
 def ends_at(number: int, end: Callable[[], object]) -> list[int]:
@@ -178,17 +191,25 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def saves_killed_anywhere(
+def refused_by_the_system() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def saves_ended_anywhere(
     folder: Path,
     wholes: tuple[dict[str, torch.Tensor], ...],
     options: Callable[[str], dict[str, Any]],
+    end: Callable[[], object] = killed,
 ) -> int:
-    """Kill a save at every call that changes the disk, in turn; and the next one is as if it had not been.
+    """End a save at every call that changes the disk, in turn; and the next one is as if it had not been.
+
+    A save of which a call is refused raises `CheckpointError`, if anything.
 
     Args:
         folder: Has a folder `first`, whose latest version is "before".
-        wholes: Tensors of that version, of the one whose save is killed, and of the next.
+        wholes: Tensors of that version, of the one whose save is ended, and of the next.
         options: Of a save over a version.
+        end: Is called in the place of that call.
 
     Returns:
         How many such calls there are.
@@ -200,8 +221,12 @@ def saves_killed_anywhere(
         shutil.copytree(folder / "first", versions)
 
         def run(number: int = number, versions: Path = versions) -> None:
-            ends_at(number, killed)
-            save_checkpoint(CheckpointViews(side_of(after)), versions, "after", **options("before"))
+            count = ends_at(number, end)
+            with contextlib.suppress(CheckpointError):
+                save_checkpoint(
+                    CheckpointViews(side_of(after)), versions, "after", **options("before")
+                )
+            os._exit(_REFUSED if count[0] >= number else 0)
 
         status = in_a_fork(run)
         for expected in ({"before": before, "after": after}, {"after": later, "next": later}):
@@ -212,11 +237,11 @@ def saves_killed_anywhere(
             if "before" in expected:
                 again = "next" if path.name == "after" else "after"
                 save([side_of(later)], versions, again, **options(path.name))
-        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was killed is left"
+        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was ended is left"
         if status == 0:
             break
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    assert found[0] == "before"
+        assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if end is killed else _REFUSED)
+    assert "before" in found
     assert found[-2:] == ["after", "next"]
     return number
 

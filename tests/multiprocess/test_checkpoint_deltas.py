@@ -8,7 +8,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from tests.helpers.checkpoint_layouts import DrawnSide, drawn_finer, drawn_shape
 from tests.helpers.checkpoint_sides import (
     folder_in_memory,
     halves,
+    killed,
     load,
     numbers,
+    refused_by_the_system,
     save,
     save_with_a_killed_rank,
-    saves_killed_anywhere,
+    saves_ended_anywhere,
     side_of,
 )
 from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors
@@ -493,15 +495,16 @@ def test_what_cannot_be_compacted(folder: Path) -> None:
 # Saves that end on the way.
 
 
-def test_a_delta_that_is_killed_anywhere_leaves_the_version_before_or_the_new_one(
-    folder: Path,
+@pytest.mark.parametrize("end", [killed, refused_by_the_system])
+def test_a_delta_that_ends_anywhere_leaves_the_version_before_or_the_new_one(
+    folder: Path, end: Callable[[], object]
 ) -> None:
     before = numbers(1, a=(4, 8), b=(4, 8))
     after, later = ({**before, "b": before["b"] + add} for add in (1, 2))
     save([side_of(before)], folder / "first", "whole")
     save([side_of(before)], folder / "first", "before", base="whole")
     wholes = (before, after, later)
-    assert 15 < saves_killed_anywhere(folder, wholes, lambda base: {"base": base}) < 99
+    assert 15 < saves_ended_anywhere(folder, wholes, lambda base: {"base": base}, end) < 99
 
 
 @pytest.mark.parametrize("kill", [(1, "pwrite", 4), (1, "fsync", 1), (0, "rename", 1)])

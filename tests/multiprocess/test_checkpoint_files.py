@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,16 @@ from tests.helpers.checkpoint_layouts import (
 from tests.helpers.checkpoint_sides import (
     folder_in_memory,
     halves,
+    killed,
     load,
     numbers,
     refused,
+    refused_by_the_system,
     refused_load,
     refused_save,
     save,
     save_with_a_killed_rank,
-    saves_killed_anywhere,
+    saves_ended_anywhere,
     side_of,
 )
 from tests.helpers.plain_safetensors import DTYPES, header_of, plain_tensors, write_plain
@@ -616,13 +618,14 @@ def test_a_stale_model_is_not_saved_and_a_failed_load_makes_one(
 # Saves that end on the way.
 
 
-def test_a_save_that_is_killed_anywhere_leaves_the_version_before_or_the_new_one(
-    folder: Path,
+@pytest.mark.parametrize("end", [killed, refused_by_the_system])
+def test_a_save_that_ends_anywhere_leaves_the_version_before_or_the_new_one(
+    folder: Path, end: Callable[[], object]
 ) -> None:
     wholes = tuple(numbers(first, a=(4, 8), b=(4, 8)) for first in (1, 2, 3))
     options = {"max_file_bytes": 128}
     save([side_of(wholes[0])], folder / "first", "before", **options)
-    assert 20 < saves_killed_anywhere(folder, wholes, lambda _: options) < 99
+    assert 20 < saves_ended_anywhere(folder, wholes, lambda _: options, end) < 99
 
 
 def full_disk(context: RankContext, folder: str) -> str:
