@@ -123,6 +123,11 @@ def find_checkpoint(folder: Path, version: str | None) -> Path:
                 f"{folder} is a delta, which is read by way of the folder of its versions: expected folder "
                 f"{folder.resolve().parent} and version {folder.resolve().name}"
             )
+        if (folder / ".metadata").exists():
+            raise CheckpointError(
+                f"{folder} is a checkpoint of torch.distributed.checkpoint, which its load() reads: expected "
+                f"a folder with {VERSIONS}, {INDEX} or {SINGLE_FILE}"
+            )
         wanted = "a version" if version is None else f"version {version}"
         raise CheckpointError(
             f"{folder}: expected {wanted} of a checkpoint, but there is no {VERSIONS}, as of a save "
