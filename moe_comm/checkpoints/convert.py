@@ -10,11 +10,11 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from moe_comm.arguments import as_int
+from moe_comm.arguments import as_int, shown
 from moe_comm.checkpoints.block_files import blocks_name
 from moe_comm.checkpoints.chains import is_delta, open_checkpoint, take_over_sums
 from moe_comm.checkpoints.save import (
@@ -24,7 +24,13 @@ from moe_comm.checkpoints.save import (
     finish_version,
     packed_files,
 )
-from moe_comm.checkpoints.scaled_weights import SCALE_SUFFIX, BlockScales, block_of, scale_names
+from moe_comm.checkpoints.scaled_weights import (
+    SCALE_SUFFIX,
+    BlockScales,
+    block_of,
+    lacks_scales,
+    scale_names,
+)
 from moe_comm.checkpoints.stored_checkpoint import (
     CheckedPart,
     Reader,
@@ -67,6 +73,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCK = 128
 _CHUNK_ELEMENTS = 4 << 20
 _CONFIG = "config.json"
+_METHOD = "fp8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +166,8 @@ def convert_checkpoint(
         after: Version of the folder behind which it is entered; None for the latest.
 
     Raises:
-        ValueError: A tensor cannot become this; names it. Or no tensor is quantized, and some are to be.
+        ValueError: A tensor cannot become this; names it. Or no tensor is quantized, and some are to be; or
+            `config.json` tells of quantized weights in another way than as FP8.
         CheckpointError: As of `save_checkpoint`; then the version is not there.
     """
     check_version_name(version)
@@ -174,6 +182,8 @@ def convert_checkpoint(
         del specs[scale]
     wholes: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
+        if new_format.target != "same" and (reason := lacks_scales(name, spec.dtype)):
+            raise ValueError(f"{source.path_of(name)}: {name} is {spec.dtype}: {reason}")
         if new_format.quantizes(name, spec):
             block, dtype = new_format.scale
             wholes[name] = TensorSpec(spec.shape, torch.float8_e4m3fn)
@@ -346,21 +356,28 @@ def _take_over_files(source: Path, target: Path, new_format: NewFormat) -> None:
         with failed(path, "cannot be copied"):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             if str(name) == _CONFIG and new_format.target != "same":
-                (target / name).write_text(_config(read_json(path), new_format))
+                (target / name).write_text(_config(path, new_format))
             else:
                 shutil.copyfile(path, target / name)
 
 
-def _config(config: dict[str, Any], new_format: NewFormat) -> str:
+def _config(path: Path, new_format: NewFormat) -> str:
     """What a configuration of transformers says of the new numbers."""
-    config.pop("quantization_config", None)
+    config = read_json(path)
+    old_format = config.pop("quantization_config", None)
+    method = old_format.get("quant_method") if isinstance(old_format, dict) else old_format
+    if method not in (None, _METHOD):
+        raise ValueError(
+            f"{path}: expected no quantization_config or one with quant_method {_METHOD!r}, whose weights can "
+            f"become {new_format.target}, got {shown(method)}"
+        )
     if new_format.dtype is not None:
         old = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[old] = str(new_format.dtype).removeprefix("torch.")
     if new_format.is_quantizing:
         block, dtype = new_format.scale
         config["quantization_config"] = {
-            "quant_method": "fp8",
+            "quant_method": _METHOD,
             "activation_scheme": "dynamic",
             "weight_block_size": list(block),
             # transformers 5.24 (FineGrainedFP8Config) reads MXFP8 under these words.

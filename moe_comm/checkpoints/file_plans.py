@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from moe_comm.checkpoints.scaled_weights import lacks_scales
 from moe_comm.resharding.describe import intervals
-from moe_comm.resharding.describe.conversions import cannot_become
+from moe_comm.resharding.describe.conversions import NUMBERS, cannot_become
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.describe.layouts import resolve_layouts
@@ -205,6 +206,8 @@ def check_becomes(side: RankMetadata, tensors: Mapping[str, tuple[TensorSpec, st
     for name, kind in side.named_kinds():
         stored, file = tensors[source_name_of(name, tensors) or name]
         reason = cannot_become(stored.dtype, kind.dtype, takes_over=kind.is_buffer)
+        if reason and kind.dtype in NUMBERS:
+            reason = lacks_scales(name, stored.dtype) or reason
         if reason:
             raise PlanError(
                 f"{file}: {name}: expected {kind.dtype} or what becomes it, got {stored.dtype}: {reason}"

@@ -170,9 +170,10 @@ def _plan(
     except PlanError as error:
         raise PlanError(f"{checkpoint.folder}: {error}") from None
     mine = sides[rank_idx]
-    check_becomes(
-        mine, {name: (spec, str(checkpoint.path_of(name))) for name, spec in tensors.items()}
-    )
+    places = {name: str(checkpoint.path_of(name)) for name in tensors}
+    for name, scale in scales.items():
+        places[name] += f", times {scale}, which no rank holds"
+    check_becomes(mine, {name: (spec, places[name]) for name, spec in tensors.items()})
     plan = plan_load(sides, rank_idx, tensors, strict=strict)
     return _Planned(plan, read_parts(plan, mine, tensors), scales)
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
+from moe_comm.resharding.describe.conversions import is_scaled
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.formats.number_formats import FP8_BLOCKS, MXFP8_BLOCK, scale_shape
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
-__all__ = ["SCALE_SUFFIX", "BlockScales", "block_of", "scale_names"]
+__all__ = ["SCALE_SUFFIX", "BlockScales", "block_of", "lacks_scales", "scale_names"]
 
 SCALE_SUFFIX = "_scale_inv"
 """Of the name of a weight's scale factors, by which its values are multiplied."""
@@ -31,6 +32,21 @@ def scale_names(tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
         for name, spec in tensors.items()
         if spec.dtype == torch.float8_e4m3fn and name + SCALE_SUFFIX in tensors
     }
+
+
+def lacks_scales(name: str, dtype: torch.dtype) -> str:
+    """Return why a tensor of a checkpoint without known scale factors becomes no numbers; "" where it needs none.
+
+    Args:
+        name: Of the tensor.
+        dtype: In the files.
+    """
+    if not is_scaled(dtype):
+        return ""
+    return (
+        f"to become numbers, it must be {torch.float8_e4m3fn} with its scale factors under the name "
+        f"{name}{SCALE_SUFFIX}"
+    )
 
 
 class BlockScales:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from moe_comm import _host
@@ -472,7 +473,7 @@ def test_files_of_others_that_do_not_fit_each_other(folder: Path) -> None:
         ),
         (
             {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8, dtype=torch.float8_e4m3fn)},
-            r"b: expected torch\.float32 .* without their scale factors",
+            r"b: expected torch\.float32 .* with its scale factors under",
         ),
         (
             {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8), "more": torch.zeros(1)},
@@ -736,3 +737,31 @@ def test_scales_of_no_known_blocks_are_refused(folder: Path) -> None:
         write_plain(folder / "model.safetensors", {"w": data, "w_scale_inv": scale}, {})
         with pytest.raises(Exception, match=r"w: FP8 of shape \(160, 192\) needs scale factors"):
             load([target], folder)
+
+
+@pytest.mark.parametrize("other", ["w.weight_scale", "w.scale", "qscale_w"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_fp8_with_scales_under_other_names_is_refused(
+    folder: Path, other: str, strict: bool
+) -> None:
+    tensors = {"w": torch.ones(128, 128, dtype=torch.float8_e4m3fn), other: torch.ones(1, 1)}
+    write_plain(folder / "model.safetensors", tensors, {})
+    target = side_of({"w": torch.zeros(128, 128)})
+    with pytest.raises(Exception, match="with its scale factors under the name w_scale_inv"):
+        load([target], folder, strict=strict)
+    assert not target[0].tensor.any()
+
+
+def test_fp8_without_the_scales_that_the_files_have_is_refused(folder: Path) -> None:
+    weight = torch.ones(128, 128, dtype=torch.float8_e4m3fn)
+    write_plain(folder / "model.safetensors", {"w": weight, "w_scale_inv": torch.ones(1, 1)}, {})
+    with pytest.raises(Exception, match=r"model.safetensors, times w_scale_inv, which no rank hol"):
+        load([side_of({"w": torch.zeros_like(weight)})], folder)
+
+
+def test_a_checkpoint_of_torch_is_told(folder: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(
+        Exception, match=f"{folder} is a checkpoint of torch.distributed.checkpoint"
+    ):
+        load([side_of({"w": torch.zeros(2)})], folder)

@@ -277,6 +277,26 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(
     assert not out.exists()
 
 
+def test_weights_that_are_quantized_otherwise_are_not_converted(tmp_path: Path) -> None:
+    """Nor is their configuration taken away."""
+    source, out = tmp_path / "v", tmp_path / "out"
+    source.mkdir()
+    weight = torch.ones(128, 128, dtype=torch.float8_e4m3fn)
+    write_plain(source / "model.safetensors", {"w": weight, "w.scale": torch.ones(1)}, {})
+    done = run("convert", source, out, "--to", "bf16")
+    assert done.exit_code == 1
+    text = "w is torch.float8_e4m3fn: to become numbers, it must be torch.float8_e4m3fn with its scale factors under"
+    assert text in done.stderr
+    write_plain(source / "model.safetensors", {"w": weight.view(torch.int8)}, {})
+    for method in ("gptq", {"quant_method": "gptq"}):
+        (source / "config.json").write_text(json.dumps({"quantization_config": method}))
+        done = run("convert", source, out, "--to", "bf16")
+        assert done.exit_code == 1
+        assert "quant_method 'fp8', whose weights can become bf16, got 'gptq'" in done.stderr
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    assert run("convert", source, out).exit_code == 0
+
+
 def test_a_damaged_configuration_is_named(
     model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

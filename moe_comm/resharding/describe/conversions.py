@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["NUMBERS", "cannot_become", "cannot_reduce"]
+__all__ = ["NUMBERS", "cannot_become", "cannot_reduce", "is_scaled"]
 
 NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """Dtypes whose values are the weights themselves, and that round into each other."""
@@ -13,7 +13,7 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
-def _is_scaled(dtype: torch.dtype) -> bool:
+def is_scaled(dtype: torch.dtype) -> bool:
     """Return whether values mean something only together with scale factors, or are such factors."""
     return dtype.is_floating_point and dtype not in NUMBERS
 
@@ -29,7 +29,7 @@ def cannot_become(source: torch.dtype, target: torch.dtype, *, takes_over: bool 
     """
     if source == target or {source, target} <= NUMBERS:
         return ""
-    scaled = next(filter(_is_scaled, (source, target)), None)
+    scaled = next(filter(is_scaled, (source, target)), None)
     if scaled is not None:
         return (
             f"values of {scaled} are no weights without their scale factors: both sides must have the "
