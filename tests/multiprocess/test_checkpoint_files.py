@@ -23,7 +23,7 @@ from torch import nn
 
 from moe_comm import _host
 from moe_comm.checkpoints import load_checkpoint, rectangles, save_checkpoint
-from moe_comm.errors import CheckpointError
+from moe_comm.errors import CheckpointError, CommunicationError
 from moe_comm.resharding import CheckpointView, CheckpointViews, Parallelism, is_stale
 from moe_comm.resharding.describe.intervals import Interval, whole
 from moe_comm.resharding.formats.number_formats import (
@@ -613,6 +613,26 @@ def test_a_stale_model_is_not_saved_and_a_failed_load_makes_one(
     load_checkpoint(model, folder)
     assert not is_stale(model)
     save_checkpoint(model, folder, "w")
+
+
+def dying_in_a_load(context: RankContext, folder: str) -> tuple[str, bool]:
+    """The second rank is killed as it reads; the first, which has read all of its own, must hear of it."""
+    model = nn.Module()
+    model.a, model.b = (nn.Parameter(torch.zeros(4, 8)) for _ in "ab")
+    model.pg_collection = Parallelism(2).groups(context.rank_idx)  # type: ignore[assignment]
+    if context.rank_idx == 1:
+        _host.files.read_rows = lambda *_: killed()
+    with pytest.raises(CommunicationError) as found:
+        load_checkpoint(model, folder)
+    return str(found.value), is_stale(model)
+
+
+def test_a_rank_that_is_killed_in_a_load_leaves_stale_models(folder: Path) -> None:
+    saved(folder)
+    outcomes = run_ranks(dying_in_a_load, 2, str(folder), fresh=True, expect_dead=[1])
+    assert outcomes[1] is None
+    assert "a load of a checkpoint ended" in outcomes[0][0]
+    assert outcomes[0][1]
 
 
 # ---------------------------------------------------------------------------------------------
