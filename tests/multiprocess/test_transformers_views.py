@@ -338,6 +338,26 @@ def test_two_layouts_of_a_model_are_explained(folders: dict[str, str]) -> None:
     assert num_bytes <= found["total_bytes"] <= 2 * num_bytes
 
 
+def test_the_class_that_is_named_is_explained(tmp_path: Path) -> None:
+    """By itself, or by the configuration of a checkpoint; a configuration alone is a causal language model."""
+    models.quiet()
+    config = models.VIEWED_CONFIGS["qwen3"]()
+    config.architectures = ["Qwen3ForTokenClassification"]
+    config.save_pretrained(tmp_path)
+    heads = {
+        "Qwen3ForSequenceClassification": "score",
+        "Qwen3Config": "lm_head",
+        str(tmp_path): "score",
+    }
+    for text, head in heads.items():
+        done = CliRunner().invoke(app, ["reshard", "explain", text, text, "--json"])
+        assert done.exit_code == 0, done.output
+        names = {each["name"].split(".")[0] for each in json.loads(done.stdout)["tensors"]}
+        assert names == {"model", head}, text
+    message = "no causal language model of T5Config; name the class of the model"
+    assert message in output_of("reshard", "explain", "T5Config", "T5Config", exit_code=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

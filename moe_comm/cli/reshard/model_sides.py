@@ -170,12 +170,11 @@ class ModelSide:
                 "ranks are given their parts: it needs 5.23 or later"
             )
         transformers.logging.set_verbosity_error()
-        config = _config_of(transformers, self.text)
+        kind, config = _kind_and_config(transformers, self.text)
         dtype = self.dtype or getattr(config, "dtype", None) or torch.bfloat16
 
         def make(_: int) -> CheckpointViews:
             plan = transformers.DistributedConfig(ep_implementation="all_to_all", **sizes)
-            kind = transformers.AutoModelForCausalLM
             return transformers_views(empty_model(kind, config, dtype, plan, "meta"))
 
         return make
@@ -203,13 +202,35 @@ class ModelSide:
         return sizes
 
 
-def _config_of(transformers: Any, text: str) -> Any:
-    """A configuration by a class of transformers, or by what `AutoConfig` takes."""
+def _kind_and_config(transformers: Any, text: str) -> tuple[Any, Any]:
+    """Return the class of a model and its configuration, by the words of the command line.
+
+    Args:
+        transformers: The module.
+        text: A class of a model; or a configuration's class or what `AutoConfig` takes, which say the model's
+            class by their `architectures`, without these the causal language model of the configuration.
+
+    Raises:
+        ValueError: Nothing says of which class the model is.
+    """
     named = getattr(transformers, text, None) if text.isidentifier() else None
-    kind = getattr(named, "config_class", None) or named
-    if isinstance(kind, type) and issubclass(kind, transformers.PretrainedConfig):
-        return kind()
-    return transformers.AutoConfig.from_pretrained(text)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        made: Any = named
+        return made, made.config_class()
+    if isinstance(named, type) and issubclass(named, transformers.PretrainedConfig):
+        config = named()
+    else:
+        config = transformers.AutoConfig.from_pretrained(text)
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name), config
+    kind = transformers.AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        raise ValueError(
+            f"{text}: transformers has no causal language model of {type(config).__name__}; name the class of "
+            "the model, such as Qwen3VLMoeForConditionalGeneration"
+        )
+    return kind, config
 
 
 @contextlib.contextmanager
