@@ -392,6 +392,19 @@ def test_a_wrong_shape_is_named() -> None:
         loader_views(engine.load, tensors, engine.targets())
 
 
+def test_a_copy_that_does_not_fit_names_the_parameter() -> None:
+    def load(weights: Weights) -> None:
+        for _, loaded in weights:
+            parameter.copy_(loaded)
+
+    parameter = torch.zeros(4, 2)
+    text = (
+        r"^a: the loader refuses it: ValueError: a copy of shape \(3, 2\) into shape \(4, 2\) of p$"
+    )
+    with pytest.raises(ValueError, match=text):
+        loader_views(load, {"a": torch.zeros(3, 2)}, [("p", parameter)])
+
+
 def test_a_constant_may_come_before_a_tensor_and_not_behind_it() -> None:
     def load(weights: Weights) -> None:
         for _, loaded in weights:

@@ -388,7 +388,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         geometry = _geometry(written)
         read_geometry = _geometry(read)
         if read_geometry.shape != geometry.shape:
-            read_geometry = _geometry(read.expand(geometry.shape))
+            try:
+                read_geometry = _geometry(read.expand(geometry.shape))
+            except RuntimeError:
+                raise ValueError(
+                    f"a copy of shape {tuple(read.shape)} into shape {geometry.shape} of {target.name}"
+                ) from None
         self.copies.append(_Copy(target, geometry, read_geometry, origin, 0.0))
         return written
 
