@@ -15,7 +15,7 @@
 #include "bindings/shared/tensor_behind.h"
 #include "bindings/shared/tensor_view.h"
 
-// Whether the tensors of a model are still where they were, asked before every repeated refit: in
+// Tells whether the tensors of a model are still where they were, before every repeated refit: in
 // Python the question costs more than copying ten thousand small tensors.
 
 namespace moe::bindings {
@@ -248,7 +248,7 @@ class WrittenTensors {
       count_writes(tensors_);
       return;
     }
-    // What was written has emptied the cache of them: of the Python object, torch's tensor, and the
+    // Writes have emptied the cache of them: of the Python object, torch's tensor, and the
     // counter behind it.
     constexpr size_t kAhead = 16;
     const size_t size = tensors_.size();
@@ -267,7 +267,7 @@ class WrittenTensors {
  private:
   PyObject* object_at(size_t i) const { return PyList_GET_ITEM(tensors_.ptr(), i); }
 
-  /// Where a tensor keeps the address of its counter, behind five other words, and where that has
+  /// Places of the address of a tensor's counter, behind five other words, and where that has
   /// the count; hints what to fetch.
   static constexpr size_t kCounterPlace = 5 * sizeof(void*);
   static constexpr size_t kCountPlace = 2 * sizeof(void*);

@@ -7,7 +7,7 @@
 
 namespace moe {
 
-// What the system grants this process: threads and addresses.
+// Threads and addresses that the system grants this process.
 
 /// Bytes that RLIMIT_AS leaves; UINT64_MAX where there is no limit.
 uint64_t address_space_left_bytes();

@@ -75,7 +75,7 @@ void begin_writeback(int descriptor, int64_t offset, int64_t bytes) {
 }
 
 void reserve_file(int descriptor, int64_t bytes) {
-  // Of an empty file there is nothing to reserve, which fallocate() refuses.
+  // An empty file has nothing to reserve, which fallocate() refuses.
   if (bytes > 0 && fallocate(descriptor, 0, 0, bytes) == 0)
     return;
   const bool is_full = bytes > 0 && (errno == ENOSPC || errno == EDQUOT);

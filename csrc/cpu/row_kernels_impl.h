@@ -24,7 +24,7 @@ constexpr int kMaxUnrolledRows = 8;
 /// begun.
 constexpr int64_t kPrefetchBytes = 6144;
 
-/// How far ahead of what is taken into a checksum bytes are fetched.
+/// Distance at which bytes are fetched ahead of those taken into a checksum.
 constexpr int64_t kAbsorbAheadBytes = 8192;
 
 /// Bytes from @p dst to the next cache line, at most @p bytes.
@@ -59,7 +59,7 @@ void copy(const std::byte* src, std::byte* dst, int64_t bytes, StoreMode mode) {
   std::memcpy(dst + head + body, src + head + body, bytes - head - body);
 }
 
-/// How the bytes that a checksum takes are copied on.
+/// Way in which the bytes that a checksum takes are copied on.
 enum class Passing { kNone, kCached, kStreaming, kStreamingOdd };
 
 /// Takes rounds into the lanes, in registers of at least 32 bytes: all lanes side by side, each

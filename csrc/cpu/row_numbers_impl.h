@@ -6,8 +6,8 @@
 
 #include "cpu/simd_registers.h"
 
-// How one register of row elements becomes registers of numbers that are added, and back. Included
-// by row_kernels_impl.h behind a simd_*.h, which names `Simd`.
+// Conversion of one register of row elements to registers of numbers that are added, and back.
+// Included by row_kernels_impl.h behind a simd_*.h, which names `Simd`.
 
 namespace moe::cpu {
 namespace {

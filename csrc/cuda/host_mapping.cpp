@@ -45,7 +45,7 @@ std::byte* find_copy(uintptr_t start, uintptr_t end) {
 
 std::byte* lock_pages(uintptr_t start, uintptr_t end) {
   const size_t bytes = end - start;
-  // Of length 0: the same pages at a second place, which stay when the first is unmapped.
+  // Length 0 maps the same pages at a second place, which stay when the first is unmapped.
   void* const copy = ::mremap(reinterpret_cast<void*>(start), 0, bytes, MREMAP_MAYMOVE);
   if (copy == MAP_FAILED)
     throw CudaError(

@@ -87,7 +87,8 @@ int load_all(int device_idx) {
       device_attribute(device_idx, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
   for (const void* kernel : kernels)
     load_module(kernel, most_shared_bytes);
-  // What decided in the source (__CUDA_ARCH__), also where a driver compiled it for a newer device.
+  // The version that decided in the source (__CUDA_ARCH__), also where a driver compiled it for a
+  // newer device.
   return attributes.ptxVersion;
 }
 

@@ -12,7 +12,8 @@ namespace moe::cuda {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-// What the driver is asked for at least. Much is small, and each request may wait for the device.
+// Bytes that the driver is asked for at least. Much is small, and each request may wait for the
+// device.
 constexpr uint64_t kLeastPieceBytes[] = {uint64_t{8} << 20, uint64_t{1} << 20};
 
 uint64_t rounded(int64_t bytes) {

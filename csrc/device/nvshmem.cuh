@@ -12,7 +12,7 @@ namespace moe::device {
 
 MOE_DEVICE_CALLED void put_signal(
     int pe, std::byte* to, const std::byte* from, int64_t bytes, uint64_t* signal, uint64_t value) {
-  // What every lane wrote or acquired comes before the transfer, whoever reads memory for it: this
+  // Writes and acquires of every lane come before the transfer, whoever reads memory for it: this
   // warp, a network card or a thread of NVSHMEM's.
   fence<Scope::kSystem>();
   sync_warp();
@@ -30,7 +30,7 @@ MOE_DEVICE_CALLED void take_put(const uint64_t* signal, uint64_t value) {
 }
 
 MOE_DEVICE_CALLED void quiet() {
-  // Where a peer's memory is mapped, a put is stores of all lanes.
+  // A put to memory that is mapped here is stores of all lanes.
   fence<Scope::kSystem>();
   sync_warp();
   if (lane_idx() == 0)

@@ -5,7 +5,7 @@
 #include "device/primitives.h"
 #include "device/warp.h"
 
-// How a warp moves the bytes of rows: by bulk copies through stages in shared memory, or by loads
+// Copies of rows by a warp: by bulk copies through stages in shared memory, or by loads
 // and stores in the widest unit that addresses and sizes allow.
 
 namespace moe::device {

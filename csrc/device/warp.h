@@ -4,7 +4,7 @@
 
 #include "device/primitives.h"
 
-// What the threads of a warp or a block find out together. All threads of it call.
+// Reductions over the threads of a warp or a block. All threads of it call.
 //
 // Functions of a block take scratch words in shared memory, one per warp, that nobody else uses
 // until the function has returned on every thread; they may be reused at once.

@@ -38,7 +38,7 @@ void Aborts::store_at_peers(const layout::AbortRecord& record) {
     else if (!has_posted)
       ranks_.post(peer_rank, Topic::kAbort, generation(), message);
   }
-  // What this rank stores from now on is seen by nobody who does not see the abort as well.
+  // Stores of this rank from now on are seen by nobody who does not see the abort as well.
   sync::fence_seq_cst();
 }
 

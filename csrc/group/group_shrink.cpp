@@ -62,7 +62,7 @@ std::optional<ShrinkDecision> ShrinkAgreement::await(const InterruptCheck& inter
           shown.reset();
         else if (!shown || shown->peer_rank() != missing)
           shown.emplace(peers_, EntryTable::kLeavingCall, 0, missing, concat("to ", deed));
-        // As in recover(), the limit aborts nothing.
+        // The limit aborts nothing, as in recover().
         if (arrival.has_run_out(peers_, now_ns, missing, [&] { return deed; }))
           throw PeerTimeout(describe_absence(peers_, missing, deed, limit_ns) + kCallAgain,
                             FailureSite{{missing}, ballots_.call(), "idle", -1});

@@ -28,7 +28,7 @@ void Mail::take_ends_locked() {
   std::string message;
   for (int peer_rank = 0; peer_rank < ranks_.num_ranks(); ++peer_rank)
     while (!ranks_.is_local(peer_rank) && ranks_.take(peer_rank, Topic::kEnd, 0, &message)) {
-      // What made that rank destroy it comes first, also for a reader of the mail.
+      // The cause for which that rank destroyed it comes first, also for a reader of the mail.
       take_aborts_locked();
       size_t position = 0;
       const auto buffer_number = read_value<uint64_t>(message, &position);

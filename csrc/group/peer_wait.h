@@ -10,7 +10,7 @@
 #include "group/wait_limits.h"
 #include "group/wait_policy.h"
 
-// What it means to wait for a peer: how a waiter polls, what it looks at meanwhile and in which
+// Waits for peers: how a waiter polls, what it looks at meanwhile and in which
 // order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
 // of a rank for others is made of this, on every engine.
 

@@ -98,8 +98,8 @@ void Recovery::abort_to(const char* purpose) {
 /// Hears what peers said and answers; @return whether every living rank has committed.
 bool Recovery::step() {
   const auto is_gone = peers_.missing_ranks();
-  // Who goes on without this rank says so before it leaves. But once this rank has committed, a
-  // peer may have ended this call and be in the next, while others' commitments are on their way.
+  // Peers that go on without this rank say so before they leave. But once this rank has committed,
+  // a peer may have ended this call and be in the next, while others' commitments are on their way.
   if (decision_.empty())
     peers_.shrink_ballots().check_nobody_shrinks("recover");
   else

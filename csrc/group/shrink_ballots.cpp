@@ -93,7 +93,7 @@ void ShrinkBallots::find_failed_locked(const std::vector<PeerState>& states,
     else if (states[idx] == PeerState::kLeft)
       (*members)[idx] |= kFailed;
     else if (states[idx] == PeerState::kDead)
-      // Where nothing answers any more, it may be the link that has ended.
+      // It may be the link that has ended where nothing answers any more.
       (*members)[idx] = static_cast<char>(
           (*members)[idx] | kFailed |
           (ranks_.link()->is_link_lost(ranks_.link_rank(peer_rank)) ? 0 : kEnded));

@@ -7,7 +7,7 @@
 
 #include "group/wait_policy.h"
 
-// What a rank takes the others for while survivors of failures agree: one byte per rank.
+// Views of a rank on the others while survivors of failures agree: one byte per rank.
 
 namespace moe::group {
 

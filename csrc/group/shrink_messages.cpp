@@ -4,7 +4,7 @@
 #include "group/message.h"
 #include "group/shrink_ballots.h"
 
-// What ranks say to each other while survivors of failures agree, and how they hear it.
+// Messages between ranks while survivors of failures agree, and how they are heard.
 
 namespace moe::group {
 

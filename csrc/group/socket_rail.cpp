@@ -170,7 +170,7 @@ class SocketRail::Engine {
     bool has_ended = peer.link_rank >= 0 && take_frames(node_idx, peer);
     if (state == PeerState::kAlive)
       return send_frames(peer) || has_ended;
-    // What it has sent and nobody has asked for yet may still be taken: no failure of the stream.
+    // Frames that nobody has asked for yet may still be taken: no failure of the stream.
     const bool is_dead = state == PeerState::kDead;
     return end_all(peer, concat("the rank of node ", node_idx, is_dead ? " died" : " left")) ||
            has_ended;

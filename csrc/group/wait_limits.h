@@ -2,7 +2,8 @@
 
 #include <cstdint>
 
-// How long a waiter allows a rank that is late, dead or gone, beside the limits that the user sets.
+// Times that a waiter allows a rank that is late, dead or gone, beside the limits that the user
+// sets.
 
 namespace moe::group {
 

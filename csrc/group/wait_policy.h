@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-// What suits ranks that are threads on cores, and runs of any length. The checker of schedules,
-// whose ranks are fibers of one thread and whose runs are short, has a file of this name in front
-// of this one.
+// Waiting that suits ranks that are threads on cores, and runs of any length. The checker of
+// schedules, whose ranks are fibers of one thread and whose runs are short, has a file of this name
+// in front of this one.
 
 namespace moe::group {
 

@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-// How soon a connection to a peer counts as lost, and how long the end of one may take.
+// Times after which a connection to a peer counts as lost, and that the end of one may take.
 
 namespace moe::heap {
 

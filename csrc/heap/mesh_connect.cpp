@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kPollMs = 100;
 constexpr auto kProbeEvery = std::chrono::milliseconds(100);
-// Who finds that a rank has ended stays that long: else its own end would be taken for the cause.
+// A rank that finds another's end stays that long: else its own end would be taken for the cause.
 constexpr auto kLinger = std::chrono::milliseconds(300);
 // Over TCP a refusal may be a firewall's or a stranger's: it has to repeat itself.
 constexpr auto kRoundEvery = std::chrono::milliseconds(100);

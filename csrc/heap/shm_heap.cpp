@@ -161,7 +161,7 @@ std::shared_ptr<Window> MemfdHeap::allocate(uint64_t bytes) {
     // Another thread may have added memory meanwhile, or take what is added here.
     while ((block = try_again()) == nullptr) {
       const uint64_t wanted_bytes = bytes + headroom_bytes(bytes, largest_free_bytes());
-      // What is free is too small for this step's windows; later ones will hardly fit it either.
+      // Free memory is too small for this step's windows; later ones will hardly fit it either.
       return_free_pages();
       add_segment(WindowAllocator::rounded_bytes(bytes), round_up(wanted_bytes, kHugePageBytes));
       num_growths_.fetch_add(1, std::memory_order_relaxed);

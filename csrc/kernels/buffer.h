@@ -6,7 +6,8 @@
 #include "layout/window.h"
 #include "layout/workspace.h"
 
-// What kernels of one buffer share. Every pointer is an address that the device can use; memory is
+// Data that kernels of one buffer share. Every pointer is an address that the device can use;
+// memory is
 //   device:   private to this rank
 //   heap:     this rank's or a peer's, reached by peers too
 //   host:     page-locked host memory, written by one side and polled by the other

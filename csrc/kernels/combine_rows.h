@@ -6,7 +6,7 @@
 #include "device/warp.h"
 #include "kernels/combine.h"
 
-// How a warp walks and adds the rows of a token.
+// Walk of a warp over the rows of a token, which it adds.
 
 namespace moe::kernels {
 
@@ -127,7 +127,7 @@ class TokenRows {
     return kWeighted ? device::shuffle(weight_, device::first_bit(here_)) : Scalar{};
   }
 
-  /// Of one lane alone: it has looked up the row.
+  /// Called by one lane alone, which has looked up the row.
   MOE_DEVICE bool is_known_here() const {
     return here_ << (device::kWarpSize - 1 - device::lane_idx()) == kLastBit;
   }

@@ -7,11 +7,11 @@
 #include "kernels/dispatch_rows.h"
 #include "kernels/receive.h"
 
-// How a receiver copies the rows that came once to the other slots of their tokens.
+// Copies of rows that came once to the other slots of their tokens, by the receiver.
 
 namespace moe::kernels {
 
-/// What the warps of a receive kernel that copies rows need of a block's shared memory.
+/// Shared memory of a block that the warps of a receive kernel need to copy rows.
 ///
 /// Byte map of a block: [0, scratch_bytes) words of the functions that blocks call; then per warp,
 /// `warp_bytes` each (a multiple of 128): kNumStages pieces, and as many mbarriers from
@@ -94,7 +94,7 @@ class CopyWalk {
     return offset_ptr(base_, piece.origin_idx, params_.row_bytes);
   }
 
-  /// What travels beside the row and is the same for all slots of a token.
+  /// Data beside the row that is the same for all slots of a token.
   MOE_DEVICE void copy_scales(const Piece& piece) const {
     const layout::ScaleMap map = load_scale_map(&peer_.window.scales);
     if (map.num_scales == 0)
@@ -185,7 +185,7 @@ MOE_DEVICE void copy_by_bulk_copies(const ReceiveParams& params,
   const auto load = [&](uint32_t idx, const CopyWalk::Piece& piece) {
     ring.load(idx, walk.origin(piece) + pieces.offset_of(piece.piece_idx), bytes_of(piece));
   };
-  // What this block acquired of its peers is what bulk copies read.
+  // Bulk copies read what this block acquired of its peers.
   device::fence_proxy_async();
   bool has_piece = walk.advance();
   if (has_piece)

@@ -161,7 +161,7 @@ MOE_DEVICE_CALLED void count_chunks(Counted counted, int64_t* scratch, int32_t* 
       device::store(choices.bad_choice + chunk_idx,
                     bad_idx == INT_MAX ? int64_t{-1} : first + bad_idx);
     }
-    // What the other threads listed is there: block_max() has barriers.
+    // The lists of the other threads are there: block_max() has barriers.
     if (device::warp_idx() == 0)
       place_choices(counted, chunk, choices.is_by_rank ? to_rank : counts);
     device::sync_block();

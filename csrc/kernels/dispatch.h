@@ -9,7 +9,7 @@
 
 namespace moe::kernels {
 
-/// How rows become e4m3 while they are written; see docs/quantization.md.
+/// Quantization of rows to e4m3 while they are written; see docs/quantization.md.
 struct Quantize {
   int32_t is_on = 0;
   DType dtype = DType::kBFloat16;  ///< of the source

@@ -10,7 +10,7 @@
 #include "kernels/slots.h"
 #include "kernels/wait.h"
 
-// How a warp moves its tokens' rows to their slots.
+// Moves of a warp that bring its tokens' rows to their slots.
 
 namespace moe::kernels {
 
@@ -173,7 +173,7 @@ class RowMetadataWriter {
     if (kQuantizes && params_.num_parts > 1) {
       const int factor_bytes = params_.quantize.scale_format == layout::ScaleFormat::kUe8m0 ? 1 : 4;
       begin = static_cast<int>(first) / params_.quantize.block * factor_bytes;
-      // What follows the factors of the last piece in their word is 0.
+      // Bytes behind the factors of the last piece in their word are 0.
       if (!is_last)
         end = static_cast<int>(first + num_elements) / params_.quantize.block * factor_bytes;
     } else if (!is_last) {
@@ -479,7 +479,7 @@ MOE_DEVICE void move_by_bulk_copies(const DispatchParams& params, const WarpMemo
                   shape.pieces.offset_of(piece.piece_idx),
               static_cast<uint32_t>(bytes_of(piece)));
   };
-  // What this rank's stream and its peers wrote so far is what bulk copies read and overwrite.
+  // Bulk copies read and overwrite what this rank's stream and its peers wrote so far.
   device::fence_proxy_async();
   metadata.clear_scales();
   bool has_piece = walk.advance();

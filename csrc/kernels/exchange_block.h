@@ -82,7 +82,7 @@ class ExchangeBlock {
       return true;
     if constexpr (kHasReplicas)
       write_sets();
-    // Where counts are to say which ranks tokens go to, nobody can count those yet.
+    // Nobody can count yet where counts are to say which ranks tokens go to.
     count_chunks({params_.choices,
                   kHasReplicas ? nullptr : buffer_.expert_rank,
                   buffer_.num_experts,
@@ -135,8 +135,8 @@ class ExchangeBlock {
       return OperationStatus::kLeft;
     }
     peers_.publish_row(epoch_, shared(map_.row), row_bytes_, sent_sets());
-    // What needs no peer is done while their rows are on the way. The host's memory comes behind
-    // the flags, each of which waits until all that was stored before it has arrived.
+    // Work that needs no peer is done while their rows are on the way. The host's memory comes
+    // behind the flags, each of which waits until all that was stored before it has arrived.
     tell_epoch();
     if (counts_choices(params_))
       chunk_sums_.spread();
@@ -339,7 +339,7 @@ class ExchangeBlock {
 
   /// By all blocks.
   MOE_DEVICE void write_sets() const {
-    // What a peer reads that this rank has given up waiting for stays.
+    // Memory that a peer reads stays, though this rank has given up waiting for it.
     if (has_sets() && !has_left(buffer_))
       write_token_sets(
           {params_.choices.asked_idx,
@@ -493,7 +493,7 @@ class ExchangeBlock {
     }
     if (params_.host_read == nullptr)
       return;
-    // As many bytes of a row as may mean something.
+    // Bytes of a row that may mean something.
     const int64_t stride = Row::stride(buffer_.num_ranks, buffer_.num_experts);
     const int64_t used_bytes =
         is_agreed && params_.with_counts == 0 ? static_cast<int64_t>(sizeof(Row)) : stride;

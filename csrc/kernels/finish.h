@@ -28,7 +28,7 @@ MOE_DEVICE void release_done(const Buffer& buffer, uint64_t epoch) {
 ///   have written.
 MOE_DEVICE bool is_last_block(const Buffer& buffer, int32_t* scratch) {
   device::sync_block();
-  // Where one thread counts, the others learn of it through shared memory.
+  // The others learn through shared memory what one thread counts.
   if (device::thread_idx() == 0) {
     uint32_t* const num_blocks_done = &buffer.state->num_blocks_done;
     const uint32_t before =

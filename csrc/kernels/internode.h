@@ -7,8 +7,8 @@
 #include "kernels/buffer.h"
 #include "layout/rail_region.h"
 
-// What kernels of a buffer share whose ranks lie on several nodes. Ranks of other nodes are reached
-// by puts alone: their workspaces and windows have no address here.
+// Data that kernels of a buffer share whose ranks lie on several nodes. Ranks of other nodes are
+// reached by puts alone: their workspaces and windows have no address here.
 
 namespace moe::kernels {
 

@@ -5,11 +5,11 @@
 #include "device/row_copy.h"
 #include "kernels/internode_combine_sources.h"
 
-// How a warp asks other nodes for rows, and answers what they ask for.
+// Requests of a warp for rows of other nodes, and its answers to theirs.
 
 namespace moe::kernels {
 
-/// Which chunks a warp asks for and adds, and which places replies to them have. Warps use as many
+/// Chunks that a warp asks for and adds, and places that replies to them have. Warps use as many
 /// places as there are, each the same number; a place is asked for again once its rows were added.
 struct ReplyTurns {
   int64_t num_units = 0;  ///< warps that ask and add
@@ -161,7 +161,7 @@ class RailRequests {
     const int64_t end = first_token(chunk_idx + 1);
     return end < params_.num_tokens ? end : params_.num_tokens;
   }
-  /// Of the rail's rank on a node.
+  /// Chunks of the rail's rank on a node.
   MOE_DEVICE int64_t num_chunks(int src_node) const {
     const layout::Workspace own = workspace(params_.buffer, params_.buffer.rank_idx);
     return rails_.num_chunks(device::load(&own.row(epoch_, rail_.rank_of(src_node)).num_tokens));

@@ -5,7 +5,7 @@
 #include "kernels/combine_rows.h"
 #include "kernels/rail_peers.h"
 
-// Where a warp finds what the sums of its tokens are made of, on this node and from others.
+// Sources of the sums of a warp's tokens, on this node and on others.
 
 namespace moe::kernels {
 
@@ -204,7 +204,7 @@ class TokenSources {
     });
   }
 
-  // Of the token that was found; null for none.
+  // Sources of the token that was found; null for none.
 
   /// The row of slot @p i; with kReduces, where it lies on this node.
   MOE_DEVICE const std::byte* row(int i) const { return address(rows_ + i); }

@@ -5,7 +5,8 @@
 #include "kernels/dispatch_rows.h"
 #include "kernels/rail_peers.h"
 
-// How a warp packs chunks of its tokens for other nodes, and writes what came to slots of its own.
+// Chunks of a warp's tokens that it packs for other nodes, and those that came, which it writes to
+// slots of its own.
 
 namespace moe::kernels {
 
@@ -252,7 +253,7 @@ class RailForwarder {
         places_(params),
         epoch_(device::load(params.tables.epoch)) {}
 
-  /// Of the rail's rank on @p src_node.
+  /// Chunks of the rail's rank on @p src_node.
   MOE_DEVICE int64_t num_chunks(int src_node) const {
     const layout::Workspace own = workspace(params_.buffer, params_.buffer.rank_idx);
     return rails_.num_chunks(device::load(&own.row(epoch_, rail_.rank_of(src_node)).num_tokens));

@@ -8,7 +8,7 @@
 #include "kernels/exchange.h"
 #include "kernels/wait.h"
 
-// What one rank tells others: its row, that it is busy, and the host that its answer is there.
+// Publications of one rank: its row, that it is busy, and to the host that its answer is there.
 
 namespace moe::kernels {
 

@@ -55,7 +55,7 @@ class RailMemory {
     if (device::lane_idx() == 0 && has_come != 0)
       device::take_put(at<const uint64_t>(signal), expected);
     has_come = device::shuffle(has_come, 0);
-    // What lane 0 acquired, all lanes may read.
+    // All lanes may read what lane 0 acquired.
     device::sync_warp();
     return has_come != 0;
   }
@@ -82,8 +82,8 @@ MOE_DEVICE void release_rail_done(const Buffer& buffer, const Rails& rails, uint
   }
 }
 
-/// What NodePeers does, across nodes: rows and offers go to the ranks of the node by stores and
-/// along the rail by puts; what comes along the rail is written to the ranks of the node, flag
+/// Does what NodePeers does, across nodes: rows and offers go to the ranks of the node by stores
+/// and along the rail by puts; what comes along the rail is written to the ranks of the node, flag
 /// last.
 class RailPeers {
  public:
@@ -197,7 +197,7 @@ class RailPeers {
   }
   MOE_DEVICE bool has_far_ranks() const { return rail_.num_remote_nodes() > 0; }
   MOE_DEVICE void release_done(uint64_t epoch) const { release_rail_done(buffer_, rails_, epoch); }
-  /// What was sent is written again by the next operation.
+  /// The next operation writes again what was sent.
   MOE_DEVICE void end() const { device::quiet(); }
 
  private:
@@ -276,7 +276,7 @@ class RailPeers {
           missing = node_idx;
         if (state != 1)
           return;
-        // What lane 0 acquired, all lanes may read.
+        // All lanes may read what lane 0 acquired.
         device::sync_warp();
         hand_on(src_rank, rail_.at(offset_of(node_idx)));
         device::sync_warp();

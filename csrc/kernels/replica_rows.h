@@ -6,12 +6,12 @@
 #include "kernels/replicas.h"
 #include "layout/replica_sharing.h"
 
-// Which replicas take the rows of this dispatch: what share_rows() of layout/replicas.h says, by
+// Replicas that take the rows of this dispatch: what share_rows() of layout/replicas.h says, by
 // all threads of one block.
 
 namespace moe::kernels {
 
-/// How the functions of layout/ read and write what they work on, in a kernel.
+/// Accesses by which the functions of layout/ read and write in a kernel.
 struct DeviceMemory {
   template <typename T>
   MOE_DEVICE static T load(const T* from) {
@@ -45,7 +45,7 @@ struct ReplicaSharedMap {
   }
 };
 
-/// What sharing is told.
+/// Arguments of sharing.
 struct SharedOut {
   Replicas replicas;
   const int32_t* first_of_rank;  ///< Buffer::first_of_rank

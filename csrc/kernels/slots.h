@@ -7,7 +7,7 @@
 #include "kernels/token_sets.h"
 #include "layout/routing.h"
 
-// Where the rows of one token go: what layout::assign_slots says, found by a warp from the counts
+// Slots of the rows of one token: what layout::assign_slots says, found by a warp from the counts
 // of its chunk and the tables of the exchange.
 
 namespace moe::kernels {
@@ -79,8 +79,8 @@ class SlotFinder {
     int32_t place = 0;  ///< among this rank's rows there
   };
 
-  /// What layout::choose_slots says: of this rank's choices of an expert, in order, the first go to
-  /// its lowest slot, and so on.
+  /// Does what layout::choose_slots says: of this rank's choices of an expert, in order, the first
+  /// go to its lowest slot, and so on.
   /// @param entry  of Choices::topk_idx, which gets the slot that was chosen
   MOE_DEVICE ChosenReplica choose_replica(int64_t token_idx, int64_t entry, bool is_first) const {
     const Choices& choices = params_.choices;
@@ -190,7 +190,7 @@ class SlotFinder {
     return expert_idx < 0 ? -1 : device::load_constant(params_.buffer.expert_rank + expert_idx);
   }
 
-  /// How many of this rank's before it are counted in the same column.
+  /// Number of this rank's before it that are counted in the same column.
   /// @param column  of the count matrix: an expert, or num_experts and a rank.
   /// @param entry   of Choices::place_in_chunk
   MOE_DEVICE int32_t place_of(int64_t token_idx, int64_t entry, int column) const {

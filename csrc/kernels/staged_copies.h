@@ -45,7 +45,8 @@ class StagedCopies {
     if (num_loading_ == kNumLoads)
       store_oldest();
     if (device::lane_idx() == 0) {
-      // What this stage held before has left it: at most the stores behind that one may be pending.
+      // The former content of this stage has left it: at most the stores behind that one may be
+      // pending.
       device::await_bulk_reads<kNumStages - kNumLoads>();
       device::MBarrier* const mbarrier = mbarriers_ + load_stage_;
       device::arrive_expect(mbarrier, static_cast<uint32_t>(bytes));

@@ -8,7 +8,7 @@
 #include "kernels/combine.h"
 #include "kernels/combine_rows.h"
 
-// How rows that a combine adds come into shared memory.
+// Stages through which rows that a combine adds come into shared memory.
 
 namespace moe::kernels {
 
@@ -138,7 +138,7 @@ class StagedRows {
   Walk walk_;
   Rows rows_;
   const RowPieces& pieces_;
-  // Of the warp, in the block's shared memory.
+  // Stages of the warp, in the block's shared memory.
   int32_t stages_;
   int32_t mbarriers_;
   uint32_t bytes_ = 0;   ///< of the piece of a row that is loaded

@@ -8,7 +8,7 @@
 #include "layout/control.h"
 #include "layout/row.h"
 
-// How kernels wait for flags of peers. No wait is without an end: it leaves when the communicator
+// Waits of kernels for flags of peers. No wait is without an end: it leaves when the communicator
 // is aborted or the peer exceeds its limit, and says for whom it waited.
 
 namespace moe::kernels {

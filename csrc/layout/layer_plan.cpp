@@ -127,7 +127,7 @@ class LayerPlan {
     };
     auto num_left = static_cast<int64_t>(slots_.size()) - rules_.num_experts;
     std::priority_queue<Numbered> next;
-    // As long as nothing is anywhere, none but the first can get any.
+    // None but the first can get any as long as nothing is anywhere.
     const auto num_candidates = layer_.is_planned_anew() ? num_left : rules_.num_experts;
     for (const int32_t expert_idx :
          std::span(layer_.by_load).first(at(std::min<int64_t>(num_candidates, rules_.num_experts))))

@@ -373,7 +373,7 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
       best = std::move(slots);
     }
   }
-  // Where moves cost nothing, it seldom wins, and is seen through the sooner for coming last.
+  // It seldom wins where moves cost nothing, and is seen through the sooner for coming last.
   if (!kept.empty() && rules_.num_kept == 0 && rules_.move_price == 0 &&
       trials.outcome(kept, least).cost <= least)
     best = std::move(kept);

@@ -20,7 +20,7 @@ struct ReplicaTable {
   const int32_t* shared_slots = nullptr;  ///< of every rank, ascending: those of replicated experts
 };
 
-/// How a thread of the host reads and writes what it works on; kernels have their own.
+/// Accesses of a thread of the host to what it works on; kernels have their own.
 struct HostMemory {
   template <typename T>
   MOE_HOST_DEVICE static T load(const T* from) {

@@ -49,7 +49,7 @@ struct ReplicaSharing {
       Memory::store(slot_rows + slot, Memory::load(slot_rows + slot) + num_rows);
   }
 
-  /// What a slot has been given comes first from its own rank, then from ranks of its node, then
+  /// Gives slots rows: first those of their own rank, then of their node, then
   /// from all, in order of ranks, and of slots for each. What is over, as it belongs to a rank that
   /// is masked or has nowhere to go, to the first.
   MOE_HOST_DEVICE void share(int expert_idx) const {
@@ -94,7 +94,7 @@ struct ReplicaSharing {
     return on_node >= 0 ? on_node : lowest;
   }
 
-  /// Of ranks that are no further than @p distance consecutive ranks reach.
+  /// Shares rows of ranks that are no further than @p distance consecutive ranks reach.
   MOE_HOST_DEVICE void share_near(int expert_idx, int distance) const {
     const int32_t end = Memory::load(table.expert_begin + expert_idx + 1);
     MOE_ROLLED

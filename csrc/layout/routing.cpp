@@ -183,7 +183,7 @@ int64_t count_choices(const int64_t* topk_idx,
   const int num_experts = placement.num_experts;
   std::fill_n(counts, num_experts + placement.num_ranks, 0);
   int32_t* const to_rank = counts + num_experts;
-  // Which token was last counted for a rank: a token counts once per distinct rank.
+  // Token that was last counted for a rank: a token counts once per distinct rank.
   std::vector<int64_t> last_token(static_cast<size_t>(placement.num_ranks), -1);
   for (int64_t token_idx = 0; token_idx < num_tokens; ++token_idx) {
     for (int64_t k = 0; k < num_topk; ++k) {

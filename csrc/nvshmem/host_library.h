@@ -40,7 +40,7 @@ struct HostLibrary {
   decltype(&nvshmemx_set_attr_uniqueid_args) set_unique_id;
   decltype(&nvshmem_align) align;
   decltype(&nvshmem_barrier_all) barrier_all;
-  // What the part of NVSHMEM that is linked in asks of it.
+  // Functions that the part of NVSHMEM that is linked in asks of it.
   decltype(&nvshmemid_hostlib_init_attr) init;
   decltype(&nvshmemid_hostlib_finalize) finalize;
   decltype(&nvshmemid_init_status) init_status;

@@ -10,7 +10,7 @@
 #include "layout/routing.h"
 #include "layout/row.h"
 
-// What ranks make of each other's rows: the same on every rank, as all see the same rows.
+// Judgment of ranks on each other's rows: the same on every rank, as all see the same rows.
 
 namespace moe::ops {
 

@@ -7,7 +7,7 @@
 #include "layout/row.h"
 #include "ops/combine.h"
 
-// What every rank works out alike from one combine's arguments, on every engine.
+// Rules that every rank works out alike from one combine's arguments, on every engine.
 
 namespace moe::ops {
 

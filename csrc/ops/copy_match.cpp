@@ -4,7 +4,7 @@
 
 #include "ops/copy_run.h"
 
-// Who moves what: a sender compares its sends with its peers' tables, and tells receivers in which
+// Match of copies: a sender compares its sends with its peers' tables, and tells receivers in which
 // order bytes come through the slots.
 
 namespace moe::ops {
@@ -236,7 +236,7 @@ void CopyRun::route_slots(PreparedCopies& prepared,
     sent.insert(sent.end(), first, end);
     first = end;
   }
-  // Where a peer would be offered more slots than a verdict has room for, those that carry the
+  // If a peer would be offered more slots than a verdict has room for, those that carry the
   // fewest are each peer's own.
   std::vector<decltype(by_readers)::const_iterator> shared;
   for (auto each = by_readers.cbegin(); each != by_readers.cend(); ++each)

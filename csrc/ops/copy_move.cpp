@@ -50,7 +50,7 @@ std::vector<CopyRun::Channel> CopyRun::open_channels(const PreparedCopies::Route
              1, (bytes - layout::CopySlots::header_bytes(group_.num_ranks())) / slot_bytes),
          (slots.stream.end() + slot_bytes - 1) / slot_bytes});
   };
-  // What has come is emptied first, so that its sender can go on.
+  // Slots that have come are emptied first, so that their sender can go on.
   auto incoming = route.incoming.begin();
   for_active_peers([&](int peer_rank) {
     for (const layout::OfferedSlots& offered : offered_here_[static_cast<size_t>(peer_rank)])

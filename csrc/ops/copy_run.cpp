@@ -14,7 +14,7 @@ using layout::CopyVerdict;
 using layout::Phase;
 using layout::RowStatus;
 
-// How long a failed run waits for peers to write here no more. They look up between parts of about
+// Time that a failed run waits for peers to write here no more. They look up between parts of about
 // a megabyte.
 constexpr int64_t kStopNs = 100'000'000;
 
@@ -209,7 +209,7 @@ void CopyRun::settle() {
 }
 
 void CopyRun::release_done() {
-  // What was read from a peer counts only if that peer had not given up by then.
+  // Bytes read from a peer count only if that peer had not given up by then.
   sync::fence_acquire();
   group_.check_abort();
   for_active_peers([&](int peer_rank) {

@@ -42,7 +42,7 @@ class CopyRun : public BufferOperation {
   void settle();
   void release_done();
 
-  // Who moves what (copy_match.cpp).
+  // Match of both ends (copy_match.cpp).
   RankProblem match(PreparedCopies& prepared);
   std::string compare_ends(const PreparedCopies& prepared, std::vector<uint32_t>* entry_of);
   void route_outgoing(PreparedCopies& prepared, const std::vector<uint32_t>& entry_of);

@@ -69,7 +69,7 @@ JudgedCounts judge_counts(layout::CountMatrix asked,
   const auto find_overflow = [&](const layout::CountMatrix& counts) {
     return layout::find_overflow(counts, placement, arrangement, capacity, row_bytes);
   };
-  // What a masked rank asks for takes no place of an expert.
+  // Choices of a masked rank take no place of an expert.
   const bool is_kept_first = arrangement.layout == layout::RowLayout::kLowLatency;
   JudgedCounts judged;
   judged.asked = {

@@ -8,7 +8,7 @@
 #include "layout/workspace.h"
 #include "ops/dispatch.h"
 
-// What every rank works out alike from one dispatch's arguments and count matrix, on every
+// Rules that every rank works out alike from one dispatch's arguments and count matrix, on every
 // engine; and the texts of what is wrong.
 
 namespace moe::ops {

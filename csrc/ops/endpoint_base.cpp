@@ -96,7 +96,7 @@ int EndpointBase::awaited_rank() const {
   }
   if (seen_epoch >= flag_epoch)
     return -1;
-  // What a rank of another node has to say is written here by the rank of its rail.
+  // The rank of its rail writes here what a rank of another node has to say.
   const NodeLayout& nodes = group().nodes();
   const int relay_rank = nodes.rail_rank(peer_rank, nodes.node_idx(rank_idx()));
   return group().is_local(peer_rank) || relay_rank == rank_idx() ? peer_rank : relay_rank;

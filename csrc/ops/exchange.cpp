@@ -248,7 +248,7 @@ void Exchange::complete() {
 }
 
 void Exchange::release_done() {
-  // What was read from a peer counts only if that peer had not given up by then: it may have
+  // Bytes read from a peer count only if that peer had not given up by then: it may have
   // overwritten its rows since.
   sync::fence_acquire();
   group_.check_abort();
@@ -307,8 +307,9 @@ std::byte* Exchange::resolve(int peer_rank, const Offer& offer) {
 
 template <typename IsMissing>
 group::WaitLadder Exchange::ladder_for(const IsMissing& is_missing) {
-  // Where ranks outnumber cores, too, this rank has its core alone once all that share it have done
-  // their part: to yield would only go round among waiters, and each turn costs them their caches.
+  // This rank has its core alone, also where ranks outnumber cores, once all that share it have
+  // done their part: to yield would only go round among waiters, and each turn costs them their
+  // caches.
   const uint32_t own_core = sync::current_core();
   bool keeps_peer = false;
   for_local_ranks([&](int peer_rank) {
@@ -380,7 +381,7 @@ void Exchange::await_flag(int peer_rank, Phase phase, uint64_t epoch, const uint
 void Exchange::await_rail(int peer_rank, const std::function<bool()>& is_ready) {
   if (is_ready())
     return;
-  // What moves over the rail is no flag, and a rank of another node shows no progress here.
+  // Messages of the rail are no flags, and a rank of another node shows no progress here.
   await_part(
       peer_rank,
       Phase::kIdle,

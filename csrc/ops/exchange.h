@@ -91,7 +91,7 @@ class Exchange : public BufferOperation {
  private:
   friend class Relay;
 
-  // Of a Relay: what it stores at the ranks of this node on behalf of a rank of another.
+  // For a Relay, which stores at the ranks of this node on behalf of a rank of another.
   void store_row(int src_rank, const std::byte* image);
   void store_second_offer(int src_rank, const layout::SecondOffer& second);
   void release_done_of(int src_rank);

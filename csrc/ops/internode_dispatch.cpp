@@ -161,7 +161,7 @@ void InternodeDispatch::pack(const Departure& departure,
                              const InternodeChunk& chunk,
                              std::byte* message) const {
   const int64_t* const tokens = departure.tokens.data() + departure.next;
-  // What no row fills travels as well.
+  // Places that no row fills travel as well.
   const auto clear = [&](int64_t end, int64_t next) {
     std::memset(message + end, 0, static_cast<size_t>(next - end));
   };

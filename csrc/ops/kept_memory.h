@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// How much memory a buffer keeps ready for its next operations.
+// Memory that a buffer keeps ready for its next operations.
 
 namespace moe::ops {
 

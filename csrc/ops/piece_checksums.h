@@ -15,8 +15,8 @@ class PieceChecksums {
   /// @param owner  Keeps the tensors.
   PieceChecksums(std::vector<CopyItem> pieces, std::shared_ptr<void> owner);
 
-  /// Of all pieces, in their order. One that some of @p sent has hashed where it lies, as it was
-  /// sent, is not read again.
+  /// Checksums of all pieces, in their order. One that some of @p sent has hashed where it lies, as
+  /// it was sent, is not read again.
   /// @param num_threads  That read, the caller included.
   std::vector<uint64_t> compute(const std::vector<std::shared_ptr<PreparedCopies>>& sent,
                                 int num_threads) const;

@@ -35,7 +35,7 @@ int Relay::rail_rank(int node_idx) const {
 
 namespace {
 
-/// Of the sets of tokens that come behind a row.
+/// Bytes of the sets of tokens that come behind a row.
 uint64_t set_bytes(const std::byte* image) {
   Row header;
   std::memcpy(&header, image, sizeof(header));

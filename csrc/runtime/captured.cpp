@@ -44,7 +44,7 @@ class Capture {
   /// Device memory of the operation: its status, and rows that it dropped here.
   const std::shared_ptr<int32_t>& status() const { return status_; }
 
-  /// Of this operation, at least.
+  /// Keeps it as long as this operation lasts, at least.
   template <typename T>
   std::shared_ptr<T> hold(std::shared_ptr<T> owned) {
     held_.push_back(owned);
@@ -247,7 +247,7 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
     row.offer = launch_requests(endpoint, params, *window);
     requests = window->data();
   }
-  // What is copied is copied in each run.
+  // Rows that are copied are copied in each run.
   outcome.was_copied_in = ops::offer_rows(
       params,
       requests == nullptr ? ops::combined_row_bytes(params) : 0,

@@ -69,7 +69,7 @@ std::shared_ptr<DeferredAgreement> DeferredAgreement::of_another(const DeviceEnd
 void DeferredAgreement::hear_for(const DeviceEndpoint& endpoint,
                                  const group::InterruptCheck& interrupt_check) {
   await_judged(interrupt_check);
-  // Of an abort the caller hears in the operation that it is in.
+  // The caller hears of an abort in the operation that it is in.
   if (group_ == &endpoint.group() && endpoint.group().is_aborted())
     is_told_.store(true, std::memory_order_relaxed);
 }
@@ -170,7 +170,7 @@ void DeferredAgreement::await_judged(const group::InterruptCheck& interrupt_chec
   constexpr auto kAnswerEvery = std::chrono::milliseconds(50);
   if (is_judged_.load(std::memory_order_acquire))
     return;
-  // What kernels tell a forked child nobody writes, and its lock may belong to no thread of it.
+  // No kernel writes to a forked child, and its lock may belong to no thread of it.
   MOE_CHECK(::getpid() == process_id_,
             "what the ranks say of an operation is heard in process ",
             process_id_,

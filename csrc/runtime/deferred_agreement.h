@@ -38,7 +38,7 @@ class DeferredAgreement final : public ops::DeferredJoin {
   /// Until it is judged, by this thread, whose device is this one, or another.
   /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
   void await_judged(const group::InterruptCheck& interrupt_check);
-  /// What was found wrong where nobody has been told. Once it is judged.
+  /// Error that nobody has been told. Once it is judged.
   bool has_untold_error() const { return error_ != nullptr && !is_told_; }
   /// Returns whether somebody has been told of the abort that it ended by.
   bool has_told_abort() const { return is_abort_ && is_told_; }

@@ -89,7 +89,7 @@ class Device {
 
   virtual int num_sms() const = 0;
   virtual size_t max_shared_bytes() const = 0;  ///< of a block, dynamic
-  /// Of kernels as they were compiled: they have dependent launches then, too.
+  /// Tells how kernels were compiled: with them they have dependent launches, too.
   virtual bool has_bulk_copies() const = 0;
 
   /// Memory private to this rank, zeroed, aligned to 256 bytes; freed once the last owner is gone

@@ -27,7 +27,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
   void begin() {
     endpoint_.wait_for_caller(params_.caller_mark.get());
     exchange_.report_deferred_error(ops::combine_arguments(params_));
-    // Where nobody has heard of the dispatch yet, kernels refuse this with it.
+    // Kernels refuse this with a dispatch that nobody has heard of yet.
     if (!plan_.awaits_counts())
       exchange_.reject_if(find_failure(plan_), ops::combine_arguments(params_));
   }
@@ -76,7 +76,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
     exchange_.withdraw_offers();
     for (const auto& window : copied_in_)
       WindowRing::end_use(*window);
-    // Where the caller is a stream, kernels may still run: what they use is kept with the result.
+    // Kernels may still run where the caller is a stream: what they use is kept with the result.
     outcome_.owner =
         endpoint_.is_host_caller()
             ? std::move(result)

@@ -68,7 +68,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       launch_rows();  // every size is known
       return;
     }
-    // What the text about a bad id needs of this rank.
+    // Numbers of this rank for the text about a bad id.
     row.message = exchange_.mailbox().write_message(concat(
         params_.num_topk, ' ', layout::num_ids(params_.replicas.get(), endpoint_.placement())));
     if (is_low_latency() && !params_.masked_ranks.empty())
@@ -92,7 +92,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     are_rows_sent_ = true;
   }
 
-  /// As the kernel has found, and left in the rows of those that are there.
+  /// Counts as the kernel has found, and left in the rows of those that are there.
   void count_tokens(ops::Rows* rows) {
     const int num_experts = endpoint_.config().num_experts;
     for (int src_rank = 0; src_rank < num_ranks_; ++src_rank)
@@ -172,7 +172,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       launches_.send_rows();
     is_copied_out_ = !is_low_latency() &&
                      ops::is_copied_out(endpoint_, needed(endpoint_.rank_idx()), params_.copy_out);
-    // What is copied out has to be whole.
+    // Rows that are copied out have to be whole.
     receives_later_ = params_.is_async && !is_copied_out_ && !endpoint_.has_graphs();
     if (!receives_later_)
       endpoint_.launch_receive(launches_.receive_params(), true);

@@ -28,7 +28,7 @@ using kernels::WaitReport;
 using layout::Row;
 using layout::Workspace;
 
-// What is made room for where the configuration leaves it open.
+// Sizes that are made room for where the configuration leaves them open.
 constexpr int64_t kUsualTokens = 4096;
 constexpr int64_t kUsualTopk = 8;
 constexpr int64_t kPlansAtOnce = 2;  ///< for each operation in flight: handles live longer
@@ -212,7 +212,7 @@ void DeviceEndpoint::find_peers(const std::vector<Announcement>& announced,
   synchronize();
 }
 
-/// Where the heap is short, the first dispatch that needs them says so.
+/// The first dispatch that needs them says so where the heap is short.
 void DeviceEndpoint::reserve_sets() {
   if (!config().balances_replicas)
     return;
@@ -260,7 +260,7 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
           : 0;
   reserved_ =
       device_->reserve(num_plans * plan_bytes + replica_bytes, kHostBytesAtOnce + replica_bytes);
-  // Where the caller is the host, so is the device, and growth of its heap waits for nobody.
+  // A caller that is the host has a device that is, too, and growth of its heap waits for nobody.
   if (is_host_caller() || config().max_row_bytes == 0 || config().num_max_tokens == 0)
     return memory_->allocate(0);
   const int64_t num_rows = num_tokens * std::max(num_topk + 1, num_pairs);
@@ -352,7 +352,7 @@ std::shared_ptr<Window> DeviceEndpoint::take_reserved_window(uint64_t bytes, boo
 std::shared_ptr<Window> DeviceEndpoint::take_window(uint64_t bytes, bool is_captured) {
   if (!is_captured)
     return take_reserved_window(bytes, false);
-  // Of one size, whatever the rows are. The buffer's own go to graphs for good: an eager result
+  // One size, whatever the rows are. The buffer's own go to graphs for good: an eager result
   // that a replay wrote to would tell nobody.
   const uint64_t size = std::max(bytes, windows_.bytes());
   return captured_.take<Window>(kCapturedRows, static_cast<int64_t>(size), [&] {
@@ -587,7 +587,7 @@ bool DeviceEndpoint::is_capturing() const {
   return is_captured;
 }
 
-/// Where the caller is the host, graphs run in the stream.
+/// Graphs run in the stream where the caller is the host.
 void DeviceEndpoint::enter_capture() {
   if (is_host_caller())
     return;
@@ -725,7 +725,7 @@ bool DeviceEndpoint::lacks(int peer_rank, group::WaitSite* site) const {
   if (epoch < first_epoch())
     return false;
   const bool has_come = has_row(epoch, peer_rank);
-  // Who rejected an operation writes nothing else in it.
+  // A rank that rejected an operation writes nothing else in it.
   const Row& row = own_area_.row(epoch, peer_rank);
   if (has_come && (read_word(row.status) != static_cast<int32_t>(layout::RowStatus::kOk) ||
                    is_done(epoch, peer_rank)))
@@ -805,7 +805,7 @@ bool DeviceEndpoint::is_idle() const {
     phase->start();
   if (!EndpointBase::is_idle() || !stream_->is_idle() || !have_graphs_ended())
     return false;
-  // What a rank said counts though recover() excludes it.
+  // Words of a rank count though recover() excludes it.
   verdicts_.hear();
   return true;
 }

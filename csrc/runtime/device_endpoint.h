@@ -183,7 +183,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   bool is_capturing() const override;
   /// Keeps what a captured operation needs unchanged until the buffer is destroyed.
   void keep(std::shared_ptr<const void> owned) { kept_.push_back(std::move(owned)); }
-  /// What it needs until the next one.
+  /// Memory that it needs until the next one.
   CapturedMemory& captured() { return captured_; }
   /// Takes device memory: zero where it is new.
   std::shared_ptr<std::byte> take_captured(int64_t kind, int64_t bytes) {

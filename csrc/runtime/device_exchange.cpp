@@ -26,7 +26,7 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   endpoint_.settle_receive(interrupt_check);
   number_ = endpoint_.take_operation_number();
   deferred_error_ = endpoint_.settle_earlier(number_, interrupt_check);
-  // What the progress thread runs is behind what was called before it; see wait_for_caller().
+  // Work of the progress thread is behind what was called before it; see wait_for_caller().
   if (!endpoint_.is_on_progress_thread())
     if (const auto verdict = DeferredAgreement::of_another(endpoint_))
       verdict->hear_for(endpoint_, interrupt_check);
@@ -35,7 +35,7 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
-  // What kernels of operations that ended otherwise, or of graphs, have waited is not this one's.
+  // Waits of kernels of graphs, and of operations that ended otherwise, are not this one's.
   if (endpoint_.is_host_caller())
     endpoint_.take_waited_ns();
   mailbox_ = &endpoint_.take_mailbox(number_);
@@ -203,7 +203,7 @@ ops::Rows DeviceExchange::hear(bool with_counts) {
   const std::exception_ptr refusal = find_refusal(rows);
   if (const auto error = refusal ? refusal : ops::find_disagreement(rows, group_)) {
     settle(OperationStatus::kRejected, refusal ? endpoint_.last_refused().text : error_text(error));
-    // What the caller has not been told comes first.
+    // Errors that the caller has not been told come first.
     std::rethrow_exception(deferred_error_ ? deferred_error_ : error);
   }
   if (mailbox_->status() == OperationStatus::kRejected || deferred_error_ != nullptr)
@@ -304,7 +304,7 @@ void DeviceExchange::settle(OperationStatus status, std::string cause) {
 std::shared_ptr<ops::DeferredJoin> DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
     auto end = endpoint_.leave_running();
-    // What the caller puts into its stream until it asks for the results runs beside the rows.
+    // Work that the caller puts into its stream until it asks for the results runs beside the rows.
     if (endpoint_.is_on_progress_thread())
       return DeviceEndpoint::join_caller(endpoint_.shared_caller_stream(), std::move(end));
     endpoint_.make_caller_wait(*end);
@@ -318,7 +318,7 @@ void DeviceExchange::await_stream() {
   const auto event = endpoint_.stream().record();
   await(Phase::kData, [&event] { return event->is_complete(); });
   check_left();
-  // What was read from a peer counts only if that peer had not given up by then: it may have
+  // Bytes read from a peer count only if that peer had not given up by then: it may have
   // overwritten its rows since.
   std::atomic_thread_fence(std::memory_order_acquire);
   group_.check_abort();

@@ -47,7 +47,7 @@ struct TableArrays {
   }
 };
 
-/// What kernels work in. @return its bytes.
+/// Memory that kernels work in. @return its bytes.
 int64_t lay_work(Suballocator* suballocator, int num_ranks, int num_slots, kernels::Replicas* to) {
   to->run_begins = suballocator->take<int32_t>(num_slots);
   to->logical = suballocator->take<int32_t>(int64_t{num_ranks} * num_slots);

@@ -7,7 +7,7 @@
 #include "runtime/device_exchange.h"
 #include "runtime/polling.h"
 
-// How the host waits for kernels: it polls what they write, and sees to it that they do not wait in
+// Waits of the host for kernels: it polls what they write, and sees to it that they do not wait in
 // vain for a peer that has died, left or never comes.
 
 namespace moe::runtime {

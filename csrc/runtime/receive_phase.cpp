@@ -20,7 +20,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
       : endpoint_(endpoint), params_(params), left_(std::move(left)) {}
 
   void start() override {
-    // Where the progress thread is busy, a later operation runs there, which settles this one.
+    // A busy progress thread runs a later operation, which settles this one.
     if (!pending_.is_complete() && endpoint_.progress().is_idle())
       submit({});
   }

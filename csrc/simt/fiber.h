@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-// How contexts switch: by Boost.Context where CMake finds it (MOE_SIMT_BOOST_CONTEXT); by a few
+// Switches of contexts: by Boost.Context where CMake finds it (MOE_SIMT_BOOST_CONTEXT); by a few
 // instructions of our own on x86-64; else by ucontext, which every Linux has, for the first entry,
 // and _longjmp afterwards, which needs no system call.
 #if !defined(MOE_SIMT_BOOST_CONTEXT) && !defined(MOE_SIMT_UCONTEXT) && !defined(__x86_64__)

@@ -123,7 +123,7 @@ class Grid {
 /// @throws InvalidArgument  the shape is not one that a device takes.
 void launch_grid(Scheduler& scheduler, Kernel kernel, std::function<void()> at_end = nullptr);
 
-// What device::sync_block() and the others stand on; called by emulated threads.
+// Functions that device::sync_block() and the others stand on; called by emulated threads.
 void sync_block();
 void sync_warp();
 void await_prerequisites();

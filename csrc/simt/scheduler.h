@@ -36,7 +36,8 @@ struct WaitPoint {
 };
 
 namespace detail {
-// Of the calling OS thread; small enough for the space that the loader keeps for late modules.
+// State of the calling OS thread; small enough for the space that the loader keeps for late
+// modules.
 extern constinit thread_local void* t_local __attribute__((tls_model("initial-exec")));
 }  // namespace detail
 

@@ -68,7 +68,7 @@ class SimtDevice final : public runtime::Device {
   /// The streams that were made or named here.
   const std::shared_ptr<StreamOrder>& order() const { return order_; }
 
-  // How often each was called, for tests of what operations cost the host.
+  // Calls of each, for tests of what operations cost the host.
   int64_t num_zeroed_allocations() const { return num_zeroed_allocations_.load(); }
   int64_t num_unset_allocations() const { return num_unset_allocations_.load(); }
   int64_t num_host_allocations() const { return num_host_allocations_.load(); }

@@ -108,7 +108,7 @@ class DeviceStream : public runtime::Stream,
   /// Puts @p function into the stream, to be called on its thread; into a graph while capturing.
   void call(std::function<void()> function);
 
-  // How often each was called, for tests of what operations cost the host.
+  // Calls of each, for tests of what operations cost the host.
   int64_t num_launches() const { return num_launches_.load(); }
   int64_t num_copies() const { return num_copies_.load(); }
   int64_t num_events() const { return num_events_.load(); }

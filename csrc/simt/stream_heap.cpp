@@ -76,7 +76,7 @@ class StreamHeap final : public moe::SymmetricMemory {
       try {
         return wrap(heap_->allocate(bytes));
       } catch (const CapacityError&) {
-        // What is on its way is no lack of memory.
+        // Memory that is on its way is no lack of it.
         if (!is_more_to_come)
           throw;
       }

@@ -185,7 +185,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
                 types_.scales};
       return {{num_local_experts, num_places, num_scales_}, types_.scales};
     }
-    // Where there are no rows, torch wants a stride all the same.
+    // Torch wants a stride of no rows, too.
     if (map.is_column_major)
       return {{num_rows, num_scales_}, {1, std::max<int64_t>(map.group_stride, 1)}, types_.scales};
     return {{num_rows, num_scales_}, types_.scales};
@@ -261,7 +261,7 @@ void bind_dispatch(py::module_& module,
   const auto plan_of = [](SubmittedDispatch& self) {
     return std::static_pointer_cast<PlanT>(std::const_pointer_cast<ops::PlanHeader>(self.plan()));
   };
-  // What a caller with a backward looks at: each by itself takes as long as all of them.
+  // Results that a caller with a backward looks at: each by itself takes as long as all of them.
   const auto outputs_of = [plan_of](SubmittedDispatch& submitted, bool with_counts) -> py::object {
     return py::make_tuple(plan_of(submitted),
                           submitted.x(),
@@ -270,7 +270,7 @@ void bind_dispatch(py::module_& module,
                           submitted.gradients());
   };
   bind_submitted_dispatch(module).def("plan", plan_of);
-  // Of a plan that is None pybind11 would make sure in a second reading of all arguments.
+  // pybind11 would make sure of a plan that is None in a second reading of all arguments.
   endpoint_class.def(
       "dispatch",
       [outputs_of](std::shared_ptr<EndpointT> endpoint,

@@ -95,7 +95,7 @@ template <typename Options>
 const Options* find_or_read(const py::tuple& values,
                             bool are_checked,
                             Options (*read)(const py::tuple&)) {
-  // Of the whole process, and never destroyed: Python's objects may not outlive it.
+  // One for the whole process, never destroyed: Python's objects may not outlive it.
   static auto* const passed = new PassedOptions<Options>();
   if (const Options* known = passed->find(values))
     return known;

@@ -9,7 +9,7 @@ namespace moe::bindings {
 namespace py = pybind11;
 
 void count_writes(py::handle tensors) {
-  // What the public function calls: that one runs Python, which may be interrupted.
+  // Called by the public function, which itself runs Python and may be interrupted.
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> found;
   const py::object& increment =
       found

@@ -14,7 +14,7 @@
 #include "core/error.h"
 #include "ops/dispatch.h"
 
-// What the bindings of dispatch and combine share.
+// Parts that the bindings of dispatch and combine share.
 
 namespace moe::bindings {
 

@@ -25,7 +25,7 @@ Function torch_function(const char* name) {
 }
 
 bool is_tensor_in_first_word() {
-  // As in exchange_api.cpp: what runs Python may let go of the GIL.
+  // Code that runs Python may let go of the GIL, as in exchange_api.cpp.
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<bool> found;
   return found
       .call_once_and_store_result([] {

@@ -100,7 +100,7 @@ void bind_streams(py::module_& module, DeviceEndpointClass& endpoint) {
       .def(
           "begin_capture",
           [](DeviceEndpoint& self) {
-            // What was issued before is no part of the graph.
+            // Work that was issued before is no part of the graph.
             self.progress().wait_idle(signal_check());
             self.settle_receive(signal_check());
             stream_of(self).begin_capture();
