@@ -63,7 +63,7 @@ if not TYPE_CHECKING:
         """Return a public name, with which all of them are loaded, or a module of the package."""
         if name in __all__:
             names = importlib.import_module("moe_comm.names")
-            # What a caller has put in the place of a name stays.
+            # An object that a caller has put in the place of a name stays.
             globals().update({each: getattr(names, each) for each in {*__all__} - {*globals()}})
             return globals()[name]
         missing = f"module {__name__!r} has no attribute {name!r}"

@@ -1,4 +1,4 @@
-"""Which boxes of whole tensors lie in a rank's memory, so that those of all ranks are disjoint or equal."""
+"""Boxes of whole tensors that lie in a rank's memory, so that those of all ranks are disjoint or equal."""
 
 from __future__ import annotations
 

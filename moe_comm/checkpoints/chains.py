@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 MAX_DELTAS = 100
-"""Of one chain: a load opens all of them."""
+"""Limit of one chain: a load opens all of them."""
 
 
 class _Told(NamedTuple):
-    """What a delta says of a tensor.
+    """Entry of a delta about a tensor.
 
     Args:
         dtype: Of the tensor.

@@ -63,7 +63,7 @@ class CheckpointRanks:
             del problem  # or this frame, which it has passed, would keep it
 
     def agree_alike(self, mine: MineT, **said: object) -> list[MineT]:
-        """As `agree`, and raise on every rank what ranks say differently. Collective.
+        """Do as `agree`, and raise on every rank what ranks say differently. Collective.
 
         Raises:
             ValueError: Something differs; names both values and ranks.

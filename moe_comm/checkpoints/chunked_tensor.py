@@ -57,7 +57,7 @@ class ChunkedTensor(torch.Tensor):
 
     @property
     def chunks(self) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Where each box begins in the whole tensor, and its memory."""
+        """Begin of each box in the whole tensor, and its memory."""
         return list(zip(self._offsets, self._shards, strict=True))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -95,7 +95,7 @@ class ChunkedTensor(torch.Tensor):
             "the model"
         )
 
-    # What torch.distributed.checkpoint asks a tensor for.
+    # Attributes that torch.distributed.checkpoint asks a tensor for.
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
         """Return what this rank could write: replicas of a box are written by one of their ranks."""

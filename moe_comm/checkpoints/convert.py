@@ -78,7 +78,7 @@ _METHOD = "fp8"
 
 @dataclasses.dataclass(frozen=True)
 class NewFormat:
-    """What tensors become.
+    """Numbers that tensors become.
 
     Args:
         target: "same" keeps everything. "bf16", "fp16", "fp32": floats of other dtypes, and FP8 weights with
@@ -103,7 +103,7 @@ class NewFormat:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of floats; None where they keep theirs."""
+        """Dtype of floats; None where they keep theirs."""
         return _DTYPES.get(self.target)
 
     @property
@@ -191,7 +191,7 @@ def convert_checkpoint(
         elif new_format.dtype is not None and spec.dtype in NUMBERS:
             wholes[name] = TensorSpec(spec.shape, new_format.dtype)
         else:
-            # Of what was FP8 and is not to be again, bfloat16 holds all that it had.
+            # Values that were FP8 fit into bfloat16 whole.
             wholes[name] = TensorSpec(spec.shape, torch.bfloat16 if name in scales else spec.dtype)
     if new_format.is_quantizing and not any(name + SCALE_SUFFIX in wholes for name in specs):
         raise ValueError(

@@ -87,7 +87,7 @@ def value_text(value: object) -> str:
 
 
 def told_of(beside: Sequence[Beside | None]) -> tuple[list[Any], bytes]:
-    """What a rank tells of its optimizer: different sorts of parameters, and the sort of each tensor.
+    """Report of a rank about its optimizer: different sorts of parameters, and the sort of each tensor.
 
     A sort is the kinds of a parameter's states and the options of its group as text; -1 stands for none.
     """
@@ -104,7 +104,7 @@ def told_of(beside: Sequence[Beside | None]) -> tuple[list[Any], bytes]:
 
 
 class States:
-    """Which ranks hold which states of a parameter.
+    """Ranks that hold each state of a parameter.
 
     Args:
         described: What ranks hold of the model.

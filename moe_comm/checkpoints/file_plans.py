@@ -113,7 +113,7 @@ def _spec_of(name: str, holders: Sequence[Holder]) -> TensorSpec:
 
 
 def _files_side(tensors: Mapping[str, TensorSpec], rank: int) -> RankMetadata:
-    """What the files hold, as a rank would say it."""
+    """Content of the files, as a rank would say it."""
     kinds: dict[TensorSpec, int] = {}
     kind_idx = array("I", [kinds.setdefault(spec, len(kinds)) for spec in tensors.values()])
     metas = [

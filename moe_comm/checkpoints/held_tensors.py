@@ -106,7 +106,7 @@ class HeldTensor(NamedTuple):
 
 
 class _OwnSide(NamedTuple):
-    """What a rank tells the others, and the tensors that this is about, in one order."""
+    """Report of a rank for the others, and the tensors that this is about, in one order."""
 
     encoded: bytes
     tensors: list[torch.Tensor]
@@ -138,7 +138,7 @@ def describe_side(side: Model, group: dist.ProcessGroup | Bootstrap | None) -> _
 
 
 class Described:
-    """What all ranks hold of a model.
+    """Tensors of a model on all ranks.
 
     Args:
         encoded: Of every rank, see `describe_side`.

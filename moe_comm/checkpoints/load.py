@@ -127,7 +127,7 @@ def load_checkpoint(
     try:
         ranks.agree()
     except Exception as error:
-        # Where another rank failed, this one's part is of the checkpoint, the model is not.
+        # This rank's part is of the checkpoint; the model is not, where another rank failed.
         stale.mark_torn(target, "a load", error)
         raise
     if target is not None:
@@ -137,7 +137,7 @@ def load_checkpoint(
 
 
 class _Planned(NamedTuple):
-    """What one rank reads.
+    """Reads of one rank.
 
     Args:
         plan: Its receives.
@@ -158,7 +158,7 @@ def _plan(
         stored = checkpoint.stored(name)
         tensors[name] = TensorSpec(stored.shape, stored.dtype)
     sides = list(map(decode_rank_metadata, gathered))
-    # Where no rank has scale factors, the values are what FP8 weights stand for.
+    # FP8 weights are read as the values they stand for where no rank has scale factors.
     held = {name for side in sides for name in side.resolved_names}
     scales = {name: scale for name, scale in scale_names(tensors).items() if scale not in held}
     for name, scale in scales.items():
@@ -190,7 +190,7 @@ def _fill(target: RefitSide, checkpoint: StoredCheckpoint, planned: _Planned) ->
                 known = part.tensor, None if scale is None else reader.scales(part.tensor, scale)
             piece = piece_of(local_tensor(tensors[part.op.param_name]).detach(), part.op)
             reader.read(part.tensor, part.shape, part.box, piece, known[1])
-    # Of which torch has not seen all.
+    # Torch has not seen all of these writes.
     from moe_comm import _host
 
     _host.WrittenTensors(local_tensor(tensors[name]) for name in planned.plan.destinations).count()

@@ -78,7 +78,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def _holes(self, plan: LoadPlan) -> list[str]:
-        """What the plan would leave as it is of the boxes that are to be read."""
+        """Parts of the boxes to be read that the plan would leave as they are."""
         assert self.metadata is not None
         boxes: dict[tuple[str, int | None, torch.Size | None], list[Box]] = {}
         for item in plan.items:

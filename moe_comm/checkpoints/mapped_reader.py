@@ -21,12 +21,12 @@ from torch.futures import Future
 
 __all__ = ["MappedFileReader"]
 
-# Of a file in a zip archive, before its name: see APPNOTE 4.3.7 of the format.
+# Header of a file in a zip archive, before its name: see APPNOTE 4.3.7 of the format.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 class _Storage(NamedTuple):
-    """What a pickled tensor says of its elements: their dtype, the record that has them, how many."""
+    """Elements of a pickled tensor: their dtype, the record that has them, how many."""
 
     dtype: torch.dtype | None
     key: str

@@ -1,4 +1,4 @@
-"""What an optimizer of torch holds beside the parameters of a model, tensor by tensor."""
+"""State that an optimizer of torch holds beside the parameters of a model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StateKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What an optimizer holds beside one of this rank's tensors.
+    """State that an optimizer holds beside one of this rank's tensors.
 
     Args:
         offset: Elements from the first of the parameter, in whose memory the tensor lies, to its first.

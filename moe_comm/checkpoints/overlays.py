@@ -1,4 +1,4 @@
-"""What deltas have of a tensor: runs of elements that lie over those of older files."""
+"""Parts of a tensor that deltas have: runs of elements that lie over those of older files."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Overlay:
             return
         sizes = segment.sizes if segment.view else view
         corner = [start for start, _ in segment.box] if segment.view else [0] * len(view)
-        # As if all of the segment lay in the file.
+        # The offset is that of a file in which all of the segment lay.
         begin = run.offset - run.start * segment.itemsize
         for inner in boxes_of_run(sizes, run.start, run.stop):
             common = tuple(

@@ -23,9 +23,9 @@ __all__ = [
     "write_rectangle",
 ]
 
-# What waits in memory beside the model.
+# Bytes that wait in memory beside the model.
 _CHUNK_BYTES = 4 << 20
-# What stays in a core's own cache between two passes over it.
+# Bytes that stay in a core's own cache between two passes over them.
 _CACHED_BYTES = 256 << 10
 # Runs are read with what lies between them where that is less than reading them one by one would take.
 _MAX_GAP_BYTES = 4096
@@ -184,7 +184,7 @@ def _write_rows(descriptor: int, memory: memoryview, rectangle: Rectangle, crc: 
             rows = rows._replace(num_runs=1, run_bytes=rows.num_bytes)
         most = max(1, _CACHED_BYTES // rows.run_bytes) * rows.run_bytes
         for first in range(0, rows.num_bytes, most):
-            # What the checksum has read is in the cache when it is written.
+            # Bytes that the checksum has read are in the cache when they are written.
             some = memory[first : min(first + most, rows.num_bytes)]
             offset = rows.offset + first // rows.run_bytes * rows.step
             if rows.num_runs == 1:

@@ -230,7 +230,7 @@ def save_checkpoint(
 
 
 def _written_bytes(parts: Sequence[FilePart], wholes: Mapping[str, TensorSpec]) -> bytes:
-    """How many bytes of each tensor a rank writes: int64 each, in the order of `wholes`."""
+    """Bytes of each tensor that a rank writes: int64 each, in the order of `wholes`."""
     written = dict.fromkeys(wholes, 0)
     for part in parts:
         written[part.tensor] += Rectangle(0, part.shape, part.box, part.dtype).num_bytes
@@ -238,7 +238,7 @@ def _written_bytes(parts: Sequence[FilePart], wholes: Mapping[str, TensorSpec]) 
 
 
 def _owners(wholes: Mapping[str, TensorSpec], said: Sequence[bytes]) -> dict[str, int]:
-    """Of each tensor, the rank that writes most of it."""
+    """Rank that writes most of each tensor."""
     by_rank = [array("q", each) for each in said]
     return {
         name: max(range(len(by_rank)), key=lambda rank: (by_rank[rank][number], -rank))
@@ -301,7 +301,7 @@ def _index_text(files: Sequence[NewFile]) -> bytes:
 
 
 class FileWriter:
-    """What one rank writes of a version.
+    """Part of a version that one rank writes.
 
     Args:
         folder: Of the version, under the name that nobody reads.

@@ -16,7 +16,7 @@ from moe_comm.resharding.plan.reshard_plan import TensorSpec
 __all__ = ["SCALE_SUFFIX", "BlockScales", "block_of", "lacks_scales", "scale_names"]
 
 SCALE_SUFFIX = "_scale_inv"
-"""Of the name of a weight's scale factors, by which its values are multiplied."""
+"""End of the name of a weight's scale factors, by which its values are multiplied."""
 
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
 

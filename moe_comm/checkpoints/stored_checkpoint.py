@@ -86,7 +86,7 @@ class StoredCheckpoint(NamedTuple):
     overlays: Mapping[str, Overlay] = MappingProxyType({})
 
     def stored(self, name: str) -> StoredTensor:
-        """Where a tensor lies in its file."""
+        """Place of a tensor in its file."""
         return self.files[self.file_of[name]].tensors[name]
 
     def path_of(self, name: str) -> Path:

@@ -29,7 +29,7 @@ __all__ = [
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
-# As the format's own reader has it.
+# The limit of the format's own reader.
 _MAX_HEADER_BYTES = 100_000_000
 
 DTYPES = {
@@ -65,7 +65,7 @@ _PACKED = "F4"
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file.
+    """Place of a tensor in a file.
 
     Args:
         dtype: As torch has it.
@@ -81,7 +81,7 @@ class StoredTensor(NamedTuple):
 
 
 class TensorFile(NamedTuple):
-    """What the header of a file says.
+    """Header of a file.
 
     Args:
         path: Of the file.

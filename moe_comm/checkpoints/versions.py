@@ -52,7 +52,7 @@ _LEFT = re.compile(rf"version ({_NAME.pattern}) by [^\n]*\n{_UNFINISHED}")
 
 
 class Versions(NamedTuple):
-    """What the file of a folder says.
+    """Content of the file of a folder.
 
     Args:
         latest: Name of the version that was saved last.

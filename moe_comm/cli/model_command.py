@@ -86,7 +86,7 @@ def model(
             dispatch=Movement(
                 element_bytes=WIRE_BYTES[wire],
                 is_once_per_node=True,
-                # What comes from another node is fanned out into every slot.
+                # Rows from another node are fanned out into every slot.
                 is_once_per_rank=stated.num_nodes == 1,
             ),
             combine=Movement(

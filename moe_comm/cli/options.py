@@ -27,7 +27,7 @@ LayoutName = Literal["expert-major", "rank-major", "low-latency"]
 DtypeName = Literal["bf16", "fp16", "fp32", "fp64"]
 """Row types on the command line."""
 
-# Of all that the tables of formats have, which a type checker cannot read.
+# Names from the tables of formats, which a type checker cannot read.
 if TYPE_CHECKING:
     QuantizationName: TypeAlias = str
     ScaleFormatName: TypeAlias = str

@@ -1,4 +1,4 @@
-"""How far a command is, and the file of its results."""
+"""Progress of a command, and the file of its results."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class MegatronTokenDispatcher:
         self.shared_experts: SharedExperts | None = None
         self.hidden_shape = torch.Size()
         self._combining: PermutedCombine | None = None
-        # What Megatron's graph capture carries over a graph's edge.
+        # Attributes that Megatron's graph capture carries over a graph's edge.
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
         self.valid_cudagraph_attrs: list[str] | None = None
 

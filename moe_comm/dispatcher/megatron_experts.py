@@ -133,7 +133,7 @@ class _Layer:
         return f"{num_own} experts of {[name for name, _ in held[0].named_parameters()]}"
 
     def _take_gradients(self) -> list[list[torch.Tensor]]:
-        """Of all slots, from where the framework has them; those of replicas are handed over, and gone."""
+        """Gradients of all slots, from where the framework has them; those of replicas are handed over, and gone."""
         found = []
         for own, others, weights in zip(self._own, self._spare, self._weights, strict=True):
             if any(
@@ -157,7 +157,7 @@ class _Layer:
 
 
 def _gradient_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Of an expert of this rank: what Megatron's wrapper accumulates, else autograd's."""
+    """Gradient of an expert of this rank: the one that Megatron's wrapper accumulates, else autograd's."""
     main_grad = getattr(parameter, "main_grad", None)
     if isinstance(main_grad, torch.Tensor):
         return main_grad

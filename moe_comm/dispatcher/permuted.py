@@ -217,7 +217,7 @@ def start_dispatch(
         if routing_map.dtype is not torch.bool:
             raise TypeError(f"routing_map must be torch.bool, got {routing_map.dtype}")
         choices, weights = routing_map, probs
-        # Of a placement the plan has slots, and not the columns of the map.
+        # The plan of a placement has slots, and not the columns of the map.
         if buffer.config.placement is not None or _is_seen(routing_map, probs):
             listed, weights = list_choices(buffer.config, x, routing_map, probs)
             choices = listed

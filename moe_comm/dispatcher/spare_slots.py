@@ -30,7 +30,7 @@ __all__ = [
 
 
 class BalanceableLayer(Protocol):
-    """What brings the tokens of one layer to their experts, over a buffer without a placement."""
+    """Layer whose tokens come to their experts over a buffer without a placement."""
 
     @property
     def buffer(self) -> EpBuffer:

@@ -80,7 +80,7 @@ def weight_and_reduce(
     weights = is_local.float() if apply_router_weight_on_input else topk_weights.float()
     total = torch.zeros_like(fused_expert_output[:, 0], dtype=torch.float32)
     for topk_pos in range(weights.shape[1]):
-        # What stands where an expert is elsewhere is not defined: it may be NaN.
+        # Rows of experts that are elsewhere are not defined: they may be NaN.
         rows = fused_expert_output[:, topk_pos].float()
         rows = rows.masked_fill(~is_local[:, topk_pos, None], 0)
         total += rows * weights[:, topk_pos, None]
@@ -167,7 +167,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Ask which FP8 scales the experts take: packed (UE8M0), powers of two, or any."""
-        # As vLLM 0.32's own: deepep_ll packs them, in the order of DeepEP's; deepep_ht quantizes by
+        # The same as vLLM 0.32's own: deepep_ll packs them, in the order of DeepEP's; deepep_ht quantizes by
         # per_token_group_quant_fp8, which rounds them where is_deep_gemm_e8m0_used().
         deep_gemm = vllm_module("utils.deep_gemm")
         if fused_experts.supports_packed_ue8m0_act_scales():
@@ -389,7 +389,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
                     f"output must be dense and on {rows.device}, got layout {output.layout} on "
                     f"{output.device}"
                 )
-            # What cannot be written while rows are read is copied when all has come.
+            # An output that cannot be written while rows are read is copied when all has come.
             takes_out = (
                 output.is_contiguous()
                 and output.dtype is rows.dtype

@@ -25,7 +25,7 @@ from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 
 __all__ = ["VllmAll2AllManager"]
 
-# What vLLM and DeepEP call one thing.
+# Names of vLLM and DeepEP for one thing.
 _ALIASES = {
     "num_global_experts": "num_experts",
     "max_num_tokens_per_dp_rank": "num_max_tokens_per_rank",
@@ -61,7 +61,7 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
         is_store_group = _is_store_group(tcp_store_group)
         store_ranks = _StoreRanks(tcp_store_group) if is_store_group else None
         groups = parallel_groups() if isinstance(cpu_group, dist.ProcessGroup) else None
-        # Which is a group of CPUs wherever vLLM runs; its groups of parallel ranks know the device.
+        # This is a group of CPUs wherever vLLM runs; its groups of parallel ranks know the device.
         device = None if groups is None else groups[0].device
         self._group_buffers = group_buffers(store_ranks or cpu_group, device=device)
         communicator = self._group_buffers.communicator

@@ -117,7 +117,7 @@ class EpBuffer(Destroyable):
         self._has_warned = False
         self._masked_ranks: tuple[int, ...] = ()
         self._waits_at_reset: torch.Tensor | None = None
-        # Where choices are no slots yet, and no counts make them slots.
+        # Table for choices that are no slots yet, and that no counts make slots.
         self._slot_table: SlotTable | None = None
         # Replays of graphs read the tables of their capture.
         self._former_tables: list[SlotTable] = []

@@ -16,7 +16,7 @@ __all__ = ["ExpertTables"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertTables:
-    """Which logical expert every physical one is, in all layers, and the reverse: SGLang's and vLLM's form.
+    """Logical expert of every physical one, in all layers, and the reverse: SGLang's and vLLM's form.
 
     Taken as the engines' builders make them: any integer dtype, on any device, or lists. Physical experts are
     numbered rank by rank. The reverse map may leave out replicas, as a rank of SGLang does that only uses the

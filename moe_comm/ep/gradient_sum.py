@@ -76,7 +76,7 @@ class GradientSum(Destroyable):
             ranks = _checked_ranks(part_ranks, num_ranks)
             if dtype not in SUMMED_DTYPES:
                 raise ValueError(f"dtype must be one of {SUMMED_DTYPES}, got {shown(dtype)}")
-        # Which rank holds which part is compared with the configuration of the buffer.
+        # The ranks of parts are compared with the configuration of the buffer.
         _agree(communicator, num_elements, dtype)
         self.num_elements = num_elements
         self.dtype = dtype

@@ -31,7 +31,7 @@ _lock = threading.Lock()
 # Of process groups, until they are destroyed: all ranks do that together. What layers hold is no
 # measure, as a cycle may keep a layer on one rank that another has collected.
 _held: dict[tuple[int, str], GroupBuffers] = {}
-# Of bootstraps, whose end nobody sees.
+# Buffers of bootstraps, whose end nobody sees.
 _living: weakref.WeakValueDictionary[tuple[int, str], GroupBuffers] = weakref.WeakValueDictionary()
 
 

@@ -92,7 +92,7 @@ HYBRIDEP_TOKEN_ALIGNMENT = 64
 _buffer: GroupBuffer | None = None
 _hybrid_ep_buffer: GroupBuffer | None = None
 
-# Of every group, until its process group is destroyed: ranks agree on what is held.
+# Kept for every group until its process group is destroyed: ranks agree on what is held.
 _buffers: dict[int, GroupBuffer] = {}
 _hybrid_ep_buffers: dict[int, GroupBuffer] = {}
 _lock = threading.Lock()

@@ -80,7 +80,7 @@ class GroupBuffer:
             x: Rows of the call.
         """
         if not self._is_on_device:
-            # What is no tensor is refused by the call.
+            # The call refuses what is no tensor.
             device = x.device if isinstance(x, torch.Tensor) else self._shared.device
             self._shared = self._shared.for_device(
                 device, lambda: f"buffers of fused_a2a on {device.type}"

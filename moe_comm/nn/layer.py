@@ -89,7 +89,7 @@ class MoELayer(nn.Module):
             dispatcher = TokenDispatcher(
                 num_experts,
                 group=group,
-                # What torch._grouped_mm asks for on a GPU, and what costs little.
+                # The alignment that torch._grouped_mm asks for on a GPU, and that costs little.
                 expert_alignment=8 if dtype is torch.bfloat16 else 1,
                 weighted_by="combine",
             )

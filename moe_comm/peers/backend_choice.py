@@ -92,5 +92,5 @@ def choose_backend(
             f"the {backend} backend takes one node: num_local_ranks must be None or {num_ranks}, got "
             f"{places[0].declared}"
         )
-    # Where nodes play no part, ranks that are placed unevenly are nodes of one.
+    # Ranks that are placed unevenly are nodes of one where nodes play no part.
     return backend, num_local_ranks or 1

@@ -86,7 +86,7 @@ def _refuse_to_shrink(error: Exception, args: tuple[Any, ...], kwargs: dict[str,
 class ElasticRanks:
     """Half of a `Communicator` that makes another one when ranks are lost or come."""
 
-    # Of the communicator.
+    # Attributes of the communicator.
     bootstrap: Bootstrap
     rank_idx: int
     num_ranks: int

@@ -61,7 +61,7 @@ def connect_group(
             num_machine_ranks,
         )
     mesh, addresses = _listen(bootstrap, places, num_local_ranks)
-    # Where ranks come from another communicator, it says which ranks have given up meanwhile.
+    # A bootstrap of another communicator's ranks says which have given up meanwhile.
     check = getattr(bootstrap, "check", None)
     mesh.connect(
         bootstrap.rank_idx,

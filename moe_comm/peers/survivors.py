@@ -240,7 +240,7 @@ def _refuse(native: _host.Group, error: BaseException) -> str:
     """End the attempt on every rank for what this rank alone has met; what the others raise."""
     is_mistake = isinstance(error, (TypeError, ValueError))
     text = first_line(error)
-    # What an exchange has told to all names its rank, and this one may be the first that it ends for.
+    # The error of an exchange names its rank, and this one may be the first that it ends for.
     if not re.match(r"rank \d+: ", text):
         text = f"rank {native.rank_idx}: {text}"
     return text if native.shrink_refuse(text, is_mistake) else first_line(error)

@@ -56,7 +56,7 @@ class LayerMove:
     rows_after: int
 
     def phase(self, name: str) -> str:
-        """What is going on in this move, for errors."""
+        """Description of this move, for errors."""
         return f"layer {self.layer_idx}, {name} of experts {[*self.experts]}"
 
 

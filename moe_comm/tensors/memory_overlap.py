@@ -96,7 +96,7 @@ def first_overlap(
         if (place := _Place(tensor)).begin < place.end
     ]
     places.sort(key=lambda entry: entry[:4])
-    # What is read is compared with what is written only, of which most ends before it begins.
+    # Reads are compared with writes only, of which most end before the read begins.
     open_places: dict[bool, list[tuple[int, int, bool, int, _Place]]] = {False: [], True: []}
     for entry in places:
         begin, _, is_read, position, place = entry

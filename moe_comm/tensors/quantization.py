@@ -183,7 +183,7 @@ class Quantization:
         dtype: torch.dtype = getattr(torch, _SCALE_RECORDS[self.scale_format.name].dtype)
         return dtype
 
-    # As `layout::WireFormat` has it; here too because `hidden` is symbolic while a graph is traced.
+    # The same as in `layout::WireFormat`; here too because `hidden` is symbolic while a graph is traced.
 
     def row_bytes(self, hidden: int) -> int:
         """Return the bytes of the data of a row, its number of columns: a byte may hold several elements."""

@@ -41,7 +41,7 @@ def difference(got: object, want: torch.Tensor | None) -> str | None:
 
 
 def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    # As bytes: not every dtype can be indexed.
+    # Bytes, as not every dtype can be indexed.
     row_bytes = tensor.shape[1:].numel() * tensor.element_size()
     raw = _bytes(tensor).view(len(rows), row_bytes)[rows]
     return raw.view(-1).view(tensor.dtype).view(len(raw), *tensor.shape[1:])

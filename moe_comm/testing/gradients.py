@@ -30,7 +30,7 @@ __all__ = ["run_gradients"]
 _OFF, _ON, _ROWS = 0, ENABLED, ENABLED | NEEDS_ROWS
 _WEIGHTS, _BOTH = ENABLED | NEEDS_WEIGHTS, ENABLED | NEEDS_ROWS | NEEDS_WEIGHTS
 
-# Of three ranks.
+# Words of three ranks.
 _WORDS = [
     *itertools.product((_OFF, _ON, _ROWS), repeat=3),
     (_WEIGHTS, _ON, _ON),
@@ -42,7 +42,7 @@ _WORDS = [
 
 _REACHES, _LEAVES = _ROWS | REACHES_DISPATCH, _ROWS | LEAVES_DISPATCH
 
-# Of three ranks in a combine: where the rows of each come from.
+# Origins of the rows of three ranks in a combine.
 _ORIGINS = [
     (_REACHES, _LEAVES, _ON),
     (_ROWS, _ON, _REACHES),

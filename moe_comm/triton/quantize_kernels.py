@@ -81,7 +81,7 @@ def quantize_kernel(
     is_stored = block_idx < num_stored_blocks
     if scale_form == UE8M0_SCALES:
         stored = tl.where(is_finite, exponent + 127, 0xFF)
-        # What fills up the last pack is zero.
+        # The last pack is filled up with zeros.
         stored = tl.where(block_idx * block < hidden, stored, 0)
         tl.store(sf_ptr + places, stored.to(tl.uint8), mask=is_stored)
     else:

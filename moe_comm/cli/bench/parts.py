@@ -115,6 +115,6 @@ def middle_half(taken: Sequence[Parts]) -> Parts:
     totals = [sum(parts.values()) for parts in taken]
     low, high = percentile(totals, 0.25), percentile(totals, 0.75)
     kept = [parts for parts, us in zip(taken, totals, strict=True) if low <= us <= high]
-    # Of two calls, neither lies between the quartiles.
+    # Neither of two calls lies between the quartiles.
     kept = kept or list(taken)
     return {name: sum(parts[name] for parts in kept) / len(kept) for name in PARTS}

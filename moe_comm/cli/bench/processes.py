@@ -151,7 +151,7 @@ class WorkerProcesses:
                     self._processes[rank_idx].join(JOIN_TIMEOUT_S)
                     raise self._death(rank_idx) from None
                 if status == "error":
-                    # What a rank says of a peer that was killed is the echo of that death.
+                    # The error of a rank about a peer that was killed is the echo of that death.
                     for peer_idx, process in enumerate(self._processes):
                         if (process.exitcode or 0) < 0:
                             raise self._death(peer_idx)

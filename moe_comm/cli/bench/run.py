@@ -229,7 +229,7 @@ class CaseRun:
         self.on_progress = on_progress
         self.missing_peers: dict[str, str] = {}
         self.mpi: MpiPeer | None = None
-        # What is measured, and what it is compared with.
+        # The measured side, then those that it is compared with.
         cases = [case] if case.baseline is None else [case, case.baseline[1]]
         self.bytes = [operation_bytes(each) for each in cases]
         self._stack = contextlib.ExitStack()
@@ -294,7 +294,7 @@ class CaseRun:
             rows.append(self._measure_latency())
         if "differentiable_overhead" in operations:
             rows.append(self._measure_differentiable())
-        # What a process holds resident is of all its ranks.
+        # Resident memory of a process is of all its ranks.
         if "memory" in operations and self.backend == "host" and self.options.mode == "processes":
             rows.append(self._measure_memory())
         return rows
@@ -347,7 +347,7 @@ class CaseRun:
     def _summarize_side(self, operation: str, side_idx: int, side: SideTimes) -> dict[str, Any]:
         """Times and roof of a side, columns of a row and details for JSON."""
         num_bytes = self.bytes[side_idx].get(operation)
-        # Where there is a roof, a time counts when the machine held still around it.
+        # A time beside a roof counts when the machine held still around it.
         summary = time_columns(side.wall_us, side.median_us, num_bytes)
         if num_bytes is None:
             return summary | {"ffn_hidden": self.case.ffn_hidden}

@@ -13,7 +13,7 @@ from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 
 __all__ = ["serve_threads", "serve_worker"]
 
-# What users cause, and their machines: of anything else the place is told.
+# Errors that users and their machines cause; for any other the place is told.
 EXPECTED_ERRORS = (ValueError, RuntimeError, OSError, MemoryError, ImportError)
 
 

@@ -73,7 +73,7 @@ class Worker(RankWorker):
                 num_threads=options.num_threads,
                 rail=options.rail,
             )
-        # What these functions find for the group, so that both sides use one heap.
+        # The buffers that these functions find for the group, so that both sides use one heap.
         groups = group_buffers(self.communicator) if case.api == "hybrid_ep" else None
         self.device = self.communicator.device
         x = make_x(case, rank_idx, _huge_page_rows(case) if case.with_huge_page_x else None)
@@ -162,7 +162,7 @@ class Worker(RankWorker):
             side.run_roof(operation)
 
         before = self._timed(run_roof) if side.roof is not None else None
-        # What an earlier call returned goes back first: a model does not hold it either.
+        # The result of an earlier call goes back first: a model does not hold it either.
         for each in self.sides:
             each.result = None
         op = self._timed(side.call(operation))

@@ -96,7 +96,7 @@ class Planner:
     @classmethod
     def of_case(cls, case: PlanningCase) -> Planner:
         """Gather the metadata of a described model once."""
-        # As ranks send them to each other: a whole world of metadata objects would take gigabytes.
+        # Encoded, as ranks send them to each other: a whole world of metadata objects would take gigabytes.
         return cls(
             [
                 (

@@ -59,7 +59,7 @@ def ints_as_bools(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 _STATISTICS = ("cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats")
 _FP8_SWITCHES = ("use_fp8", "round_scale", "use_ue8m0")
 _ENDS = ("async_finish", "return_recv_hook")
-# What follows num_experts in a low-latency dispatch: of DeepEP, of SGLang's build, of branch hybrid-ep.
+# Arguments behind num_experts in a low-latency dispatch: of DeepEP, of SGLang's build, of branch hybrid-ep.
 _LINEAGES = (
     (*_STATISTICS, *_FP8_SWITCHES, *_ENDS),
     (*_STATISTICS, "x_global_scale", *_FP8_SWITCHES, "use_nvfp4", *_ENDS),

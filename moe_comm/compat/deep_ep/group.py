@@ -40,7 +40,7 @@ class GroupOwner:
         self._comm_streams: dict[torch.device, CommStream] = {}
         self._buffers: dict[tuple[str, tuple[int, int | None]], EpBuffer] = {}
         self._latest: dict[str, EpBuffer] = {}
-        # Of redundant experts, of the buffer that has this.
+        # Copies of redundant experts, of the buffer that has this.
         self.lb_storage: torch.Tensor | None = None
         self.num_experts: int | None = None  # of the next normal call, where the object knows it
         self._shared.is_adopted = True
@@ -58,7 +58,7 @@ class GroupOwner:
         if self._is_on_device:
             return self.shared().device
         first = next(tensors_in(given), None)
-        # What is on neither is refused as what is not on the CPU, on every rank.
+        # Tensors on neither are refused as those that are not on the CPU, on every rank.
         if first is not None and first.device.type == streams.GPU:
             return first.device
         return torch.device("cpu")

@@ -89,7 +89,7 @@ class Configurer:
 
     def __init__(self, buffer_config: HybridEpConfigInstance) -> None:
         self.buffer_config = buffer_config
-        # Of the call before, which had the same shape most often: what it asked for, what the buffer
+        # The call before, which had the same shape most often: what it asked for, what the buffer
         # had then, and what came of both.
         self._latest: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
 

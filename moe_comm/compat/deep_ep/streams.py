@@ -128,7 +128,7 @@ def in_callers_stream(place: Place, work: Callable[[], ResultT]) -> ResultT:
         result = work()
     for tensor in tensors_in(result):
         tensor.record_stream(caller)
-    # What the call has taken in its own stream is offered again there, behind what reads it here.
+    # Memory that the call has taken in its own stream is offered again there, behind what reads it here.
     place.stream.wait_stream(caller)
     return result
 
@@ -202,7 +202,7 @@ def on_device(method: Callable[P, ResultT]) -> Callable[P, ResultT]:
         device = owner.device_of(given)
         if device == _ON_CPU.device:
             if _running.place is None and torch.empty(0).device == device:
-                # As below, without a context manager, which costs as much as the rest of this.
+                # The same as below without a context manager, which costs as much as the rest of this.
                 _running.place = _ON_CPU
                 try:
                     return method(*args, **kwargs)

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-# Where a call is traced, nobody can look at what its ranks say together: `dispatch_word` and
+# Nobody can look at what the ranks of a traced call say together: `dispatch_word` and
 # `combine_word` then have this rank say all that can be needed, so that its own word is theirs.
 
 

@@ -100,7 +100,7 @@ def dispatch(
     if getattr(topk_idx, "dtype", None) is torch.bool:
         text = f"topk_idx must be {torch.int64}, got {torch.bool}: a routing map is what EpBuffer takes"
         buffer.reject("dispatch", TypeError(text))
-    # What an operator would refuse on this rank alone, the buffer tells the peers.
+    # The buffer tells the peers what an operator would refuse on this rank alone.
     result = buffer.run_dispatch(x, topk_idx, topk_weights, None, options, True)
     if layout is Layout.LOW_LATENCY:
         operators.zero_unfilled(result)
@@ -202,7 +202,7 @@ def combine(
     if not isinstance(buffer, EpBuffer):
         _refuse_buffer("combine", buffer)
     is_traced = torch.compiler.is_compiling()
-    # Where tensors of the dispatch are of a subclass, those of its handle may be, too.
+    # Tensors of a handle may be of a subclass, as those of its dispatch are.
     parts = handle.tensors() if isinstance(handle, TensorHandle) else ()
     if not (
         (is_traced or needs_dispatcher(expert_out, topk_weights, *parts))
@@ -210,7 +210,7 @@ def combine(
         and _is_operand(topk_weights, is_optional=True)
         and isinstance(handle, DispatchHandle)
     ):
-        # What an operator would refuse on this rank alone, the buffer tells the peers.
+        # The buffer tells the peers what an operator would refuse on this rank alone.
         local = handle.of_buffer(buffer) if isinstance(handle, TensorHandle) else handle
         link = handle.link if isinstance(handle, DispatchHandle) else NO_LINK
         word = combine_word(expert_out, topk_weights, link)
@@ -240,7 +240,7 @@ def _refuse_buffer(operation: str, buffer: object) -> NoReturn:
 
 def _is_operand(value: Any, *, is_optional: bool = False) -> bool:
     if isinstance(value, torch.Tensor):
-        # Of the others, PyTorch would ask for what the operators do not have.
+        # PyTorch would ask the others for what the operators do not have.
         return value.layout is torch.strided and not value.is_meta
     return is_optional and value is None
 

@@ -92,7 +92,7 @@ def decide(
     experts = placement.native
     _, expert_capacity, on_overflow = numbers_of(capacity)
     kept = _host.layout.keep_rows(asked, experts, arrangement, expert_capacity, on_overflow)
-    # What a masked rank asks for takes no place of an expert.
+    # Choices of a masked rank take no place of an expert.
     limited = kept if layout is Layout.LOW_LATENCY else asked
     _host.layout.check_overflow(
         limited, experts, arrangement, expert_capacity, on_overflow, row_bytes

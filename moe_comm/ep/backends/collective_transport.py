@@ -153,7 +153,7 @@ class Pending(Generic[OutputT]):
             self._output = self._work()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._error = error
-        # What the work holds on to is the caller's input.
+        # The work holds on to the caller's input.
         self._work = None
         self._ended.set()
 

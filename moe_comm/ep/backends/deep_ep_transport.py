@@ -22,7 +22,7 @@ _PACKAGE = __name__.partition(".")[0]
 _ROW_BYTES_MULTIPLE = 32  # of DeepEP's kernels, which move half a row of 16-byte words at a time
 _SMALLEST_ROW_BYTES = 4096
 
-# Of DeepEP's own kernels, not of modules that stand in for them.
+# Limits of DeepEP's own kernels, not of modules that stand in for them.
 _MAX_ROW_BYTES = 16352
 _MAX_NUM_TOPK = 32
 _MAX_NUM_LOCAL_EXPERTS = 128

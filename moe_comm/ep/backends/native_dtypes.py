@@ -23,7 +23,7 @@ DLPACK_TYPES: dict[torch.dtype, int] = {
     torch.int64: 0 << 8 | 64,
     torch.uint8: 1 << 8 | 8,
 }
-# What combine can add.
+# Dtypes that combine can add.
 SUMMABLE_TYPES: dict[torch.dtype, int] = {
     torch.bfloat16: 1,
     torch.float16: 2,

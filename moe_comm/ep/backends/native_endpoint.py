@@ -232,7 +232,7 @@ class NativeEndpoint(Protocol):
     def balance_replicas(
         self, slot_expert: list[int] | None, num_experts: int, num_local_ranks: int
     ) -> None:
-        """As `Backend.balance_replicas`.
+        """Do as `Backend.balance_replicas`.
 
         Args:
             slot_expert: The expert in every slot of all ranks, -1 for an empty one; None where choices

@@ -204,7 +204,7 @@ class ReferenceBackend(Backend):
         shape = [self._peers.num_ranks, self.config.num_slots + self._peers.num_ranks + 2]
         if [*tensors.counts.shape] != shape:
             raise ValueError(f"counts must be int32 {shape}, got {[*tensors.counts.shape]}")
-        # What peers chose is not known here: they say it again with every call.
+        # Choices of peers are not known here: they say them again with every call.
         return ReferencePlan(
             counts=tensors.counts,
             slots=tensors.slots,

@@ -326,7 +326,7 @@ class MoeCommTrainerWeightTransferEngine(class_of(_base, "TrainerWeightTransferE
             try:
                 self.client.init_weight_transfer_engine(worker_info)
             except Exception as error:
-                # Where vLLM has heard of it, its workers join or say there what is wrong.
+                # The workers of a vLLM that has heard of it join, or say there what is wrong.
                 if not is_joined.wait(_GRACE_S):
                     self._refuse(f"vLLM was not asked to join: {first_line(error)}")
                 raise

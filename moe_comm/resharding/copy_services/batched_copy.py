@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 1 << 16
-"""Of the blocks by which changes are found."""
+"""Size of the blocks by which changes are found."""
 
 _HASHED_BYTES = 1 << 14  # kChecksumBlockBytes
 

@@ -78,7 +78,7 @@ class DistributedCopyService(QueuedCopyService):
         self._stream = stream
         self._max_messages = max_messages
         self._max_message_bytes = max_message_bytes
-        # What failed, as text, and whom it concerned. An error itself has the frames of the callers, and with
+        # The failure as text, and whom it concerned. An error itself has the frames of the callers, and with
         # them their models.
         self._failure: tuple[str, Sequence[int]] | None = None
         self._in_flight: object = None
@@ -190,7 +190,7 @@ class DistributedCopyService(QueuedCopyService):
             # Messages are sent by the host: copies into them must be there. A device orders its own.
             self._stream.synchronize()
         peers = tuple(sorted({peer for _, peer in (*outgoing, *incoming)}))
-        # What messages write counts as written from here on: torch.distributed does not count it.
+        # Targets of messages count as written from here on: torch.distributed does not count it.
         increment_version(
             op.tensor
             for (buffer, _), op in zip(incoming, recvs, strict=True)

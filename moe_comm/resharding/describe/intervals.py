@@ -39,7 +39,7 @@ class Interval(NamedTuple):
     length: int
 
 
-# Of one dimension of one rank's tensor: by `local_start`, without a gap there, disjoint globally.
+# Intervals of one dimension of one rank's tensor: by `local_start`, without a gap there, disjoint globally.
 Intervals = tuple[Interval, ...]
 
 

@@ -502,7 +502,7 @@ def _read_groups(
         expert_dp = members("expt_dp")
         meta.data_parallel_group_ranks = members("dp") if expert_dp is None else expert_dp
     else:
-        # Of a replicated parameter too: the other side may be sharded.
+        # Also for a replicated parameter: the other side may be sharded.
         meta.tensor_parallel_group_ranks = members("tp")
         meta.data_parallel_group_ranks = members("dp")
 

@@ -81,7 +81,7 @@ def names_by_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[st
 
 
 def problem_with_places(named: Mapping[str, torch.Tensor]) -> str | None:
-    """What keeps destinations from being written together, or None; a tensor under two names is one.
+    """Reason why destinations cannot be written together, or None; a tensor under two names is one.
 
     Args:
         named: By name, what is written.
@@ -216,7 +216,7 @@ class _Listing:
         if not is_current or self._state is None:
             tensors = self.by_name()
             self._table = TensorTable(list(tensors.values()))
-            # How a tensor is cut is not in its shape.
+            # The cut of a tensor is not in its shape.
             cuts = list(map(_cut_of, tensors.values()))
             self._state = ModuleState(self.by_name, tensors, cuts, groups)
         return self._state

@@ -81,7 +81,7 @@ class TensorTable:
             raise ValueError(f"tensors of a table must be alive, one of {len(tensors)} is gone")
         self._native: _host.TensorTable | None = None
         self._described: list[list[Any]] | None = None
-        # What DLPack cannot describe (a dtype, a subclass; with an old torch all) is described in Python.
+        # Python describes what DLPack cannot (a dtype, a subclass; with an old torch all).
         with contextlib.suppress(BufferError, RuntimeError, ValueError):
             self._native = _host.TensorTable(plain)
         if self._native is None:

@@ -161,7 +161,7 @@ def _conversion(model: torch.nn.Module) -> Any:
                 f"{type(model).__name__} {what} ({attribute}): only the tensors of a plain model are found "
                 "again in its checkpoint"
             )
-    # Who moves other models needs no transformers.
+    # Transformers is not needed for other models.
     loading = importlib.import_module(_CONVERSIONS)
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:

@@ -27,7 +27,7 @@ from moe_comm.tensors.memory import storage_id
 __all__ = ["VllmCpuModel"]
 
 _LOADER = "vllm.model_executor.model_loader"
-# What a quantization method sets up when it processes a layer for the first time, and packs only then.
+# Attributes that a quantization method sets up when it processes a layer first, and packs only then.
 _FIRST_TIME = ("moe_kernel", "moe_quant_config")
 
 

@@ -43,7 +43,7 @@ Changed: TypeAlias = "Mapping[str, Mask] | Callable[[str], Mask]"
 _MOST_CHANGED = 0.25
 _MOST_BYTES = 16 << 20
 _LINE_BYTES = 64
-# Of messages, between refits.
+# Bytes of messages that are kept between refits.
 _KEPT_BYTES = 64 << 20
 
 _Pair = tuple[int, int]
@@ -89,7 +89,7 @@ class DeltaReport:
 
 @travels
 class _Offer(NamedTuple):
-    """What a source tells of its pieces for one destination."""
+    """Report of a source about its pieces for one destination."""
 
     signature: int
     token: int  # of the refit that brought what is compared with; 0 for none
@@ -102,7 +102,7 @@ class _Offer(NamedTuple):
 
 @travels
 class _Holding(NamedTuple):
-    """What a destination holds of one source."""
+    """State of a destination's part from one source."""
 
     signature: int
     token: int
@@ -110,7 +110,7 @@ class _Holding(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What a source keeps of its pieces for one destination."""
+    """Checksums that a source keeps of its pieces for one destination."""
 
     signature: int
     token: int
@@ -205,7 +205,7 @@ class Delta:
 
 
 class Deltas:
-    """What this rank keeps between refits to move only what changed: checksums, and none of the weights.
+    """State that this rank keeps between refits to move only what changed: checksums, and none of the weights.
 
     Every refit has a token. A source keeps, for every destination, the token of the refit that brought
     what it has sent, and the checksums of its blocks; a destination the token, for every source. Where both
@@ -282,7 +282,7 @@ class Deltas:
         return [_key_of(op, rank_idx) for listed in listing.listed for op in listed.others]
 
     def _look(self, delta: Delta) -> Any:
-        """What this rank tells of its pieces; None while it does not know which travel in blocks."""
+        """Report of this rank about its pieces; None while it does not know which travel in blocks."""
         listing = self._listing
         if listing is None or listing.excluded is None:
             return None
@@ -349,7 +349,7 @@ class Deltas:
         return offers
 
     def _holdings(self, delta: Delta, listing: _Listing) -> tuple[dict[int, _Holding], str]:
-        """What this rank's target holds by now, and why it is nothing."""
+        """Parts that this rank's target holds by now, and why there are none."""
         target = listing.target
         if not self._held:
             return {}, "it holds nothing of an earlier refit"
@@ -460,14 +460,14 @@ class Deltas:
                     batches=list(map(part_of, plan.batches)),
                 )
 
-            # What some rank lacked once need not be kept for the next time; what lacks always is.
+            # A need of some rank that passes need not be kept for the next time; a lasting one is.
             listing.parts = {its: kept for its, kept in listing.parts.items() if not its}
             listing.parts[key] = part_of(plan)
         return listing.parts[key]
 
 
 def _report(told: list[Any], delta: Delta, listing: _Listing) -> DeltaReport:
-    """What every rank makes of what all have told."""
+    """Decision that every rank makes of what all have told."""
     most_bytes = None if delta.most_bytes is None else delta.most_bytes // (2 * len(told))
     whole = {}
     total_bytes = sent_bytes = num_blocks = num_changed = 0
@@ -525,7 +525,7 @@ def _digest(values: npt.NDArray[Any]) -> int:
 
 
 def _look_of(delta: Delta) -> tuple[Any, ...]:
-    """What tells of a target that something else than a refit has written it, where anything does."""
+    """Sign that something else than a refit has written a target, where anything tells."""
     target = delta.modules[1]
     if target is None:
         return ()
@@ -553,7 +553,7 @@ def _digest_of(excluded: frozenset[_Key]) -> int:
 
 
 def _header_bytes(num_blocks: int) -> int:
-    """Of a message: a bit for every block, in whole lines."""
+    """Bytes of a message: a bit for every block, in whole lines."""
     return _in_lines(-(-num_blocks // 8))
 
 

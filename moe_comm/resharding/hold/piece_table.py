@@ -42,7 +42,7 @@ class PieceTable:
         """By peer, then task id."""
         self.ops = [op for op, _ in in_order]
         self.sizes = [tensor.nbytes for _, tensor in in_order]
-        """Of each piece, in bytes."""
+        """Size of each piece, in bytes."""
         items = [(op.task_id or 0, tensor, op.peer_rank) for op, tensor in in_order]
         self._native = PieceChecksums(items)
         self._ids = np.array([task_id for task_id, _, _ in items], np.uint64)

@@ -32,7 +32,7 @@ from moe_comm.resharding.copy_services.process_group import all_gather_bytes, fa
 
 __all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "RefitRanks", "agree", "identity_of"]
 
-# What a rank says about what is wrong with it is cut here.
+# The error text of a rank is cut here.
 _TEXT_BYTES = 4096
 MAX_PLANS = 4
 """Plans between the same models and ranks, as one rank sees them, that can be told apart."""
@@ -102,7 +102,7 @@ class RefitGroup:
         self.problem = FirstError()
         """Problem of `group`, or of what else this rank gives, for `agree` to tell."""
         if group is None and service is not None:
-            # Who the ranks of a service are, if they are no process group.
+            # Identities of the ranks of a service, if they are no process group.
             ranks = getattr(service, "communicator", None) or getattr(service, "ranks", None)
             group = getattr(service, "group", None) if ranks is None else ranks
         if isinstance(group, Communicator):

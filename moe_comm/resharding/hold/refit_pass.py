@@ -242,7 +242,7 @@ class RefitPass:
     def _plan(self, sides: _Sides, agreement: Agreement, group: RefitGroup) -> CachedPlan:
         """A plan that all ranks make together, because one of them has none."""
         source, target = sides.models.source, sides.models.target
-        # What a transform has taken out of the target is planned as it was the last time.
+        # Parameters that a transform has taken out of the target are planned as they were the last time.
         old = sides.plans.last
         known = {} if old is None else old.destinations
         transform = self.options.transform or (None if old is None else old.plan.transform)
@@ -301,7 +301,7 @@ class RefitPass:
         transform = self.options.transform or plan.transform
         modules = models.source, models.target
         asked = plan, modules, states, service, group.handle, transform
-        # What has been planned is there, so `strict`.
+        # All that has been planned is there, so `strict`.
         if self.options.verify != "checksum":
             execute(*asked, strict=True)
             return

@@ -65,7 +65,7 @@ def get_or_create_service(backend: RefitBackendName, group: Group = None) -> Cop
             raise TypeError(f"backend must be a name, got {shown(name)}")
         check_serves(name, ranks)
     if any(known == key for _, known in service_cache):
-        # Where this rank has a service of the group, its peers have one too, and do not wait.
+        # Peers of a rank that has a service of the group have one too, and do not wait.
         problem.raise_own()
     agree(
         ranks,

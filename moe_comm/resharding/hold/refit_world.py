@@ -640,7 +640,7 @@ class RefitWorld:
 
     @contextlib.contextmanager
     def _all_raising(self) -> Iterator[None]:
-        """What follows from what every rank has heard: its ValueErrors are raised on all."""
+        """Conclusion from what every rank has heard: its ValueErrors are raised on all."""
         try:
             yield
         except ValueError:
@@ -648,7 +648,7 @@ class RefitWorld:
             raise
 
     def _tell(self, step: str, problem: FirstError, mine: Any = None) -> list[tuple[Any, Any]]:
-        """What is wrong on every rank, and what it says, of ranks in the same step of a call. Collective."""
+        """Errors and reports of all ranks, in the same step of a call. Collective."""
         told = self._ranks.all_gather((problem.error, mine), step)
         self._all_raise = any(error is not None for error, _ in told)
         return told

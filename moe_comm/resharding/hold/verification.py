@@ -111,7 +111,7 @@ class _End:
         by_peer: dict[int, list[tuple[int, ...]]] = {}
         for key, piece in self.pieces().items():
             if key not in skipped:
-                # Of (source, destination), the one that is not this rank.
+                # The one of (source, destination) that is not this rank.
                 peer = key[1 if self.is_source else 0]
                 by_peer.setdefault(peer, []).append((key[2], *(piece.checksums or {}).values()))
         for peer, items in by_peer.items():
@@ -119,7 +119,7 @@ class _End:
             yield peer, np.fromiter(flat, dtype=np.uint64).tobytes()
 
     def proof(self, skipped: set[_Key]) -> RefitProof:
-        """What was compared on this end, and found to be alike."""
+        """Proof of all that was compared on this end, and found to be alike."""
         if self.table is not None and not self.others and not skipped:
             return RefitProof(len(self.table.ops), sum(self.table.sizes), ())
         pieces = self.pieces()

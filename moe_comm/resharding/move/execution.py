@@ -50,7 +50,7 @@ _MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
 
 def _copy(received: torch.Tensor, place: torch.Tensor) -> None:
     """Write `received` where it belongs."""
-    # What was made in inference mode is written in it alone.
+    # Tensors that were made in inference mode are written in it alone.
     with torch.inference_mode(place.is_inference()):
         place.copy_(received)
 
@@ -626,7 +626,7 @@ def execute(
                 stale.mark_torn(dst_module, "a refit", error)
             raise
         has_written |= bool(batch.recv_ops)
-        # What it has staged goes before the next batch stages more.
+        # Its staged tensors go before the next batch stages more.
         del execution
         known[number] = None
     if dst_module is not None and plan.recv_ops and not has_skipped:

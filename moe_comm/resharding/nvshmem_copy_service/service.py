@@ -183,7 +183,7 @@ class RemoteCopyService:
             if isinstance(tensor, torch.Tensor)
         ]
         self._agree("schedule", self._problem_with_places())
-        # What a submission refuses is told by the comparison, on every PE.
+        # The comparison tells every PE what a submission refuses.
         with contextlib.suppress(TypeError, ValueError):
             for send in self.send_requests:
                 data = bytes_at(send.src_tensor, send.src_pos, send.size)

@@ -1,4 +1,4 @@
-"""Who holds each parameter of both sides, as far as a rank takes part in moving it."""
+"""Holders of each parameter of both sides, as far as a rank takes part in moving it."""
 
 from __future__ import annotations
 

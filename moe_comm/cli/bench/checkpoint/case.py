@@ -79,7 +79,7 @@ class CheckpointCase:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole model."""
+        """Bytes of the whole model."""
         elements = sum(math.prod(whole) for whole, _, _ in self.tensors().values())
         return elements * torch.bfloat16.itemsize
 

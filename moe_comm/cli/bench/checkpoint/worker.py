@@ -50,13 +50,13 @@ class CheckpointWorker(RankWorker):
 
     def __init__(self, case: CheckpointCase, folder: Path, rank_idx: int) -> None:
         super().__init__(case.num_ranks, folder, rank_idx)
-        # Of a state dict whose tensors are all DTensors, and of a mesh that is made of ranks.
+        # Warnings about a state dict of DTensors alone, and about a mesh that is made of ranks.
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
         self.case = case
         self.source = build_model(case, case.source)
         fill_model(self.source)
         self.target = build_model(case, case.target)
-        # Of random bits, as weights are, and in pages that are there.
+        # Random bits, as weights are, in pages that are there.
         share = case.num_bytes // case.num_ranks
         self.plain = torch.randint(-(1 << 15), 1 << 15, (share // 2,), dtype=torch.int16)
 

@@ -15,7 +15,7 @@ __all__ = ["MpiLauncher", "MpiNotFoundError", "find_mpi"]
 
 NAMES = ("mpiexec", "mpirun")
 ANSWER_TIMEOUT_S = 60.0
-# What `--version` of a launcher and MPI_Get_library_version say of the library; Intel's names Hydra, too.
+# Names of the library in `--version` of a launcher and MPI_Get_library_version; Intel's names Hydra, too.
 LIBRARIES = {
     "Open MPI": r"Open MPI|OpenRTE",
     "Intel MPI": r"Intel\(R\) MPI",

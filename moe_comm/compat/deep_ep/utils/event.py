@@ -58,7 +58,7 @@ class EventHandle:
             earlier.current_stream_wait()
         event = self._event
         if event is not None:
-            # What is left to be done belongs into the stream of the call, as does the end of the operation.
+            # Work that is left belongs into the stream of the call, as does the end of the operation.
             with streams.resumed(self._place):
                 event.wait()
                 with self._lock:
