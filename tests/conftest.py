@@ -1,4 +1,4 @@
-"""What every test gets: a seed of its own, poisoned windows, and the rung it stands on."""
+"""Surroundings of every test: a seed of its own, poisoned windows, and the rung it stands on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE_SEED = 20260
 # A machine that does something else as well is no fault of the code under test.
 settings.register_profile("moe_comm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("moe_comm")
-# What test modules load; hundreds of ranks would each load it again. torch.compile is the longest of
+# Modules that tests load; hundreds of ranks would each load it again. torch.compile is the longest of
 # all, and torchtitan brings it along.
 PRELOADED = [
     *("pytest", "hypothesis", "torch.distributed", "torch._dynamo"),
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     environment.setenv("OMP_NUM_THREADS", "1")
     # Else every process that compiles starts others to compile for it, which load torch first.
     environment.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # As wide as a pipe is without it; xdist sets it in its workers.
+    # The width of a pipe without it; xdist sets it in its workers.
     environment.delenv("COLUMNS", raising=False)
     if not torch.cuda.is_available():
         # Before anything imports Triton, which then interprets its kernels on CPU tensors.
@@ -122,7 +122,7 @@ def _missed_calls() -> None:
 
 @pytest.fixture(autouse=True)
 def _client(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What a test of a framework says of itself, for the page of clients."""
+    """Properties of a test of a framework, for the page of clients."""
     for name, value in properties_of(request.node).items():
         record_property(name, value)
 

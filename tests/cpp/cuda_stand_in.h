@@ -27,8 +27,8 @@
 
 namespace moe::stand_in {
 
-/// What this process finds. To be set before the first call, as CUDA_VISIBLE_DEVICES is to be: its
-/// numbers are those of the machine's devices.
+/// Devices that this process finds. To be set before the first call, as CUDA_VISIBLE_DEVICES is to
+/// be: its numbers are those of the machine's devices.
 struct Machine {
   int num_devices = 2;
   int driver_version = 0;  ///< 0 for that of the headers
@@ -48,7 +48,7 @@ Machine& machine();
 /// Wrong calls since the last time, as "cudaMalloc: ..."; empty is good.
 std::vector<std::string> take_violations();
 
-/// How often the calling thread has called what since the last time; launches of this package's
+/// Calls of the calling thread, by name, since the last time; launches of this package's
 /// kernels count as cudaLaunchKernelExC.
 std::map<std::string, int> take_calls();
 /// The same of calls that may wait for the device, by all threads.
@@ -58,13 +58,13 @@ std::map<std::string, int> take_waits();
 /// comes to run, as if threads of other devices were always faster; until one has.
 void dawdle(std::chrono::milliseconds limit, int device_idx);
 
-/// Whether a kernel runs, or is about to, on any device.
+/// Returns whether a kernel runs, or is about to, on any device.
 bool has_kernel();
 
 /// Launches of this package's kernels by all threads, outside captures.
 int num_launches();
 
-/// Whether anybody has used the default stream of a device.
+/// Returns whether anybody has used the default stream of a device.
 bool has_default_stream(int device_idx);
 
 /// Forgets which kernels were loaded on the current device.

@@ -143,7 +143,7 @@ void begin(const char* call);
 /// Remembers a wrong call. @return @p code
 cudaError_t fail(cudaError_t code, const char* call, const std::string& why);
 CUresult refuse(CUresult code, const char* call, const std::string& why);
-/// Whether this machine does not support a call.
+/// Returns whether this machine does not support a call.
 bool is_refused(const char* call);
 /// An error that a right call may get. @return @p code
 cudaError_t answer(cudaError_t code);
@@ -167,7 +167,7 @@ std::shared_ptr<CUstream_st> stream_for_work(cudaStream_t handle, const char* ca
 enum class Place { kDevice, kHost, kPageable, kNowhere };
 
 Place place_of(const void* address, size_t bytes);
-/// Whether another process made the memory that lies there.
+/// Returns whether another process made the memory that lies there.
 bool is_of_peer(const void* address);
 
 /// This package's kernels are one module, and so many functions of it that have to be loaded.

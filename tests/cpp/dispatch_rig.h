@@ -351,7 +351,7 @@ class Rig {
     buffer->stall_limit_ns = buffer->arrival_limit_ns = 60'000'000'000;
   }
 
-  /// What the exchange leaves of all ranks.
+  /// Counts that the exchange leaves of all ranks.
   void fill_tables(int rank_idx, Owned& owned, kernels::Tables* tables) {
     std::vector<kernels::Peer> peers(static_cast<size_t>(test_.num_ranks));
     for (int peer_rank = 0; peer_rank < test_.num_ranks; ++peer_rank) {
@@ -391,7 +391,7 @@ class Rig {
     choices->place_in_chunk = owned.table(places);
   }
 
-  /// What the exchange leaves.
+  /// State that the exchange leaves.
   void count_chunks(int rank_idx,
                     kernels::Choices* choices,
                     std::vector<int32_t>* chunk_counts,

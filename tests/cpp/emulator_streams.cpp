@@ -230,7 +230,7 @@ MOE_CASE(capture_of_two_streams) {
 
 // --- Waiting ------------------------------------------------------------------------------------
 
-/// As long as an operation takes the host stays awake, however often it looks, and sleeps only
+/// The host stays awake as long as an operation takes, however often it looks, and sleeps only
 /// then.
 MOE_CASE(polling) {
   using runtime::Polling;
@@ -253,8 +253,8 @@ simt::DeviceStream& emulated(runtime::Stream& stream) {
   return dynamic_cast<simt::DeviceStream&>(stream);
 }
 
-/// What was given back is free once streams have ended what they held, and not before; events are
-/// recorded once for all of it, and none where streams are idle.
+/// Memory that was given back is free once streams have ended what they held, and not before;
+/// events are recorded once for all of it, and none where streams are idle.
 MOE_CASE(stream_marks) {
   simt::SimtDevice device;
   runtime::StreamMarks marks;
@@ -290,7 +290,7 @@ MOE_CASE(stream_marks) {
   expect(marks.has_passed(*later), "all kernels have ended");
 }
 
-/// What a stream held before it was captured counts, though nothing can be recorded in it.
+/// Work that a stream held before it was captured counts, though nothing can be recorded in it.
 MOE_CASE(marks_of_captured_streams) {
   simt::SimtDevice device;
   runtime::StreamMarks marks;

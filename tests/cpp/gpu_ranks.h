@@ -61,7 +61,7 @@ class CallerStream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// What a rank has of its GPU.
+/// Share of a rank of its GPU.
 struct RankGpu {
   RankGpu(group::ThreadRank& rank, int device_idx, int max_connections)
       : device(cuda::CudaDevice::create(device_idx, max_connections)),
@@ -104,7 +104,7 @@ struct Caller {
       reinterpret_cast<int64_t*>(topk_idx.get())[i] = i % kNumExperts;
   }
 
-  /// Of another round: rows are full of 10 r + t + 100 round.
+  /// Rows of another round: rows are full of 10 r + t + 100 round.
   void fill(int new_round) {
     round = new_round;
     for (int64_t i = 0; i < kNumTokens * kHidden; ++i)
@@ -233,7 +233,7 @@ inline void expect_access(const RankGpu& gpu, group::Group& group) {
   group.all_gather("", {});  // nobody gives memory back before
 }
 
-/// What processes tell each other before they are ranks.
+/// Messages between processes before they are ranks.
 class Pipe {
  public:
   Pipe() { expect(::pipe(ends_) == 0, "no pipe"); }

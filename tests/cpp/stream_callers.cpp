@@ -92,7 +92,7 @@ struct Caller {
     }
   }
 
-  /// Whether some window that the heap hands out now shares bytes with that of @p rows.
+  /// Returns whether some window that the heap hands out now shares bytes with that of @p rows.
   bool is_handed_out(group::Group& group, const std::byte* rows) const {
     const auto bytes = static_cast<uint64_t>(num_ranks * kNumTokens * kHidden * 4);
     std::vector<std::shared_ptr<Window>> windows;
@@ -112,8 +112,8 @@ struct Caller {
   std::vector<int64_t> topk_idx;
 };
 
-/// What peers may write to goes to nobody else before the next operation, also where the result is
-/// dropped once its receive has been started.
+/// Memory that peers may write to goes to nobody else before the next operation, also where the
+/// result is dropped once its receive has been started.
 /// @param starts  that receive is started by whoever asks for the end; else by the result's end
 void abort_while_receiving(bool starts) {
   std::latch all_have_sent(2);

@@ -76,7 +76,7 @@ def compile_pipelines(target: Path, num_pieces: int, *flags: str) -> None:
 
 
 def check(ptx: Path, pipeline: str) -> str:
-    """What the checker says of one kernel: `race_free`, or what it has found."""
+    """Verdict of the checker on one kernel: `race_free`, or what it has found."""
     launch = {
         "grid_dim": [1, 1, 1],
         "block_dim": [32, 1, 1],

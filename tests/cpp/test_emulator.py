@@ -1,4 +1,4 @@
-"""What the emulator promises to kernels and to the runtime; the cases are C++ programs."""
+"""Promises of the emulator to kernels and to the runtime; the cases are C++ programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_stack_that_overflows_faults() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("switch", ["MOE_SIMT_UCONTEXT", "MOE_SIMT_BOOST_CONTEXT"])
 def test_other_ways_to_switch(switch: str, tmp_path: Path) -> None:
-    """What CMake chooses on other machines than this one."""
+    """Switches of contexts that CMake chooses on other machines than this one."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     flags = ["-std=c++20", "-O1", f"-D{switch}", "-I", str(ROOT / "csrc")]

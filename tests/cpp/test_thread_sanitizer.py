@@ -48,7 +48,7 @@ def build(tree: Path, modules: str) -> None:
 
 
 def races(tree: Path) -> list[str]:
-    """What ThreadSanitizer says of the module built in `tree`; every rank must come to its end."""
+    """Report of ThreadSanitizer on the module built in `tree`; every rank must come to its end."""
     suppressions = tree / "build" / "tsan-suppressions"
     suppressions.write_text(SUPPRESSIONS)
     environment = {

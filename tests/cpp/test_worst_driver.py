@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("nvcc") is None, reason="CUDA's headers come with nvcc, which is not installed"
 )
 
-# What callers may not do (docs/gpu.md): the stand-in finds it.
+# Mistakes of callers (docs/gpu.md): the stand-in finds it.
 DEADLOCKS = {
     "deadlock_by_a_foreign_kernel": "the first launch of foreign waits for ExchangeParams",
     "deadlock_by_a_first_replay": "the first launch of a graph waits for ExchangeParams",

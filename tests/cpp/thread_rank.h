@@ -70,7 +70,7 @@ inline std::vector<std::string> make_meshes(std::vector<ThreadRank>* ranks) {
   std::abort();
 }
 
-/// What @p call says as it throws Error; fails with @p otherwise where it throws nothing.
+/// Text of the Error that @p call throws; fails with @p otherwise where it throws nothing.
 template <typename Error>
 std::string error_of(const std::function<void()>& call, const std::string& otherwise) {
   try {

@@ -48,7 +48,7 @@ MOE_CASE(threads_on_two_devices) {
   operations_of_threads(2);
 }
 
-/// What every rank finds of the devices: the first of those it sees is another one on each.
+/// Devices as every rank finds them: the first of those it sees is another one on each.
 void operations_of_processes(const std::string& sharing) {
   run_processes({{"0"}, {"1"}}, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
     const std::string& uuid = gpu.device->info().uuid;
@@ -238,7 +238,7 @@ MOE_CASE(default_streams) {
   });
 }
 
-/// What is put into the default stream of a device goes there where another one is current.
+/// Work put into the default stream of a device goes there where another one is current.
 MOE_CASE(default_stream_of_another_device) {
   const auto device = cuda::CudaDevice::create(1, 0);
   device->activate();
@@ -419,7 +419,7 @@ MOE_CASE(host_runs_ahead) {
   });
 }
 
-/// What as many pairs as may be in flight have of memory at a time is there from the making on.
+/// Memory of as many pairs as may be in flight at a time is there from the making on.
 MOE_CASE(memory_of_operations_in_flight) {
   constexpr int64_t kManyTokens = 1 << 15;
   constexpr int kMostPairs = ops::kMostUnheard / 2;
@@ -566,7 +566,7 @@ MOE_CASE(low_latency_results_and_rows_copied_in) {
   low_latency_results(1 << 16, true);
 }
 
-/// Where windows do not fit on one rank, every rank is told how many bytes are needed and there.
+/// Every rank is told, where windows do not fit on one, how many bytes are needed and there.
 MOE_CASE(low_latency_windows_that_do_not_fit) {
   constexpr int64_t kManyTokens = 1 << 16;
   constexpr uint64_t kLimitBytes = 48 << 20;
@@ -758,7 +758,7 @@ void captured_of(RowLayout layout, cudaStreamCaptureMode mode) {
   });
 }
 
-/// What is called behind a graph is put behind it, and waits for nobody.
+/// An operation behind a graph is put behind it, and waits for nobody.
 MOE_CASE(operation_behind_a_graph) {
   std::latch all_recorded(2);
   run_ranks(2, 1, [&](int rank_idx, group::ThreadRank& rank, RankGpu& gpu) {
@@ -971,7 +971,8 @@ MOE_CASE(graph_behind_former_operations) {
   });
 }
 
-/// Who ends a buffer, or takes up its group again, waits for replays in other streams as well.
+/// A rank that ends a buffer, or takes up its group again, waits for replays in other streams as
+/// well.
 MOE_CASE(end_behind_a_replay) {
   static std::atomic<bool> may_end;
   static std::atomic<int> num_ended;
@@ -1038,7 +1039,7 @@ struct NumCalls {
   int of_state = 0;
 };
 
-/// What the calling thread calls for an operation as a rule: a line for each, with calls of work,
+/// Calls of the calling thread for an operation as a rule: a line for each, with calls of work,
 /// of the host's state, and which they are. Now and then streams are asked what memory they are
 /// done with.
 /// @param has_default_streams  Callers use the default streams of their devices.

@@ -1,4 +1,4 @@
-"""What one dispatch and combine cost on GPUs: times of every kernel, eager and captured, and of the host's calls.
+"""Costs of one dispatch and combine on GPUs: times of every kernel, eager and captured, and of the host's calls.
 
 Ranks are threads of this process, on the GPUs of the machine in turn; tokens and choices are those of `moe-comm
 bench`. Prints a table of kernels (of the profiler) and a JSON document as the last line, in which every time has that
@@ -51,7 +51,7 @@ BARRIER_TIMEOUT_S = 2 * ARRIVAL_TIMEOUT_S
 CAPTURE_LOCK = threading.Lock()
 """Torch has one capture at a time in a process."""
 HOST_AIM_US = 15.0
-"""What the host may take for an operation that it does not wait in."""
+"""Time that the host may take for an operation that it does not wait in."""
 
 
 class Operations:
@@ -110,7 +110,7 @@ class Operations:
         )
 
     def dispatch(self) -> None:
-        """As users call it: of open size, but in LOW_LATENCY."""
+        """Dispatch as users call it: of open size, but in LOW_LATENCY."""
         self._dispatch(None)
 
     def cached_dispatch(self) -> None:
@@ -120,7 +120,7 @@ class Operations:
         )
 
     def combine(self) -> None:
-        """Of the first dispatch, weighted, in place."""
+        """Combine of the first dispatch, weighted, in place."""
         self._buffer.combine(self._expert_out, self._handle, topk_weights=self._sum_weights)
 
     def both(self) -> None:
@@ -129,12 +129,12 @@ class Operations:
         self._buffer.combine(self._expert_out, result.handle, topk_weights=self._sum_weights)
 
     def both_of_fixed_size(self) -> torch.Tensor:
-        """What can be captured. Returns the sums."""
+        """Call all that can be captured. Returns the sums."""
         result = self._dispatch(self._capacity)
         return self._buffer.combine(self._fixed_out, result.handle, topk_weights=self._sum_weights)
 
     def named(self) -> dict[str, Callable[[], None]]:
-        """What is timed by itself."""
+        """Operations that are timed by themselves."""
         return {
             "dispatch": self.dispatch,
             "cached_dispatch": self.cached_dispatch,
@@ -211,7 +211,7 @@ def on_events(run: Callable[[], Any], barrier: threading.Barrier, num_calls: int
 
 
 def median_us(run: Callable[[], Any], barrier: threading.Barrier, num_calls: int) -> float:
-    """Of several rounds."""
+    """Median of several rounds."""
     return round(
         statistics.median(on_events(run, barrier, num_calls) for _ in range(NUM_ROUNDS)), 1
     )
@@ -245,7 +245,7 @@ def capture(
 
 
 def copy_us(num_bytes: int, target_device: int, barrier: threading.Barrier) -> float:
-    """Of a copy of so many bytes from this rank's GPU to one, while other ranks copy too."""
+    """Time of a copy of so many bytes from this rank's GPU to one, while other ranks copy too."""
     source = torch.empty(max(1, num_bytes), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source, device=torch.device("cuda", target_device))
     return median_us(lambda: target.copy_(source, non_blocking=True), barrier, 10)

@@ -206,7 +206,7 @@ void probe_import(int descriptor) {
   std::fflush(stdout);
 }
 
-/// What the first communicator of a process does, so that no first launch has to.
+/// Does what the first communicator of a process does, so that no first launch has to.
 void probe_loading() {
   const char* const name = "cuFuncLoad of all kernels of a module";
   cudaFunction_t function{};
@@ -233,7 +233,7 @@ void probe_loading() {
     std::printf("{\"call\": \"%s\", \"refused\": \"CUresult %d\"}\n", name, static_cast<int>(code));
 }
 
-/// What a graph costs beside a kernel: made, put into a stream for the first time and once more.
+/// Cost of a graph beside a kernel: made, put into a stream for the first time and once more.
 void probe_graph(cudaStream_t stream, int* word) {
   cudaGraph_t graph{};
   cudaGraphExec_t ready{};

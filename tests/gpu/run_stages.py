@@ -1,4 +1,4 @@
-"""What `make gpu` runs: stages of less than nine minutes each, whose results are written as they come.
+"""Stages of `make gpu`: programs of less than nine minutes each, whose results are written as they come.
 
 Called again with the same sources, it goes on behind the stages that have passed, as the results say: on another
 machine too. Modules that were built are kept beside the results, and taken up on a machine of the same kind with
@@ -42,7 +42,7 @@ LIMIT_S = 530.0
 WARM_UP_S = 180.0
 SMOKE_S = 60.0  # of which loading torch and its kernels is a third
 LEAST_S = 20.0  # a stage that has less is not begun
-# What decides what stages find.
+# Files that decide what stages find.
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
 SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
 MODULE_SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -112,7 +112,7 @@ class Stage:
         return {"architecture": architecture(), "modules": digests}
 
     def has_modules(self, record: dict[str, Any], folders: Sequence[Path]) -> bool:
-        """Whether its modules lie in this checkout for this GPU, or do now, as some folder has what was kept.
+        """Return whether its modules lie in this checkout for this GPU, or do now, as some folder has what was kept.
 
         Args:
             record: Of the run that built them.
@@ -140,7 +140,7 @@ class Stage:
 
 
 def gpu_facts() -> dict[str, str] | None:
-    """What nvidia-smi says of the first GPU, or None without one."""
+    """Answer of nvidia-smi about the first GPU, or None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(
@@ -156,7 +156,7 @@ def gpu_facts() -> dict[str, str] | None:
 
 
 def gpu_names() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name: every GPU that this program was given."""
+    """Names for CUDA_VISIBLE_DEVICES: every GPU that this program was given."""
     given = os.environ.get(VISIBLE)  # noqa: TID251
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
@@ -306,7 +306,7 @@ def mps() -> Iterator[dict[str, str]]:
 
 
 def architecture() -> str:
-    """Of the GPU, as nvcc names it; with what only Hopper has."""
+    """Architecture of the GPU, as nvcc names it; with what only Hopper has."""
     facts = gpu_facts()
     assert facts is not None
     capability = facts["compute_cap"].replace(".", "")
@@ -326,12 +326,12 @@ def build_modules(modules: str) -> dict[str, Any]:
 
 
 def build() -> dict[str, Any]:
-    """What moves rows on one GPU, and what it is compared with: no emulator, nothing across nodes."""
+    """Build the modules that move rows on one GPU, and those they are compared with: no emulator, nothing across nodes."""
     return build_modules("host,cuda")
 
 
 def probe() -> dict[str, Any]:
-    """Which calls wait for a kernel that runs, and what this machine offers."""
+    """Calls that wait for a kernel that runs, and offers of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/probe"
         source = "tests/gpu/probe.cu"
@@ -357,7 +357,7 @@ def one_round(num_ranks: int, mode: str, *options: str) -> tuple[str, ...]:
 
 
 def kernel_times(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict[str, Any]]:
-    """Of a dispatch and combine: the time of every kernel, eager and captured, beside a copy."""
+    """Times of a dispatch and combine: the time of every kernel, eager and captured, beside a copy."""
     sizes = ("--ranks", str(num_ranks), "--tokens", str(num_tokens))
 
     def run() -> dict[str, Any]:
@@ -377,7 +377,7 @@ def last_document(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_spread(devices: Sequence[object]) -> None:
-    """Whether ranks were on as many GPUs as the stage is for.
+    """Check that ranks were on as many GPUs as the stage is for.
 
     Args:
         devices: Of every rank, as it names its GPU.
@@ -415,7 +415,7 @@ def deep_ep(num_ranks: int, num_tokens: int, *options: str) -> Callable[[], dict
 
 
 def doctor() -> dict[str, Any]:
-    """What this machine has, for whoever reads the rest."""
+    """Equipment of this machine, for whoever reads the rest."""
     return command(sys.executable, "-c", "from moe_comm.cli import main; main()", "doctor")
 
 
@@ -487,7 +487,7 @@ def captured(*words: str) -> Callable[[], dict[str, Any]]:
 
 
 def topology() -> dict[str, Any]:
-    """What joins the GPUs."""
+    """Links that join the GPUs."""
     return command("nvidia-smi", "topo", "--matrix")
 
 
@@ -544,7 +544,7 @@ def sanitizer(tool: str, num_ranks: int, mode: str = "threads") -> Callable[[], 
 
 
 def across_gpus(num_gpus: int) -> list[Stage]:
-    """What tells of ranks on so many GPUs, one rank on each."""
+    """Stages for ranks on so many GPUs, one rank on each."""
     names_and_runs = {
         "bench": bench(num_gpus, 4096, mode="processes"),
         "bench-low-latency": bench(num_gpus, 128, *LOW_LATENCY, mode="processes"),
@@ -585,7 +585,7 @@ STAGES = [
     Stage("kernels-1-rank-low-latency", kernel_times(1, 128, "--layout", "low-latency")),
     Stage("captured", captured("-k", "[1] or [2]")),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
-    # What of the speed is left to more SMs than the 24 of bench-1-rank.
+    # Speed that is left to more SMs than the 24 of bench-1-rank.
     *(
         Stage(f"bench-1-rank-{number}-sms", bench(1, 4096, "--num-sms", str(number)))
         for number in (16, 32, 64)
@@ -662,7 +662,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def sources_digest() -> str:
-    """Of the files that decide what stages find, where git is not asked: a copy has none."""
+    """Digest of the files that decide what stages find, where git is not asked: a copy has none."""
     digest = hashlib.sha256()
     for source in SOURCES:
         path = ROOT / source

@@ -28,7 +28,7 @@ def start_placement(num_ranks: int, num_spare: int = 1) -> Placement:
 
 
 def expert_weights(experts: list[int]) -> list[torch.Tensor]:
-    """What the experts in a rank's slots begin with, of two dtypes; another number for an empty slot."""
+    """Weights that the experts in a rank's slots begin with, of two dtypes; another number for an empty slot."""
     ids = torch.tensor(experts)
     scales = (1 + ids)[:, None] * torch.linspace(0.5, 2, HIDDEN)
     return [scales, (ids * 3 - 7).to(torch.bfloat16)]

@@ -8,7 +8,7 @@ from moe_comm import EpBuffer
 
 
 class Graph:
-    """What is captured between `with` and its end runs at every replay."""
+    """Operations captured between `with` and its end runs at every replay."""
 
     def __init__(self, buffer: EpBuffer) -> None:
         self._backend: Any = buffer._backend

@@ -28,7 +28,7 @@ def intervals_of(parts: Sequence[tuple[int, int]]) -> Intervals:
 
 
 def part_of(whole: torch.Tensor, shape: tuple[int, ...], dims: Dims) -> torch.Tensor:
-    """What a view of `dims` of the whole tensor, seen as `shape`, holds."""
+    """Content of a view of `dims` of the whole tensor, seen as `shape`."""
     part = whole.reshape(shape)
     for dim, held in enumerate(dims):
         index = [i for start, _, length in held for i in range(start, start + length)]

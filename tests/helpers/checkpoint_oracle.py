@@ -11,7 +11,7 @@ from moe_comm.resharding.describe.intervals import Intervals
 
 
 def indices(dims: Iterable[Intervals]) -> tuple[torch.Tensor, ...]:
-    """What a view holds of a tensor, to index it with."""
+    """Index of the part of a tensor that a view holds."""
     held = [
         torch.tensor([start + k for start, _, length in each for k in range(length)])
         for each in dims

@@ -83,7 +83,7 @@ def refused(
     sides: list[list[CheckpointView]],
     run: Callable[[CheckpointViews, Any], object],
 ) -> str:
-    """What every rank says, which is the same for all."""
+    """Error of every rank, which is the same for all."""
 
     def on_rank(context: RankContext) -> str:
         with pytest.raises(error) as found:
@@ -102,7 +102,7 @@ def refused_load(
     shape: tuple[int, int] = (4, 8),
     **options: Any,
 ) -> str:
-    """What a load of `a` and `b` says, which leaves the target as it was."""
+    """Error of a load of `a` and `b`, which leaves the target as it was."""
     sides, before = (halves(numbers(-5, a=shape, b=shape)) for _ in range(2))
     text = refused(
         error,
@@ -122,7 +122,7 @@ def refused_save(
     version: str,
     **options: Any,
 ) -> str:
-    """What a save says, which leaves the folder as it was."""
+    """Error of a save, which leaves the folder as it was."""
 
     def state() -> dict[str, bytes]:
         paths = sorted(path for path in folder.rglob("*") if path.name != ".lock")

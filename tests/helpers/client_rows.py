@@ -1,4 +1,4 @@
-"""What a test of a client says of itself, for the table of clients (`tools/clients.py` reads it).
+"""Properties of a test of a client, for the table of clients (`tools/clients.py` reads it).
 
 `@pytest.mark.client(framework, way=..., ran=...)` marks a test that runs a released framework over this package.
 pytest writes what it says into the XML of `--junitxml`.
@@ -49,7 +49,7 @@ def release_of(framework: str) -> str:
 
 @functools.cache
 def _place() -> tuple[str, str]:
-    """What a test runs on, and the version of this package."""
+    """Machine that a test runs on, and the version of this package."""
     environment = collect_environment()
     cpu, cores = environment["cpu"], environment["cores"]
     on = f"CPU ranks; {cpu}, {cores} cores; torch {torch.__version__}"

@@ -8,7 +8,7 @@ from moe_comm.cli.app import app
 
 
 def output_of(*arguments: object, exit_code: int = 0) -> str:
-    """What the command says on both streams; it must end with that exit status."""
+    """Output of the command on both streams; it must end with that exit status."""
     done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == exit_code, done.output
     return done.output

@@ -1,4 +1,4 @@
-"""What ranks do in the conformance suite of copy services."""
+"""Scripts of ranks in the conformance suite of copy services."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def run_prepared(context: RankContext, name: str) -> None:
 
 
 def run_counted(context: RankContext, name: str) -> None:
-    """What was saved for a backward is written by rank 0 and by oneself: whole, in columns, within a rank."""
+    """A tensor that was saved for a backward is written by rank 0 and by oneself: whole, in columns, within a rank."""
     with service_of(name, context) as service:
         rank_idx, last = service.rank, context.num_ranks - 1
         memory = service.communicator.empty if isinstance(service, InHeap) else torch.empty
@@ -208,7 +208,7 @@ def _no_sender(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> No
 
 
 def _good_pair(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """What must not arrive although nothing is wrong with it."""
+    """Transfers that must not arrive although nothing is wrong with it."""
     if service.rank == 0:
         service.submit_send(src, 1, 4)
     if service.rank == 1:

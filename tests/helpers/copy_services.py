@@ -166,7 +166,7 @@ def placed(
 
 
 def payload_of(task: Task, round_idx: int) -> torch.Tensor:
-    """What is sent: any bytes, NaNs among them."""
+    """Sent data: any bytes, NaNs among them."""
     generator = torch.Generator().manual_seed(1000 * round_idx + task.task_id % 997)
     top = 2 if task.dtype is torch.bool else 256
     data = torch.randint(top, (task.num_bytes,), generator=generator)

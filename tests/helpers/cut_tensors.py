@@ -24,7 +24,7 @@ from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 
 @dataclasses.dataclass
 class Part:
-    """What one rank holds of one tensor."""
+    """Part of one tensor on one rank."""
 
     tensor: torch.Tensor
     meta: ParameterMetadata
@@ -249,7 +249,7 @@ def run_plans(plans: Mapping[int, ReshardPlan], sources: Tensors, destinations: 
 def execute(
     plans: Mapping[int, ReshardPlan], sources: Side, destinations: Side
 ) -> dict[tuple[int, str], torch.Tensor]:
-    """What destinations hold after all plans ran; -1 where nothing was written."""
+    """Content of destinations after all plans ran; -1 where nothing was written."""
 
     def tensors(side: Side) -> dict[int, dict[str, torch.Tensor]]:
         return {

@@ -1,4 +1,4 @@
-"""What DeepEP's calls must return: the definition (`moe_comm.ep.spec`) in the terms of its contract.
+"""Results that DeepEP's calls must return: the definition (`moe_comm.ep.spec`) in the terms of its contract.
 
 Every rank makes every rank's input from the case, so that no communication is needed to know what is
 right.
@@ -95,7 +95,7 @@ def rank_of(case: Case, expert_idx: int) -> int:
 
 
 def dispatched(case: Case, inputs: list[Given], layout: Layout) -> Dispatch:
-    """What DeepEP's calls are in terms of this package."""
+    """DeepEP's calls in terms of this package."""
     return Dispatch([each.topk_idx for each in inputs], owners(case), layout)
 
 
@@ -136,7 +136,7 @@ def backend_of_group(context: RankContext, backend: str) -> Iterator[None]:
 
 
 def routing(buffer: Buffer, topk_idx: torch.Tensor, num_experts: int) -> dict[str, torch.Tensor]:
-    """What `Buffer.dispatch` is told of a layout, by its keywords."""
+    """Layout as `Buffer.dispatch` is told it, by its keywords."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     return {
         "num_tokens_per_rank": per_rank,

@@ -84,7 +84,7 @@ def let_cuda_be_cpu() -> None:
     gather = dist.all_gather_into_tensor
 
     def gather_rows(output: torch.Tensor, part: torch.Tensor, group: Any = None) -> None:
-        # Where NCCL looks at the number of elements alone, Gloo wants parts one after the other.
+        # NCCL looks at the number of elements alone, Gloo wants parts one after the other.
         gather(output.view(-1, *part.shape[1:]), part, group)
 
     set_default_device = torch.set_default_device

@@ -56,7 +56,7 @@ def sides_of(layout: Layout) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Of one rank.
+    """Inputs of one rank.
 
     Args:
         case: What all ranks share.
@@ -81,7 +81,7 @@ class Inputs:
         )
 
     def expected_sums(self) -> torch.Tensor:
-        """Of rows that come back as they were sent: float32 `[num_tokens, hidden]`."""
+        """Sums of rows that come back as they were sent: float32 `[num_tokens, hidden]`."""
         x = self.x.float()
         if self.case.layout is Layout.LOW_LATENCY:
             return x * self.topk_weights.sum(dim=1, keepdim=True)
@@ -261,7 +261,7 @@ _DEEP_EP = {"v1": DeepEpV1, "v2": DeepEpV2, "low_latency": DeepEpLowLatency}
 
 
 def _calls(side: Any) -> dict[str, Callable[[], Any]]:
-    """What is timed of a side, by name of `OPERATIONS`."""
+    """Timed calls of a side, by name of `OPERATIONS`."""
 
     def both() -> None:
         side.combine(*side.dispatch())

@@ -1,4 +1,4 @@
-"""Whether torch describes tensors in C, as calls that are let through at a glance need it."""
+"""Probe whether torch describes tensors in C, as calls that are let through at a glance need it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class DispatcherCase:
 
     @property
     def features(self) -> frozenset[str]:
-        """What a dispatcher must offer to run it; see `DispatcherTarget`."""
+        """Abilities that a dispatcher needs to run it; see `DispatcherTarget`."""
         wanted = {
             "backward": self.with_backward,
             "fp8": self.quantization is not None,
@@ -81,7 +81,7 @@ class DispatcherCase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankTokens:
-    """What one rank puts in.
+    """Inputs of one rank.
 
     Args:
         x: `[T, hidden]`.
@@ -98,7 +98,7 @@ class RankTokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expected:
-    """What one rank must get, float64, each with the error that its arithmetic may have.
+    """Results that one rank must get, float64, each with the error that its arithmetic may have.
 
     Args:
         y: `[T, hidden]`.
@@ -152,7 +152,7 @@ def all_tokens(case: DispatcherCase) -> tuple[RankTokens, ...]:
 
 
 def expected(case: DispatcherCase, rank_idx: int) -> Expected:
-    """What `rank_idx` must get."""
+    """Results that `rank_idx` must get."""
     tokens = all_tokens(case)[rank_idx]
     kept = kept_choices(case)[rank_idx]
     x = tokens.x

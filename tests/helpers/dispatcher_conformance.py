@@ -50,7 +50,7 @@ class DispatcherTarget:
 
 
 def can_run(target: DispatcherTarget, case: DispatcherCase) -> bool:
-    """Whether a dispatcher offers what a case needs."""
+    """Return whether a dispatcher offers what a case needs."""
     return case.features <= target.features
 
 
@@ -126,7 +126,7 @@ def _compare(
     eps_f32 = torch.finfo(torch.float32).eps
     num_terms = case.num_topk + 4  # additions, and the products before them
     comparisons = [
-        # What is expected rounds experts' outputs too: what is left is the sum.
+        # The expected rows round experts' outputs too: what is left is the sum.
         ("y", got[0], want.y, eps * want.y_size + num_terms * eps_f32 * want.y_size),
     ]
     if case.with_backward:

@@ -55,7 +55,7 @@ def _grouped_experts(
     """Experts on rows grouped by expert; NaN in padding, which nobody may read."""
     sizes = expert_offsets.diff().to(expert_ids.device, torch.int64)
     num_rest = rows.shape[0] - int(sizes.sum())
-    # What lies behind the last expert is padding as well.
+    # Rows behind the last expert are padding as well.
     ids = torch.cat([torch.repeat_interleave(expert_ids, sizes), expert_ids.new_zeros(num_rest)])
     out = expert_output(rows, ids)
     position = torch.arange(rows.shape[0])
@@ -170,7 +170,7 @@ def _run_transformers(
     def experts_forward(
         rows: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        # As those of transformers, which have no row to compute otherwise.
+        # Experts like those of transformers, which have no row to compute otherwise.
         assert rows.shape[0] == local_ids.shape[0] > 0
         return (expert_output(rows, ids[local_ids[:, 0]]) * weights).to(rows.dtype)
 
@@ -267,7 +267,7 @@ def _run_vllm(
     else:
         assert ids is not None
         assert weights is not None
-        # What vLLM calls expert_map: the local id of every expert, -1 of those elsewhere.
+        # The expert_map of vLLM: the local id of every expert, -1 of those elsewhere.
         expert_map = torch.full((case.num_experts,), -1)
         expert_map[experts] = torch.arange(experts.numel())
         local_ids = torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of failure: steps whose outcome is known, deaths, and what they leave."""
+"""Scripts of ranks in the tests of failure: steps whose outcome is known, deaths, and what they leave."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGE = str(Path(moe_comm.__file__).parent)
 
 
 class Told(NamedTuple):
-    """Of an error of communication what travels between processes."""
+    """Part of an error of communication that travels between processes."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -208,14 +208,14 @@ def when_waiting(act: Callable[[], object]) -> None:
 
 
 def interrupt_when_waiting() -> None:
-    """What Ctrl-C does, once the calling thread, the main one, waits in the package."""
+    """Do what Ctrl-C does, once the calling thread, the main one, waits in the package."""
     # A program that has started this process may have had it ignored, as shells do for what runs behind.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def has_stopped(pid: int) -> bool:
-    """Whether every thread of the process has been stopped."""
+    """Return whether every thread of the process has been stopped."""
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:  # a thread has just ended
@@ -228,7 +228,7 @@ def num_open_fds() -> int:
 
 
 def num_threads(name: str = "") -> int:
-    """Of this process, or those of that name; without those that are ending.
+    """Threads of this process, or those of that name; without those that are ending.
 
     The system lists a thread for a moment after it was joined.
     """

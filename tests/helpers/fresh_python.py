@@ -81,7 +81,7 @@ class FreshPython:
 def run_python(
     *command: str, cwd: Path | None = None, timeout: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *command], capture_output=True, text=True)` gives."""
+    """Result of `subprocess.run([sys.executable, *command], capture_output=True, text=True)`."""
     program = FreshPython(*command, cwd=cwd)
     stdout, stderr = program.communicate(timeout)
     assert program.returncode is not None
@@ -146,7 +146,7 @@ def next_program(control, max_message_bytes):
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 command, added = next_program(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
-# What Python itself does with its command line.
+# Does what Python itself does with its command line.
 if command[0] == "-c":
     sys.argv[:] = ["-c", *command[2:]]
     sys.path[:1] = ["", *added]

@@ -142,7 +142,7 @@ def hear_from_service_thread(state: Any) -> None:
 
 
 def wait_gone(state: Any, rank_idx: int) -> tuple[str, float]:
-    """What became of a peer, and at which monotonic time it was known."""
+    """State of a peer, and at which monotonic time it was known."""
     deadline = time.monotonic() + WAIT_S
     while True:
         seen = state.waiter.num_changes
@@ -223,7 +223,7 @@ def wait_for_huge_mapping(state: Any, num_bytes: int) -> int:
 
 
 def wait_for_peer_segments(state: Any, num_bytes: int) -> None:
-    """What peers have grown by is mapped by a thread that hears of it, in its own time."""
+    """Memory that peers have grown by is mapped by a thread that hears of it, in its own time."""
     deadline = time.monotonic() + WAIT_S
     while (mapped := state.heap.stats(False).peer_segment_bytes) != num_bytes:
         if time.monotonic() > deadline:
@@ -252,7 +252,7 @@ def wait_for_no_thread(state: Any) -> None:
 
 
 def footprint(state: Any) -> dict[str, int]:
-    """What this process holds of the system, apart from memory that Python manages."""
+    """Resources of the system that this process holds, apart from memory that Python manages."""
     maps = Path("/proc/self/maps").read_text()
     return {
         "num_fds": len(os.listdir("/proc/self/fd")),
@@ -329,7 +329,7 @@ def _raised_by(call: Callable[[], Any]) -> str:
 
 
 def use_in_child(state: Any) -> dict[str, str]:
-    """What every method does in a forked child: the name of what it raises, or "nothing"."""
+    """Outcome of every method in a forked child: the name of what it raises, or "nothing"."""
     window = state.heap.allocate(1000)
     calls: dict[str, Callable[[], Any]] = {
         "mesh.address": lambda: state.mesh.address(),

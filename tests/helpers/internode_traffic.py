@@ -1,4 +1,4 @@
-"""What crosses nodes in an operation, counted and by formula."""
+"""Bytes that cross nodes in an operation, counted and by formula."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_comm import Communicator, EpBuffer, EpConfig, Layout
 
 
 def rows_of(x: torch.Tensor, rank_idx: int) -> torch.Tensor:
-    """What the experts of a rank make of its rows: other bits on every rank."""
+    """Outputs of the experts of a rank: other bits on every rank."""
     return (x.double() * (1.0 + 0.125 * rank_idx) + 0.25).to(x.dtype)
 
 

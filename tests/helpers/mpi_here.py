@@ -1,4 +1,4 @@
-"""Whether this machine has an MPI that mpi4py and a launcher share."""
+"""Probe whether this machine has an MPI that mpi4py and a launcher share."""
 
 from __future__ import annotations
 

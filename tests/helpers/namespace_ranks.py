@@ -31,7 +31,7 @@ HANG_S = 240.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all ranks are told.
+    """Orders for all ranks.
 
     Args:
         num_ranks: Ranks.
@@ -53,7 +53,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a rank saw.
+    """Observations of a rank.
 
     Args:
         faults: What was wrong, in words.

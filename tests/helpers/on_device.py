@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 NUM_SMS = 4
-"""Of one buffer on one rank: all buffers of all ranks that a check has at a time fit one GPU."""
+"""SMs of one buffer on one rank: all buffers of all ranks that a check has at a time fit one GPU."""
 
 ARRIVAL_TIMEOUT_S = 60.0
 """Less than a check may take: where ranks hang, a kernel says who waits for whom."""
@@ -193,7 +193,7 @@ class OnDevice(Backend):
 
 
 def _take_gpu(group: Any) -> None:
-    """Of the calling rank, in turn, with memory of torch's for its stream."""
+    """Take the GPU of the calling rank, in turn, with memory of torch's for its stream."""
     cuda_devices.take_device(bootstrap_for(group).rank_idx)
     warm_up_allocator(torch.device("cuda", torch.cuda.current_device()))
 

@@ -36,7 +36,7 @@ __all__ = [
 ResultT = TypeVar("ResultT")
 
 LAG_S = 0.001
-"""How long a stream lets the host run ahead, so that who does not wait for it comes too early."""
+"""Time for which a stream lets the host run ahead, so that who does not wait for it comes too early."""
 
 
 NUM_DEVICES = 2

@@ -12,7 +12,7 @@ __all__ = ["VALUES", "Values"]
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """Of one option.
+    """Values of one option.
 
     Args:
         good: Two values or more that a call takes; where ranks must say the same, no two are the same.

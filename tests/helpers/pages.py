@@ -1,4 +1,4 @@
-"""What pages of docs/ show."""
+"""Code that pages of docs/ show."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class _Literals(TorchFunctionMode):
 
 
 class Stream:
-    """As `torch.cuda.Stream`, over one of the emulator."""
+    """Stand-in for `torch.cuda.Stream`, over one of the emulator."""
 
     def __init__(self, device: Any = None, priority: int = 0, beneath: Any = None) -> None:
         self.beneath = simt.Stream() if beneath is None else beneath
@@ -156,7 +156,7 @@ class Stream:
 
 
 class _Cuda:
-    """What `moe_comm.compat.deep_ep.streams` takes of `torch.cuda`."""
+    """Names that `moe_comm.compat.deep_ep.streams` takes of `torch.cuda`."""
 
     Stream = Stream
 
@@ -231,7 +231,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     device_for = group_buffers._device_for
 
     def device_of_group(group: Any) -> Any:
-        # As if the group were one of this device, where that is torch's default.
+        # The group as if it were one of this device, where that is torch's default.
         return DEVICE if torch.get_default_device() == DEVICE else device_for(group)
 
     patch.setattr("moe_comm.ep.group_buffers._device_for", device_of_group)

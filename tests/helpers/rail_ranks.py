@@ -1,4 +1,4 @@
-"""What ranks do in the tests of rails: streams of messages whose contents are known."""
+"""Scripts of ranks in the tests of rails: streams of messages whose contents are known."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def run_exchange(context: RankContext, shape: Shape) -> None:
 
 
 def run_reuse(context: RankContext, num_local_ranks: int) -> list[bool]:
-    """Whether the engine of the second, third ... rail is that of the one before."""
+    """Return whether the engine of the second, third ... rail is that of the one before."""
     with Communicator(num_local_ranks=num_local_ranks, backend="host", rail="gloo") as comm:
         groups = []
         for round_idx in range(4):

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def on_ranks(num_ranks: int, body: Callable[[moe_comm.Communicator], T], **options: Any) -> list[T]:
-    """What `body` gives on each rank; where several raise, the error that came first.
+    """Results of `body` on each rank; where several raise, the error that came first.
 
     Args:
         num_ranks: Threads.

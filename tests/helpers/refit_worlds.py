@@ -169,7 +169,7 @@ def run(said: dict[str, Any]) -> Any:
 
 
 def threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What ranks that are threads return, in order; what a rank raises is raised."""
+    """Results of ranks that are threads, in order; what a rank raises is raised."""
     with ThreadPoolExecutor(len(calls)) as pool:
         outcomes = [pool.submit(call) for call in calls]
         return [outcome.result(PROGRAM_S) for outcome in outcomes]

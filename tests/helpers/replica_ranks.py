@@ -82,7 +82,7 @@ def inputs(seed: int, num_ranks: int) -> tuple[list[torch.Tensor], ...]:
 def config_of(
     placement: Placement | None, rule: ReplicaRule = "balanced", **fields: bool
 ) -> EpConfig:
-    """Of a buffer with this placement, or of one without."""
+    """Configuration of a buffer with this placement, or of one without."""
     of_placement = {} if placement is None else {"placement": placement, "replica_rule": rule}
     return EpConfig(
         num_experts=NUM_EXPERTS,
@@ -196,7 +196,7 @@ def _through_experts(
 
 
 def sums_and_gradients(comm: Communicator, config: EpConfig, seed: int) -> list[torch.Tensor]:
-    """What a layer gives, and the gradients of its rows and weights."""
+    """Output of a layer, and the gradients of its rows and weights."""
     x, topk_idx, weights = (tensors[comm.rank_idx] for tensors in inputs(seed, comm.num_ranks))
     x.requires_grad_()
     weights.requires_grad_()
@@ -272,7 +272,7 @@ def chosen(topk_idx: list[torch.Tensor]) -> list[int]:
 def as_passed(
     topk_idx: list[torch.Tensor], placement: Placement | None, rule: ReplicaRule | None
 ) -> list[torch.Tensor]:
-    """What callers pass for the choices."""
+    """Choices as callers pass them."""
     if rule != "given":
         return topk_idx
     assert placement is not None

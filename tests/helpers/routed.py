@@ -12,7 +12,7 @@ __all__ = ["Batch", "expected_counts", "expected_rows", "make_batches"]
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What one rank brings.
+    """Inputs of one rank.
 
     Args:
         x: `[num_tokens, hidden]`.

@@ -30,7 +30,7 @@ _QUANTIZATION_IN_NAME = re.compile(r"^(fp8-block128|mxfp8)-.*(rows|columns)-(?=\
 _FEW_RANKS = 3
 """Classes of numbers of ranks: each up to this one, and more."""
 _CHEAP_ELEMENTS = 50_000
-"""Of rows that a case sends, as many as take about as long as the calls themselves."""
+"""Elements of rows that a case sends, as many as take about as long as the calls themselves."""
 
 
 def sample(
@@ -49,7 +49,7 @@ def sample(
     """
     wanted = [_parts(case, strength) for case in attributes]
     weights = [1.0] * len(wanted) if costs is None else costs
-    # What adds most for its cost first. What a case would add only falls: an outdated number is a bound.
+    # Cases that add most for their cost come first. What one would add only falls: an outdated number is a bound.
     queue = [(-len(parts) / weights[idx], idx) for idx, parts in enumerate(wanted)]
     heapq.heapify(queue)
     covered: set[Hashable] = set()
@@ -135,7 +135,7 @@ def _only(names: Iterable[str], attributes: Attributes) -> Attributes:
 
 
 def _cost_of(parameters: Mapping[str, Any]) -> float:
-    """Of a test with ranks: every one works out what all of them must find, row by row."""
+    """Cost of a test with ranks: every one works out what all of them must find, row by row."""
     costs = [1.0]
     for value in parameters.values():
         num_ranks = getattr(value, "num_ranks", 1)
@@ -199,7 +199,7 @@ def idea_of(case: Case) -> str:
 
 
 def _attributes_of_case(case: Case) -> dict[str, Hashable]:
-    """What code branches on, sizes in classes; and once each, what the case is there for."""
+    """Values that code branches on, sizes in classes; and once each, what the case is there for."""
     return {
         "layout": str(case.layout),
         "num_ranks": case.num_ranks if case.num_ranks <= _FEW_RANKS else "more",

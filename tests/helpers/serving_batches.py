@@ -26,7 +26,7 @@ def batch_input(rank_idx: int, batch_idx: int, num_tokens: int = 5) -> Any:
 
 
 def identity_sum(given: Any) -> torch.Tensor:
-    """What a layer gives whose experts return their input."""
+    """Output of a layer whose experts return their input."""
     return given.x.float() * given.topk_weights.sum(1, keepdim=True)
 
 

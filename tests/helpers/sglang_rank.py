@@ -29,7 +29,7 @@ _ABSENT = ("torchvision", "vllm")
 
 
 class SglangServer:
-    """As many ranks as `tp_size`, once all have the model.
+    """Ranks, as many as `tp_size`, once all have the model.
 
     Args:
         model: A folder that has the configuration of a model.
@@ -69,7 +69,7 @@ class SglangServer:
             return list(pool.map(one, self.ranks))
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """As `POST /update_weights_from_tensor`."""
+        """Do as `POST /update_weights_from_tensor`."""
         told = self.call("update", body=body)
         return {"success": all(each[0] for each in told), "message": str(told)}
 

@@ -40,7 +40,7 @@ class _Work:
 
 
 class ThreadTransport:
-    """What `transfer` calls of `torch.distributed`."""
+    """Functions of `torch.distributed` that `transfer` calls."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

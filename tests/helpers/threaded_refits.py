@@ -41,7 +41,7 @@ def error_of(call: Any) -> str:
 
 
 def refuse_offloaded(context: RankContext, method: Any, side: str) -> str:
-    """What a refit says while a parameter of rank 1 at an offset is offloaded; it works before and after."""
+    """Error of a refit while a parameter of rank 1 at an offset is offloaded; it works before and after."""
     src, dst = nets(context, "tp2", "single")
     up = (src if side == "source" else dst).up
     flat = torch.zeros(16 + up.numel(), dtype=up.dtype)

@@ -85,7 +85,7 @@ VIEWED_CONFIGS: dict[str, Callable[[], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model is spread.
+    """Spread of a model.
 
     Args:
         ep_size: Ranks with different experts.
@@ -178,12 +178,12 @@ def step_and_text(
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """What all shards of a tensor make. Collective."""
+    """Whole tensor of all shards. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the norm; where 0 is expected, the norm of what was found; infinite for another shape."""
+    """Difference relative to the norm; where 0 is expected, the norm of what was found; infinite for another shape."""
     if found.shape != expected.shape:
         return float("inf")
     found, expected = found.detach().double(), expected.detach().double()

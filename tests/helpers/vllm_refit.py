@@ -82,7 +82,7 @@ def fused(tensors: Tensors) -> Tensors:
 def check_versions(
     engine: VllmCpuModel, serve: Callable[[], Any], tensors: list[Tensors], tokens: list[Any]
 ) -> None:
-    """What is served changes in `commit` alone, there and back."""
+    """The served version changes in `commit` alone, there and back."""
     _, second = tensors
     assert serve() == tokens[0]
     with pytest.raises(ValueError, match="version early: nothing was accepted"):
@@ -131,7 +131,7 @@ def train(folder: Path) -> None:
 def check_refits(
     engine: VllmCpuModel, serve: Callable[[], Any], tensors: Tensors, folder: Path
 ) -> None:
-    """What a trainer in another process has is served after every refit, and not before its commit."""
+    """The weights of a trainer in another process are served after every refit, and not before its commit."""
     command = [sys.executable, "-m", "tests.helpers.vllm_refit", str(folder), "trainer"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
@@ -217,7 +217,7 @@ def check_failures(
     def fail(self: Any, layer: Any) -> None:
         layers.append(layer)
         packed(self, layer)
-        # As of the parts of a matrix that attention wants apart.
+        # Parts of a matrix that attention wants apart.
         replace(layer, "made", torch.ones(1), prefer_copy=True)
         if len(layers) == 2:
             raise MemoryError("no memory for the second layer")

@@ -79,7 +79,7 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def hears(self, text: str) -> bool:
-        """Whether its processes say this; they write their errors after the server has answered."""
+        """Return whether its processes say this; they write their errors after the server has answered."""
         until = time.monotonic() + SAY_S
         while text not in self.said():
             if time.monotonic() > until or self._process.poll() is not None:

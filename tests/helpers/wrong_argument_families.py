@@ -33,7 +33,7 @@ NUM_MAX = 8
 UNBOUND = frozenset({"unbound"})
 # A RuntimeError of that rank alone, which its next call tells.
 NO_ROUTING = frozenset({"routing_map: None", "probs: None"})
-# Of these follows the buffer, which peers wait for in another one: an error of its own kind.
+# The buffer follows from these, which peers wait for in another one: an error of its own kind.
 OTHER_SIZE = frozenset(
     {
         "num_tokens_per_expert: a row more",
@@ -151,7 +151,7 @@ def fused_calls(context: RankContext) -> Mapping[str, Entry]:
 
 
 def making_calls(context: RankContext) -> Mapping[str, Entry]:
-    """What ranks make together. Only the group says who the peers are, so it is right everywhere."""
+    """Objects that ranks make together. Only the group says who the peers are, so it is right everywhere."""
     group = context.group
     manager = VllmAll2AllManager(group)
 

@@ -99,7 +99,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """How a call differs from the right one."""
+    """Difference of a call from the right one."""
 
     name: str
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -128,7 +128,7 @@ def wrong_tensors(right: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_values(right: Any) -> Iterator[tuple[str, Any]]:
-    """What might be given in the place of `right`, and is most likely wrong."""
+    """Values that might be given in the place of `right`, and are most likely wrong."""
     if isinstance(right, torch.Tensor):
         yield from wrong_tensors(right)
     elif isinstance(right, bool):
@@ -228,13 +228,13 @@ def try_all(
 
 
 def problem_with(gathered: list[tuple[tuple[str, str], tuple[str, str]]]) -> str:
-    """What is wrong with how the ranks ended, or nothing."""
+    """Mistakes in how the ranks ended, or nothing."""
     outcomes = [outcome for outcome, _ in gathered]
     bad_rank = len(gathered) - 1
     for rank_idx, (_, (kind, text)) in enumerate(gathered):
         if kind:
             return f"the next call on rank {rank_idx}: {kind}: {text[:300]}; was {outcomes}"[:1500]
-    # Who asks for what is not offered is told so; for peers, who did not ask, it is a wrong value.
+    # A rank that asks for what is not offered is told so; for peers, who did not ask, it is a wrong value.
     kinds = {"ValueError" if kind == "NotImplementedError" else kind for kind, _ in outcomes}
     if len(kinds) > 1:
         return f"ranks end differently: {outcomes}"[:1500]

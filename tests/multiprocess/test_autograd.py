@@ -24,7 +24,7 @@ NUM_EXPERTS, NUM_TOPK, HIDDEN = 5, 2, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Where weights are applied, and what every rank brings."""
+    """Place where weights are applied, and inputs of every rank."""
 
     layout: Layout = Layout.EXPERT_MAJOR
     place: str = "dispatch"

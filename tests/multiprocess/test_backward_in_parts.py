@@ -23,7 +23,7 @@ from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.testing import RankContext, run_ranks
 
 Rows = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-"""What a dispatch brought, and its combine."""
+"""Results of a dispatch and of its combine."""
 
 NUM_EXPERTS = 4
 HIDDEN = 16
@@ -66,7 +66,7 @@ FACES = {
 
 
 def gradient(context: RankContext, face: str, how: str) -> torch.Tensor:
-    """Of what comes before the dispatch, which saves tensors for its own backward."""
+    """Gradient of the step before the dispatch, which saves tensors for its own backward."""
     draw = torch.Generator().manual_seed(context.rank_idx)
     weight = torch.randn(HIDDEN, HIDDEN, generator=draw).requires_grad_()
     x = torch.sigmoid(torch.randn(8, HIDDEN, generator=draw) @ weight)
@@ -100,7 +100,7 @@ def test_parts_have_the_bits_of_the_whole(face: str) -> None:
 
 
 def gradient_of_pairs(context: RankContext, *, in_parts: bool) -> torch.Tensor:
-    """As `gradient`, of rows that are tokens, which experts share, cut where every expert has its own."""
+    """Gradient, as `gradient`, of rows that are tokens, which experts share, cut where every expert has its own."""
     draw = torch.Generator().manual_seed(context.rank_idx)
     weight = torch.randn(HIDDEN, HIDDEN, generator=draw).requires_grad_()
     x = torch.sigmoid(torch.randn(8, HIDDEN, generator=draw) @ weight)

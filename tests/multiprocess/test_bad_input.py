@@ -1,4 +1,4 @@
-"""What a caller can get wrong in `EpBuffer`, on any rank, with any backend."""
+"""Mistakes of a caller in `EpBuffer`, on any rank, with any backend."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def test_any_sequence_of_mistakes(backend: str, drawn: list[Drawn]) -> None:
 
 
 def disagree(context: RankContext, backend: str) -> list[str]:
-    """What this rank is told where rank 1 calls otherwise, but for the number of a handle."""
+    """Error of this rank where rank 1 calls otherwise, but for the number of a handle."""
     packed = dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0, is_column_major=True)
     x, topk_idx = torch.zeros(4, 16).bfloat16(), torch.zeros(4, 2, dtype=torch.int64)
     data, weights = torch.zeros(4, 16, dtype=torch.uint8), torch.ones(4, 2)

@@ -1,4 +1,4 @@
-"""What a rank of the benchmark copies and allocates on a device that ranks share as threads."""
+"""Copies and allocations of a rank of the benchmark on a device that ranks share as threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Watch(TorchDispatchMode):
         self.met: list[str] = []
 
     def wait(self) -> None:
-        """Of the barrier."""
+        """Stand-in for the barrier."""
         self._barrier.wait(60.0)
         self._since_barrier = ""
 

@@ -1,4 +1,4 @@
-"""What captured operations of one buffer share, and when: windows, tables and sums for any number of them."""
+"""Memory that captured operations of one buffer share: windows, tables and sums for any number of them."""
 
 from __future__ import annotations
 

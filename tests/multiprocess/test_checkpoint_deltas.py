@@ -293,7 +293,7 @@ def test_tensors_come_go_and_change_their_shapes(folder: Path) -> None:
         assert equal_bits(target, wholes)
     path = compact_checkpoint(folder, "v1", "old")
     assert equal_bits(plain_tensors(path), second)
-    # What was compacted is not the latest, as what it was made of.
+    # The compacted version is not the latest, as what it was made of.
     assert load([side_of(target)], folder) == [folder / "v2"]
     # A name that went and comes back is another tensor.
     fourth = {**third, "gone": torch.ones(4, 4)}

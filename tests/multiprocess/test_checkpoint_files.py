@@ -103,7 +103,7 @@ def test_layouts_drawn_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 class Experts(nn.Module):
-    """What one rank holds of 8 experts and their router; nothing but attributes says so."""
+    """Part of one rank of 8 experts and their router; nothing but attributes says so."""
 
     def __init__(self, layout: str, rank: int, num_ranks: int) -> None:
         super().__init__()

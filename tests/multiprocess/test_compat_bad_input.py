@@ -1,4 +1,4 @@
-"""What a caller can get wrong in `deep_ep`'s calls: raised on every rank, and the buffer goes on."""
+"""Mistakes of a caller in `deep_ep`'s calls: raised on every rank, and the buffer goes on."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_tensors_of_no_device_are_refused_on_every_rank() -> None:
 
 
 def fail_and_go_on(context: RankContext) -> None:
-    """What is made before a mistake, and waits for its first call, outlives it on every rank."""
+    """An object that is made before a mistake, and waits for its first call, outlives it on every rank."""
     buffer = HybridEPBuffer(context.group, 64, NUM_MAX, 3)
     with pytest.raises(ValueError, match="num_experts"):
         TokenDispatcher(0, group=context.group)

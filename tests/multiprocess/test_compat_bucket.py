@@ -41,7 +41,7 @@ def test_parameters_are_in_the_order_of_callers(name: str) -> None:
 
 
 def given(rank_idx: int, size: int, round_idx: int = 0) -> torch.Tensor:
-    """What a rank has: float32 whose sums depend on their order."""
+    """Values of a rank: float32 whose sums depend on their order."""
     generator = torch.Generator().manual_seed(100 * round_idx + rank_idx)
     return torch.randn(size, generator=generator, dtype=torch.float32) * 10.0**rank_idx
 
@@ -309,7 +309,7 @@ MISTAKES: dict[str, tuple[Call, Call, type[Exception], str]] = {
     "flag": (lambda b, t: b.barrier(), lambda b, t: b.barrier(2), TypeError, "wait_comm_stream must be a bool, got 2"),
     "barrier": (lambda b, t: b.barrier(), lambda b, t: b.barrier(meet=1), TypeError, "unexpected keyword argument 'meet'"),
 }  # fmt: skip
-# What is right by itself and not the same on all ranks.
+# Arguments that are right by themselves and not the same on all ranks.
 DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
     "sizes": (reduce, lambda b, t: b.reduce_scatter(t[:8]), r"srcs is \['64 x torch.float32'\] on rank"),
     "number": (reduce, lambda b, t: b.reduce_scatter([t[:8], t[8:16]]), "reduce_scatter differently: srcs is"),
@@ -371,7 +371,7 @@ def check_making(context: RankContext) -> None:
         ValueError, match=r"BucketBuffer on cpu of \[\(\(3, 5\), 'torch.float32'\)\] on rank 0"
     ):
         BucketBuffer(context.group, plan(5, 3) if rank else plan(3, 5))
-    # What Python cannot bind is told by the next call.
+    # The next call tells what Python cannot bind.
     with pytest.raises(TypeError, match="num_bytes" if rank else "rank 1: .*num_bytes"):
         BucketBuffer(context.group, **({"num_bytes": 5} if rank else {SIZE: 2 << 20}))
     BucketBuffer(context.group, plan(3, 5))

@@ -1,4 +1,4 @@
-"""What programs written for DeepEP's lineages pass and read, beyond what its contract's text says."""
+"""Calls of programs written for DeepEP's lineages, beyond what its contract's text says."""
 
 from __future__ import annotations
 

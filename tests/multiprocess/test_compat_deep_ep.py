@@ -80,7 +80,7 @@ def check_handle(case: Case, inputs: list[Given], rank_idx: int, handle: tuple) 
 def sums_of(
     case: Case, mine: Given, factor_of_rank: list[float], biases: tuple[torch.Tensor, ...] = ()
 ) -> torch.Tensor:
-    """What combine gives when rank r multiplied its rows by a power of two."""
+    """Sums of combine when rank r multiplied its rows by a power of two."""
     in_rank = oracle.layout(case, mine)[2]
     rows = []
     for token_idx in range(mine.num_tokens):

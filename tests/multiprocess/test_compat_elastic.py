@@ -149,7 +149,7 @@ def check_choices(
 
 
 def factors_of(inputs: list[Given], places: list, rank_idx: int, expanded: bool) -> list[float]:
-    """What experts multiply rows with."""
+    """Factors by which experts multiply rows."""
     if expanded:
         return [
             1.0 if p is None else 2.0 ** (int(inputs[p[0]].topk_idx[p[1], p[2]]) % 3)

@@ -203,7 +203,7 @@ def check_limit(context: RankContext, case: Case, backend: str, limit: str) -> N
             if limit in ("spare", "exact"):
                 assert counts.tolist() == padded
 
-            # What was dropped adds nothing, and neither does what nobody wrote.
+            # Dropped rows add nothing, and neither does what nobody wrote.
             token[[place is None for place in kept[rank_idx]]] = float("nan")
             sums, dense = buffer.combine_with_unpermute(
                 hidden=token, probs=token_probs, handle=handle, pad_multiple=PAD
@@ -264,7 +264,7 @@ def check_plain(context: RankContext, case: Case, backend: str) -> None:
                     right = there.index(place) if place in there else -1
                     assert dense_rows[token_idx, peer] == right
 
-            # As DeepEP's test has it: every expert is the identity, probs are masked to the own slice.
+            # The same as in DeepEP's test: every expert is the identity, probs are masked to the own slice.
             scaled = token * local_map[: len(rows)].sum(1, keepdim=True)
             masked = None
             if with_probs:

@@ -294,7 +294,7 @@ def test_rows_are_let_go() -> None:
 
 
 def check_masks(context: RankContext, backend: str) -> None:
-    """What rank 0 masks is left out everywhere, until it is unmasked."""
+    """A rank that rank 0 masks is left out everywhere, until it is unmasked."""
     case = Case("masked", 9, 3, 64, (5, 4, 6), share_unused=0.0)
     rank_idx, masked = context.rank_idx, 2
     inputs = oracle.all_given(case)

@@ -124,7 +124,7 @@ class KeepsOneTooMany(_Mutant):
 
 
 class KeepsTheLastRows(_Mutant):
-    """Of every rank's choices, the last ones are kept."""
+    """The last ones of every rank's choices are kept."""
 
     def dispatch(
         self, x: torch.Tensor, x_sf: None, topk_idx: torch.Tensor, *args: Any, **options: Any
@@ -203,7 +203,7 @@ class HearsItselfAlone(_Mutant):
 
 
 class _LowersLimits(_Mutant):
-    """As many rows as a limit allows are too many."""
+    """Rows as many as a limit allows are too many."""
 
     def dispatch(
         self, *tensors: Any, options: DispatchOptions, **named: Any

@@ -22,7 +22,7 @@ RUNS = [
 
 
 def runs(case: Case, most_local_ranks: int) -> bool:
-    """Whether the case has several nodes, and nodes of that size where it has them."""
+    """Return whether the case has several nodes, and nodes of that size where it has them."""
     return case.num_ranks > most_local_ranks and (
         most_local_ranks < 3 or case.num_ranks % most_local_ranks == 0
     )

@@ -139,13 +139,13 @@ def _replay_often(
         _check_replay(buffer, everyone, own, result, y, limit)
         num_dropped += int(result.status[1])
     assert num_replays < 10 or num_dropped > 0
-    # What the host counts follows what the device has counted: one dispatch, then two epochs a replay.
+    # The host's count follows what the device has counted: one dispatch, then two epochs a replay.
     backend: Any = buffer._backend
     backend._endpoint.enable_trace()
     for turn in range(3):
         again = buffer.dispatch(own.x, own.topk_idx, own.weights)
         epochs = {record[0] for record in backend._endpoint.take_trace()}
-        # Of a combine before it the host may have heard only now.
+        # The host may have heard only now of a combine before it.
         assert max(epochs) == 2 + 2 * num_replays + 4 * turn
         sums = buffer.combine(again.x.clone(), again.handle)
         backend._endpoint.take_trace()

@@ -59,7 +59,7 @@ def _unmark_all(numbers: Numbers) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Damage:
-    """What happens to one message of rank 2 to rank 0.
+    """Damage to one message of rank 2 to rank 0.
 
     Args:
         in_combine: The call it belongs to: the combine, otherwise the dispatch.
@@ -246,7 +246,7 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
             # After these no rank is short of a window, so the messages of a call are always the same.
             for _ in range(2):
                 expected = call(watch=False).clone()
-            # Who is through with the call before the damage is found hears of it in the next.
+            # A rank that is through with the call before the damage is found hears of it in the next.
             with pytest.raises((RuntimeError, moe_comm.PeerFailedError)) as caught:
                 for is_first in (True, False):
                     call(watch=is_first)
@@ -266,7 +266,7 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What ranks run, whose messages are damaged.
+    """Operations of ranks whose messages are damaged.
 
     Args:
         dispatch: Arguments of the dispatch.
@@ -352,7 +352,7 @@ def test_every_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch, name: str) 
                     found = layer.run(buffer)
                     assert all(map(torch.equal, found, expected[comm.rank_idx]))
 
-                # Who is through with the call before the damage is found hears of it in the next.
+                # A rank that is through with the call before the damage is found hears of it in the next.
                 with pytest.raises(moe_comm.PeerFailedError) as caught:
                     for _ in range(2):
                         check_layer()

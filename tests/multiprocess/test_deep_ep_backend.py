@@ -73,7 +73,7 @@ def tokens_of(rank_idx: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @dataclasses.dataclass
 class Calls:
-    """What was asked of DeepEP."""
+    """Calls of DeepEP."""
 
     layouts: int = 0
     dispatches: int = 0
@@ -111,7 +111,7 @@ def counted() -> Iterator[Calls]:
 
 
 def count_calls(context: RankContext, layout: Layout) -> list[Calls]:
-    """Of dispatch, combine, cached dispatch, and that with weights."""
+    """Calls of dispatch, combine, cached dispatch, and that with weights."""
     x, topk_idx, weights = tokens_of(context.rank_idx)
     found = []
     with CommunicatorWithDeepEp(context.group) as communicator:
@@ -194,7 +194,7 @@ def test_gradients_are_those_of_the_collective_backend(
 
 
 def make_buffer(context: RankContext, ranks_with_deep_ep: tuple[int, ...]) -> str:
-    """What a rank is told where only some ranks can import deep_ep, and whether it can go on."""
+    """Error of a rank where only some ranks can import deep_ep, and whether it can go on."""
     compat.uninstall("deep_ep")
     if context.rank_idx in ranks_with_deep_ep:
         compat.install("deep_ep")
@@ -345,7 +345,7 @@ def use_an_imported_plan(context: RankContext) -> bool:
         known = first.dispatch(x, None, topk_idx, weights, options).wait()
         plan = known.plan
         if context.rank_idx == 0:
-            # As if this rank had a route of its own that its peer has not.
+            # Pretends that this rank has a route of its own that its peer has not.
             second._rows._routes.update(first._rows._routes)  # type: ignore[attr-defined]
         plan = second.import_plan(plan.to_tensors())
         again = second.dispatch_cached(x, None, plan, None, DispatchOptions()).wait()

@@ -21,11 +21,11 @@ HYBRID_SIZES = {
     "TOPK": "3",
 }
 PROGRAMS = {
-    # Of V1.2.1, and of hybrid-ep, whose rows of four bits have more scales.
+    # Programs of V1.2.1, and of hybrid-ep, whose rows of four bits have more scales.
     "tests/test_intranode.py": [[*SIZES, "--hidden", "1024"]],
     "tests/test_low_latency.py": [SMALL],
     "tests/test_hybrid_ep.py": [[]],
-    # Of main.
+    # Programs of main.
     "tests/legacy/test_intranode.py": [[*SIZES, "--hidden", "256"]],
     "tests/legacy/test_low_latency.py": [SMALL],
     "tests/elastic/test_barrier.py": [[]],

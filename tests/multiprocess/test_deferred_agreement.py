@@ -307,7 +307,7 @@ def _of_three(context: RankContext, has_run: Any) -> None:
 
 
 class _Semaphore:
-    """What is acquired as an event is waited for."""
+    """Semaphore that is acquired as an event is waited for."""
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)
@@ -412,7 +412,7 @@ def _of_one_dispatch(context: RankContext) -> None:
         sums = buffer.combine(result.x, handle)
         stream.synchronize()
         assert torch.equal(sums, NUM_TOPK * x)
-        # Of the same choices, and yet another dispatch.
+        # The same choices, and yet another dispatch.
         again = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
         if context.rank_idx == 1:
             handle = buffer.import_handle(again.handle.plan.to_tensors())
@@ -498,7 +498,7 @@ def test_a_peer_that_destroys_its_buffer_instead_is_not_waited_for(num_ahead: in
 
 
 def _needs_gradients(context: RankContext) -> None:
-    """Where gradients are enabled a peer may need one that this rank does not: it hears so at once."""
+    """A peer may need a gradient that this rank does not where they are enabled: it hears so at once."""
     with _ready(context) as (buffer, result, stream):
         needs = ENABLED | (NEEDS_ROWS if context.rank_idx == 1 else 0)
         x, _ = _inputs(context.rank_idx)
@@ -692,7 +692,7 @@ def test_behind_graphs_a_peer_that_destroys_its_buffer_is_not_waited_for() -> No
 
 
 def _heard_before_it_left(context: RankContext, has_left: Any, counts: Any) -> None:
-    """What a rank said before it left counts, whether somebody asked before recover() or not."""
+    """Words of a rank from before it left count, whether somebody asked before recover() or not."""
     with use_stream(Stream()) as stream:
         buffer = _buffer(context, num_experts=3 * NUM_LOCAL_EXPERTS)
         _dispatched(buffer, context.rank_idx, Layout.EXPERT_MAJOR, stream)

@@ -259,7 +259,7 @@ def test_quant_config() -> None:
     on_ranks(run)
 
 
-# What the quantization methods of SGLang 0.5.23 send.
+# Keys that the quantization methods of SGLang 0.5.23 send.
 SENT = [
     ({}, False, True),
     ({"weight_dtype": torch.bfloat16, "use_mxfp8": False}, False, True),
@@ -283,7 +283,7 @@ SENT = [
 
 
 def is_quantized(dispatcher: SglangDispatcher, given: Any) -> bool:
-    """Whether the rows of a dispatch came with scales; finishes the round."""
+    """Return whether the rows of a dispatch came with scales; finishes the round."""
     output = dispatcher.dispatch(given.x, given)
     rows = torch.zeros(output.hidden_states.shape, dtype=torch.bfloat16)
     dispatcher.combine(output._replace(hidden_states=rows)[:1] + tuple(output[2:4]))
@@ -352,7 +352,7 @@ def test_sglang_chooses_where_it_says_for_which_experts(
         return found.dtype, found.stride(-1) == 1
 
     assert on_ranks(scales, mode, runner_backend="triton") == [(torch.float32, True)] * 2
-    # As DeepGEMM's kernels of Blackwell read them.
+    # Scales as DeepGEMM's kernels of Blackwell read them.
     fake.deep_gemm.DEEPGEMM_BLACKWELL = fake.deep_gemm.DEEPGEMM_SCALE_UE8M0 = True
     packed = [(torch.int32, mode == "normal")] * 2
     assert on_ranks(scales, mode, runner_backend="triton") == packed

@@ -288,7 +288,7 @@ def test_vllm_quantizes_received_rows_where_scales_do_not_travel(
         assert scale is scales[dtype]
         assert torch.equal(quantized, (rows.float() / scale).round().to(torch.int8))
         assert ids.shape == (rows.shape[0], NUM_TOPK)
-        # Where nobody has a token there is nothing to quantize.
+        # There is nothing to quantize where nobody has a token.
         nothing = (given.x[:0], given.topk_weights[:0], given.topk_ids[:0])
         assert shape.prepare(*nothing, NUM_EXPERTS, None, False, config)[1] is None
 

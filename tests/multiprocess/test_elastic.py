@@ -108,7 +108,7 @@ def test_two_shrinks() -> None:
 
 
 def _leave_no_memory(context: RankContext) -> None:
-    """What the old communicator held goes back when its tensors die."""
+    """Memory of the old communicator goes back when its tensors die."""
     make_buffer(context).communicator.destroy()
     fds, segments = num_open_fds(), len(_heap_segments())
     buffer = make_buffer(context)

@@ -243,7 +243,7 @@ def test_joining_where_nobody_listens() -> None:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(PeerTimeoutError, match=f"nobody listens at {where} within 0.2 s"):
             Communicator.join(where, timeout_s=0.2)
-    # What can never be is said before anybody is looked for.
+    # Numbers that can never be are refused before anybody is looked for.
     with pytest.raises(ValueError, match="rank_idx must be >= 0, got -1"):
         Communicator.join(where, rank_idx=-1, timeout_s=0.2)
     with pytest.raises(ValueError, match="timeout_s must be > 0, got 0"):

@@ -38,7 +38,7 @@ def _work(communicator: Communicator) -> tuple[int, int]:
 
 
 def _lose(context: RankContext, rail: str, victims: list[int]) -> Any:
-    """Of 2 nodes of 2 ranks, victims die one after the other, and who lives shrinks each time."""
+    """Victims of 2 nodes of 2 ranks die one after the other, and who lives shrinks each time."""
     comm = Communicator(context.group, backend="host", num_local_ranks=2, rail=rail, **TIMEOUTS)
     former = tuple(range(context.num_ranks))
     for victim in victims:

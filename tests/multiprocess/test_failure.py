@@ -380,7 +380,7 @@ def _cross(context: RankContext, backend: str) -> Told:
 def test_blocking_calls_in_opposite_order_name_both_buffers(backend: str, mode: str) -> None:
     results = run_ranks(_cross, 2, backend, mode=mode, timeout_s=150.0)
     for name, ranks, _, _, text in results:
-        # Of two halves, the one without the lowest rank is blamed.
+        # The one of two halves without the lowest rank is blamed.
         assert (name, ranks) == ("PeerTimeoutError", (1,)), text
         waits = re.findall(
             r"rank (\d) waits for rank (\d) to enter dispatch of buffer (\d+), epoch 1", text
@@ -490,7 +490,7 @@ def test_interrupted_rank_is_named(tmp_path: Path) -> None:
     results = run_ranks(_interrupt, 3, str(tmp_path))
     for name, ranks, phase, _, text in results:
         assert (name, ranks, phase) == ("PeerFailedError", (0,), "rows"), text
-        # What happened, without the place in the sources of the interrupted rank.
+        # The error, without the place in the sources of the interrupted rank.
         assert text.endswith("it was interrupted (KeyboardInterrupt)"), text
 
 

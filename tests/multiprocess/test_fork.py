@@ -88,7 +88,7 @@ def test_death_is_seen_while_its_workers_live(tmp_path: Path) -> None:
 
 
 def _in_child(call: Callable[[], object], *, by_exit: bool) -> str:
-    """What `call` raises in a forked child; the child must end by itself."""
+    """Error of `call` in a forked child; the child must end by itself."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -121,7 +121,7 @@ def _in_child(call: Callable[[], object], *, by_exit: bool) -> str:
 
 
 def _end_of_interpreter() -> None:
-    """What an orderly exit of Python runs, without the frames of pytest or the worker around it."""
+    """Run what an orderly exit of Python runs, without the frames of pytest or the worker around it."""
     atexit._run_exitfuncs()
     os._exit(0)
 

@@ -222,7 +222,7 @@ def budgeted(context: RankContext, backend: str) -> None:
     ends = torch.tensor(expected_counts(batches, experts, 4)).cumsum(0).clamp_max(budget)
     assert tokens_per_expert.tolist() == ends.diff(prepend=torch.tensor([0])).tolist()
     assert row_probs is not None
-    # What comes back of them is a case of the dispatchers' conformance: "rows of a rank".
+    # Their results are a case of the dispatchers' conformance: "rows of a rank".
     fused_a2a.hybrid_ep_combine(hidden, handle, num_permuted_tokens=budget, pad_multiple=4)
     del shared
 

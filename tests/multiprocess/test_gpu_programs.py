@@ -1,4 +1,4 @@
-"""What the programs of `make gpu` call and compare, on CPU ranks."""
+"""Programs of `make gpu`, on CPU ranks."""
 
 from __future__ import annotations
 

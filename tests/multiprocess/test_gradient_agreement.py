@@ -25,7 +25,7 @@ NEEDS = ("none", "x", "weights", "both")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What every rank brings and needs.
+    """Inputs and needs of every rank.
 
     Args:
         needs: Of every rank, one of `NEEDS`.
@@ -62,7 +62,7 @@ class Case:
         return 128 if self.is_quantized else 4
 
     def needs_of(self, name: str) -> tuple[bool, ...]:
-        """Which ranks need the gradient of "x" or "weights"."""
+        """Ranks that need the gradient of "x" or "weights"."""
         has_weights = self.place != "nowhere"
         return tuple(need in (name, "both") and (name == "x" or has_weights) for need in self.needs)
 
@@ -91,14 +91,14 @@ class Tokens:
 
 
 def coefficients(num_rows: int, hidden: int, first: int) -> torch.Tensor:
-    """What the loss multiplies sums by: nothing about it is the same for two ranks."""
+    """Factors of sums in the loss: nothing about it is the same for two ranks."""
     return (torch.arange(num_rows * hidden) + first * hidden).view(num_rows, hidden) % 7 - 2.5
 
 
 def dense_gradients(
     case: Case, tokens: Tokens, is_dropped: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Of x, weights and experts, by the loss of all ranks together, in one process."""
+    """Gradients of x, weights and experts, by the loss of all ranks together, in one process."""
     x, weights, scale = (
         tensor.clone().requires_grad_() for tensor in (tokens.x, tokens.topk_weights, tokens.scale)
     )
@@ -238,7 +238,7 @@ def check_case(context: RankContext, communicator: Communicator, case: Case) -> 
     if row_weights is not None:
         assert row_weights.requires_grad is needs_weights, case
     assert y.requires_grad is (needs_x or needs_weights or any(case.is_trained)), case
-    # What a rank runs follows from nothing of its own.
+    # The backward of a rank follows from nothing of its own.
     assert all(other == operations for other in communicator.bootstrap.all_gather(operations))
     is_dropped = torch.tensor([row for rank in dropped for row in rank], dtype=torch.bool)
     expected = dense_gradients(case, tokens, is_dropped.view(-1, NUM_TOPK))

@@ -31,7 +31,7 @@ def _forget_groups() -> Iterator[None]:
 
 
 def factors(num_local: int, first: int, counts: torch.Tensor) -> torch.Tensor:
-    """Of every row: expert e multiplies by 1 + e."""
+    """Factor of every row: expert e multiplies by 1 + e."""
     local = torch.arange(first, first + num_local, dtype=torch.float32) + 1
     return torch.repeat_interleave(local, counts)
 

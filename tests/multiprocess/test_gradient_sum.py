@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def _values(num_parts: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     draw = torch.Generator().manual_seed(num_elements)
     values = torch.randn(num_parts, num_elements, generator=draw, dtype=torch.float64)
-    # Of very different sizes, so that another order gives other bits.
+    # Very different sizes, so that another order gives other bits.
     values *= 10.0 ** torch.randint(-3, 4, values.shape, generator=draw)
     return values.to(dtype)
 

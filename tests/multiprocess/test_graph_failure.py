@@ -61,7 +61,7 @@ class Replays:
             self.graph.replay()
 
     def status(self) -> int:
-        """Of the last replay, once all have ended: kernels alone decide when."""
+        """Status of the last replay, once all have ended: kernels alone decide when."""
         self.graph.synchronize()
         return int(self.result.status[0])
 

@@ -66,7 +66,7 @@ def test_those_of_a_process_group_are_found_on_every_rank_until_it_is_destroyed(
 
 
 def destroy_and_make_again(context: RankContext) -> None:
-    """What a layer has destroyed is not handed to the next one."""
+    """A buffer that a layer has destroyed is not handed to the next one."""
     group = dist.new_group(range(context.num_ranks))
     former = use(group)
     former.buffer.destroy()
@@ -141,7 +141,7 @@ def test_what_fused_a2a_keeps_from_call_to_call_is_of_the_call() -> None:
 
 
 def work_over_a_given_one(context: RankContext, in_processes: bool) -> None:
-    """What knows its group alone works over the communicator that was given for it."""
+    """An object that knows its group alone works over the communicator that was given for it."""
     with Communicator(context.group, backend="reference") as communicator:
         held = group_buffers(communicator)
         assert group_buffers(context.group) is group_buffers(communicator) is held

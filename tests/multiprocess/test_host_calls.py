@@ -1,4 +1,4 @@
-"""What operations by kernels ask of the device besides kernels, counted on the emulator."""
+"""Calls of operations by kernels to the device besides kernels, counted on the emulator."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ DISPATCH = {**NOTHING, "unset_allocations": 2, "launches": 3}
 CACHED_DISPATCH = {**NOTHING, "unset_allocations": 1, "launches": 3}
 # The exchange of rows and the sums, which lie in a window.
 COMBINE = {**NOTHING, "launches": 2}
-# What ranks ask of each other, and what they add, in a further window.
+# Requests of ranks to each other, and their sums, in a further window.
 REDUCED_COMBINE = {**NOTHING, "launches": 4}
 
 
 def _calls_per_step(buffer: EpBuffer, step: Any) -> Calls:
-    """Of steps behind one that makes what is made once, each when the one before has ended."""
+    """Calls of steps behind one that makes what is made once, each when the one before has ended."""
     backend: Any = buffer._backend
 
     def step_to_its_end() -> None:
@@ -118,7 +118,7 @@ def test_operations_make_few_calls_of_the_device(
 
 
 def _count_waits(context: RankContext, num_pairs: int) -> float:
-    """Of low-latency pairs for none of which the caller waits."""
+    """Waits beside low-latency pairs, for none of which the caller waits."""
     comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
     config = EpConfig(
         num_experts=NUM_EXPERTS,

@@ -23,7 +23,7 @@ NODE_LAYOUTS = [
     pytest.param(6, 2, id="3-nodes-of-2"),
     pytest.param(3, 1, id="3-nodes-of-1"),
 ]
-# Of a rank, in turns: ragged, one rank without any.
+# Tokens of a rank, in turns: ragged, one rank without any.
 NUM_TOKENS = (33, 0, 60, 17)
 
 

@@ -34,7 +34,7 @@ LOST = 2
 
 @dataclasses.dataclass(frozen=True)
 class _Calls:
-    """What a rank may call next."""
+    """Calls that a rank may make next."""
 
     own: EpBuffer
     other: EpBuffer

@@ -22,7 +22,7 @@ from tests.helpers.failing_ranks import die, meet
 
 
 def _error_after(call: Callable[[], object], limit: int = 4000) -> Exception:
-    """What `call` raises, called again and again."""
+    """Error of `call`, called again and again."""
     try:
         for _ in range(limit):
             call()

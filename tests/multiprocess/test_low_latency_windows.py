@@ -46,7 +46,7 @@ def _config(hidden: int, dtype: torch.dtype, num_windows: int | None = None) -> 
 def _num_allocations_of(
     context: RankContext, hidden: int, dtype: torch.dtype, num_windows: int | None
 ) -> list[int]:
-    """How many windows the heap gave for a dispatch in each format."""
+    """Number of windows that the heap gave for a dispatch in each format."""
     communicator = Communicator(context.group, backend="simt")
     buffer = EpBuffer(communicator, _config(hidden, dtype, num_windows))
     generator = torch.Generator().manual_seed(context.rank_idx)

@@ -107,7 +107,7 @@ def six_calls(context: RankContext, backend: str, is_async: bool) -> None:
     for buffer in dispatcher.get_expert_zero_copy_buffers(torch.float32):
         assert buffer is not None
         assert buffer.shape == rows.shape
-    # As Megatron's layer asks, whose experts need not take such memory.
+    # The call of Megatron's layer, whose experts need not take such memory.
     assert dispatcher.get_expert_zero_copy_buffers() == (None, None)
     out = dispatcher.get_expert_zero_copy_buffers(torch.float32)[0]
     assert out is not None
@@ -156,7 +156,7 @@ def test_two_operations_in_flight() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "router_topk", "factor", "alignment", "num_rows"),
-    # As `setup_metadata` of Megatron's hybrid manager (0.19.2): cut to a whole number, then aligned up.
+    # The rule of `setup_metadata` of Megatron's hybrid manager (0.19.2): cut to a whole number, then aligned up.
     [
         (7, 1, 1.5, 1, 10),
         (7, 1, 1.5, 8, 16),
@@ -200,7 +200,7 @@ def over_budget(context: RankContext, backend: str) -> None:
         assert flag.tolist() == [needed > 8]
         assert dispatcher.check_required_capacity().tolist() == [needed]
     required = max(group_buffers(context.group).communicator.bootstrap.all_gather(needed))
-    # As Megatron's paged stash has a step run again without a budget, and then with the former one.
+    # Megatron's paged stash has a step run again without a budget, and then with the former one.
     manager.moe_expert_rank_capacity_factor = None
     assert manager.budget(8) is None
     manager.moe_expert_rank_capacity_factor = 0.5

@@ -152,7 +152,7 @@ def with_replicas(context: RankContext, has_main_grads: bool) -> int:
         for layer in (plain, balanced):
             with torch.no_grad():
                 for idx, parameter in enumerate(layer.experts.parameters()):
-                    # Of the expert, not of the rank.
+                    # The seed of the expert, not of the rank.
                     expert = layer.local_expert_indices[idx // 2]
                     parameter.copy_(whole_numbers(tuple(parameter.shape), 1, 10 * expert + idx % 2))
             choose_by_halves(layer.router)

@@ -71,7 +71,7 @@ def build(num_ranks: int, **options: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                # Of an expert by its number among all.
+                # Name of an expert by its number among all.
                 number = re.sub(
                     r"local_experts\.(\d+)", lambda found: f"expert {first + int(found[1])}", name
                 )

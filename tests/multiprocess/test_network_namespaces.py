@@ -72,7 +72,7 @@ class Ranks:
             time.sleep(0.02)
 
     def outcomes(self) -> list[Outcome]:
-        """Of all ranks, which have left their processes in good order."""
+        """Reports of all ranks, which have left their processes in good order."""
         deadline_s = time.monotonic() + LIMIT_S
         try:
             for process in self.processes:
@@ -133,7 +133,7 @@ def test_links_that_delay_and_lose(tmp_path: Path, kind: str, rail: str) -> None
             ranks.outcomes()
 
 
-# What the kernel is told, and what nobody is told: two ways in which a host is suddenly alone.
+# Cuts of which the kernel is told, and of which nobody is: two ways in which a host is suddenly alone.
 CUTS = ("unplug", "drop_all")
 STALL_TIMEOUT_S = 6.0
 

@@ -76,7 +76,7 @@ class Shape:
         return x, topk_idx, torch.rand(shape, generator=draw)
 
     def ranks_of_tokens(self, src: int, num_ranks: int) -> list[list[int]]:
-        """Of every token of a rank, the ranks its rows lie on."""
+        """Ranks that the rows of every token of a rank lie on."""
         tokens = []
         for choices in self.batch(src)[1].tolist():
             ranks = [choice * num_ranks // self.num_experts for choice in choices if choice >= 0]

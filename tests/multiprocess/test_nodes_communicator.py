@@ -202,7 +202,7 @@ def _leave(context: RankContext, num_local_ranks: int) -> str:
     message = ""
     if comm.rank_idx == leaver:
         comm.destroy()
-    # Who saw it gone in the next call would end the calls of those that are still in this one.
+    # A rank that saw it gone in the next call would end the calls of those that are still in this one.
     dist.barrier()
     if comm.rank_idx != leaver:
         error = gather_until_error(comm)

@@ -16,7 +16,7 @@ CONFIG = EpConfig(num_experts=4, num_topk=2, hidden=128, num_max_tokens_per_rank
 
 
 def say_different_things(context: RankContext, backend: str) -> dict[str, str | None]:
-    """What a dispatch says on this rank where the ranks give the values of an option, by its name."""
+    """Error of a dispatch on this rank where the ranks give the values of an option, by its name."""
     x, topk_idx = torch.ones(4, 128, dtype=torch.bfloat16), torch.tensor([[0, 3]] * 4)
     said: dict[str, str | None] = {}
     with (
@@ -30,7 +30,7 @@ def say_different_things(context: RankContext, backend: str) -> dict[str, str | 
             try:
                 result = buffer.dispatch(x, topk_idx, **options)
                 result.event.wait()
-                # Of equal values: seen at a glance, where there is one.
+                # Equal values: seen at a glance, where there is one.
                 buffer.combine(result.x, result.handle)
                 said[name] = None
             except ValueError as error:

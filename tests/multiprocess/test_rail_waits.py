@@ -16,7 +16,7 @@ from tests.helpers.scripted_rails import Message, ScriptedRails
 
 NUM_RANKS = 2  # on two nodes
 OPERATIONS = ("dispatch", "combine")
-# Who would not wait is through in a fraction of it; who waits is not held to it.
+# A rank that would not wait is through in a fraction of it; one that waits is not held to it.
 LOOK_S = 0.05
 
 

@@ -229,7 +229,7 @@ def _one_never_asks(context: RankContext, num_local_ranks: int | None) -> None:
     if context.rank_idx != 0:
         result.event.wait()
     buffer.communicator.all_gather(b"all others have received")
-    # What was sent long ago is there.
+    # Rows that were sent long ago are there.
     _check(buffer, 1, result)
     _send(buffer, 2)
     buffer.destroy()

@@ -100,7 +100,7 @@ def _two_deaths(context: RankContext) -> list[tuple[int, ...]]:
         comm.all_gather(b"")  # frees what is left of buffers that all ranks have destroyed
         stats = comm.heap_stats()
         assert (stats.quarantined_bytes, stats.live_bytes) == (0, live_bytes), stats
-        # What was handed out before lives on.
+        # Tensors that were handed out before live on.
         assert torch.equal(kept.x, rows)
         with EpBuffer(comm, config_for(context.num_ranks)) as later:
             step(later, 7, living)

@@ -1,4 +1,4 @@
-"""What verl, TRL, SGLang and miles call, called by their own classes.
+"""Calls of verl, TRL, SGLang and miles, made by their own classes.
 
 `make test-refit-clients` installs them and runs this; of miles, which has no releases, a checkout in PYTHONPATH. The ends of a stream are threads.
 """
@@ -57,7 +57,7 @@ def test_updates_by_the_registry_of_verl() -> None:
     assert issubclass(update.engine_class, base.CheckpointEngine)
 
     def new(is_master: bool) -> Any:
-        # As verl does: only actors are told.
+        # Only actors are told, as verl does.
         said = {"is_master": True} if is_master else {}
         return registry.new("moe_comm", bucket_size=100, host="127.0.0.1", timeout_s=30, **said)
 
@@ -71,7 +71,7 @@ def test_updates_by_the_registry_of_verl() -> None:
     assert_same(update.run(rollouts, lambda: iter(TENSORS), 3)[2], TENSORS)
     assert_same(update.run(rollouts[1:], lambda: iter(TENSORS), 4)[2], TENSORS)
 
-    # What its worker hands on: an iterator that its own helper takes.
+    # The argument that its worker hands on: an iterator that its own helper takes.
     async def handed_on(end: Any, step: int) -> list[tuple[str, torch.Tensor]]:
         weights = ensure_async_iterator(end.receive_weights(step))
         return [(name, tensor.clone()) async for name, tensor in weights]

@@ -119,7 +119,7 @@ def test_experts_of_a_layer_are_stacked_and_come_by_name_too(tmp_path: Path) -> 
         *("--destination", "outside", "--repeats", "1"),
     )
     assert (case["stacked_experts"], case["shape"]["num_experts"]) == (True, 8)
-    # Of 4 layers, two of every expert and 6 others, and 3 around the layers.
+    # Tensors of 4 layers, two of every expert and 6 others, and 3 around the layers.
     assert case["num_tensors"] == 4 * (2 * 8 + 6) + 3
     assert case["speedup"]["full-tensors"] > 0.0
 

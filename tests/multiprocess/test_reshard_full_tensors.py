@@ -24,7 +24,7 @@ def fused(offset: float) -> torch.Tensor:
 
 
 def whole_tensors(offset: float) -> dict[str, torch.Tensor]:
-    """What is on disk; turned, and `norm` as finer dimensions on its ranks."""
+    """Tensors as on disk; turned, and `norm` as finer dimensions on its ranks."""
     experts = {
         f"{number}.{half}": tensor.t()
         for number, both in enumerate(fused(offset))
@@ -59,7 +59,7 @@ class Holder(torch.nn.Module):
 
 
 def gather(context: RankContext, bucket_bytes: int) -> list[str]:
-    """What is wrong; the last two of three or four ranks want the tensors, one of which holds some."""
+    """Errors; the last two of three or four ranks want the tensors, one of which holds some."""
     rank = context.rank_idx
     holder = Holder(rank) if rank < 2 else None
     side = None if holder is None else CheckpointViews(holder.views, holder)

@@ -111,7 +111,7 @@ def _map_of(case: Case, meshes: tuple[DeviceMesh, DeviceMesh], group: Any = None
 
 
 def _source_of(case: Case, mesh: DeviceMesh, seed: int) -> DTensor:
-    """Of a pending reduction, every rank's summand is its own."""
+    """Every rank's summand of a pending reduction is its own."""
     if not any(isinstance(placement, Partial) for placement in case.source_placements):
         return distribute_tensor(_values(case, seed), mesh, case.source_placements)
     summand = _values(case, 100 * seed + dist.get_rank())
@@ -310,7 +310,7 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
 
 def _lose_a_peer(context: RankContext, kind: str, dies: bool) -> str:
     """Rank 1 does not come to the transfer of a cell, or to its reduction."""
-    # Who makes a group waits as long for the others, too: they have just met, and do little else.
+    # A rank that makes a group waits as long for the others, too: they have just met, and do little else.
     limit = dt.timedelta(seconds=2 * HANG_S if dies else 5)
     group = dist.new_group(timeout=limit)
     placements = [Partial()] if kind == "reduction" else [Shard(0)]

@@ -450,7 +450,7 @@ def _dies_among_blocks(context: RankContext, method: str, store: str) -> object:
         run.run()
     except CommunicationError as error:
         told = type(error).__name__, error.ranks, stale.is_stale(dst), dst.wrong(0)
-    # Who is left makes a group of its own, and holds nothing that it would not send again.
+    # The rank that is left makes a group of its own, and holds nothing that it would not send again.
     place = context.rank_idx // 2
     group = unregistered_group(RankContext(place, 2, None), place, store)
     left = [ShardedNet(Parallelism(2, tp=1), place) for _ in range(2)]

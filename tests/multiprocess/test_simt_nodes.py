@@ -20,7 +20,7 @@ from moe_comm.testing.target import Target
 from tests.helpers.failing_ranks import config_for, step, steps_until_error
 from tests.helpers.rank_threads import on_ranks
 
-# How ranks run, ranks of a node, numbers of ranks.
+# Mode, ranks of a node, numbers of ranks.
 RUNS = [
     ("threads", 2, (4,)),
     ("threads", 1, (2, 3)),
@@ -63,7 +63,7 @@ def test_case(mode: str, num_local_ranks: int, case: Case) -> None:
     check_case(target(num_local_ranks), case, mode=mode)
 
 
-# Of these `make test` runs one of each layout and number of nodes, and one with special values.
+# `make test` runs one of each layout and number of nodes, and one with special values.
 FEW_REDUCED = (
     "2x2-expert-major",
     "2x1-low-latency",

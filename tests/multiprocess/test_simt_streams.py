@@ -58,7 +58,7 @@ class Inputs:
         stream.call(lambda: self.topk_idx.copy_(self._topk_idx))
 
     def sums(self, layout: Layout) -> torch.Tensor:
-        """What experts that return their input give."""
+        """Output of experts that return their input."""
         if layout is not Layout.RANK_MAJOR:
             return NUM_TOPK * self._x
         ranks = CONFIG.resolve_expert_rank(NUM_RANKS)[self._topk_idx].sort(dim=1).values
@@ -118,7 +118,7 @@ def _follows(context: RankContext, layout: Layout) -> None:
         assert bool(out.isnan().all())
         gate.open()
         combined.event.wait()
-        # What the stream is given from here on has the sums before it; the host has to ask.
+        # Work that the stream is given from here on has the sums before it; the host has to ask.
         seen = torch.full_like(out, float("nan"))
         stream.call(lambda: seen.copy_(out))
         stream.synchronize()
@@ -132,7 +132,7 @@ def test_operations_follow_their_stream(layout: Layout) -> None:
 
 
 def _sends_ahead(context: RankContext) -> None:
-    """How many kernels are launched behind a stream that is kept back: what the host has not waited for."""
+    """Number of kernels that are launched behind a stream that is kept back: what the host has not waited for."""
     with use_stream(Stream()) as stream:
         buffer = _buffer(context)
         backend: Any = buffer._backend

@@ -27,7 +27,7 @@ from tests.helpers.failing_ranks import (
 
 @dataclasses.dataclass(frozen=True)
 class _Usage:
-    """What a rank holds."""
+    """Memory of a rank."""
 
     num_fds: int
     num_threads: int

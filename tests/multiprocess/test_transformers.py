@@ -59,7 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def train_and_generate(context: RankContext, checkpoint: str, layouts: list[Layout]) -> list[str]:
-    """What differs from the other way and from one process; ranks have batches of different lengths."""
+    """Differences from the other way and from one process; ranks have batches of different lengths."""
     register()
     models.quiet()
     alone = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -229,7 +229,7 @@ def test_experts_without_rows_train_with_their_replicas(checkpoints: dict[str, s
 
 
 def train_otherwise(context: RankContext, checkpoint: str, how: str) -> list[str]:
-    """What changes where layers are recomputed, or the model compiled."""
+    """Differences where layers are recomputed, or the model compiled."""
     register()
     found = []
     tokens = [models.batch(context.rank_idx, 5 + context.rank_idx)]

@@ -74,7 +74,7 @@ def save_and_load(context: RankContext, folder: str, out: str, layouts: list[Lay
         faults += [
             f"{layout}: {fault}" for fault in faults_of(transformers_views(model).views, disk)
         ]
-    # What the last layout holds becomes what every earlier one saved.
+    # The weights of the last layout become what every earlier one saved.
     for layout in layouts:
         with torch.no_grad():
             for tensor in model.state_dict().values():

@@ -91,7 +91,7 @@ def hold_views_against(
         model = models.load(folder, "all_to_all", context, layout)
         views = transformers_views(model).views
         faults = faults_of(views, disk)
-        # As a target: what is written arrives in the model, and nothing in it is left as it was.
+        # The model as a target: what is written arrives in the model, and nothing in it is left as it was.
         local = {name: local_tensor(tensor) for name, tensor in model.state_dict().items()}
         before = {name: tensor.clone() for name, tensor in local.items()}
         for tensor in local.values():

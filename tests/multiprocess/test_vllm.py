@@ -58,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tokens_of_one_rank(
     checkpoint: str, tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[int]]:
-    """Of a server that is not asked for anything."""
+    """Tokens of a server whose environment asks for nothing."""
     log = tmp_path_factory.mktemp("one") / "log"
     with serving(checkpoint, log, "--enforce-eager", environment={}) as server:
         tokens = server.generate(PROMPTS, NUM_TOKENS)
@@ -180,7 +180,7 @@ def test_unasked_vllm_is_as_it_is_alone(checkpoint: str, tmp_path: Path) -> None
 
 def in_groups_of_vllm(context: RankContext, identifier: str) -> None:
     """The manager says of its groups what vLLM says."""
-    # As a worker of vLLM does: ranks on this machine name the memory that they share by it.
+    # Does what a worker of vLLM does: ranks on this machine name the memory that they share by it.
     os.environ["VLLM_DIST_IDENT"] = identifier  # noqa: TID251
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(

@@ -103,7 +103,7 @@ def test_the_example_goes_on_after_deaths() -> None:
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
-    """What it says; in a process of its own: an engine leaves a process group behind."""
+    """Output of it; in a process of its own: an engine leaves a process group behind."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.helpers.{program}", *arguments],
         env=dict(os.environ) | ENVIRONMENT | environment,  # noqa: TID251

@@ -105,7 +105,7 @@ class Draw {
     return is_needed ? word | GradientWord::kNeedsRows | draw_origin() : word;
   }
 
-  /// Where the rows of a combine come from.
+  /// Origin of the rows of a combine.
   int32_t draw_origin() {
     using layout::GradientWord;
     if (case_.is_counted())

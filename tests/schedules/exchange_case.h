@@ -13,7 +13,7 @@
 
 namespace moe::simt::checker {
 
-/// What one rank brings to an operation.
+/// Inputs of one rank to an operation.
 struct RankInput : AskedOfRank {
   layout::OperationArguments arguments;
   layout::RowStatus status = layout::RowStatus::kOk;  ///< of a row that its host rejects

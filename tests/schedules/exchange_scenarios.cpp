@@ -81,7 +81,7 @@ MOE_SCENARIO(exchange_in_known_segments,
   run_operations(run, ExchangeWorld::kNumSegments, true);
 }
 
-/// What a rank's kernels say of why they left, as its host reads it.
+/// Reports of a rank's kernels on why they left, as its host reads it.
 kernels::WaitReport await_report(Run& run, const kernels::Buffer& buffer) {
   while (memory::atomic_load(&buffer.report->cause, 4, Order::kAcquire, Reach::kSystem) == 0)
     run.scheduler().idle(1000);

@@ -270,7 +270,7 @@ kernels::Choices ExchangeWorld::make_choices(const ExchangeCase& expected, int r
   return choices;
 }
 
-/// Where the host of a rank reads rows and second offers, and what it offers itself.
+/// Places where the host of a rank reads rows and second offers, and its own offer.
 void ExchangeWorld::make_host_reads(const ExchangeCase& expected,
                                     int rank_idx,
                                     const Offer& second_offer,

@@ -68,8 +68,8 @@ class ExchangeWorld {
 
   ExchangeMemory prepare(const ExchangeCase& expected, int rank_idx, uint64_t epoch);
 
-  /// What the host of a rank does before it launches kernels for second offers (Phase::kOffers) or
-  /// rows (kData).
+  /// Does what the host of a rank does before it launches kernels for second offers
+  /// (Phase::kOffers) or rows (kData).
   using Pause = std::function<void(int rank_idx, layout::Phase phase)>;
   void set_pause(Pause pause) { pause_ = std::move(pause); }
 

@@ -21,7 +21,7 @@
 namespace moe::simt::checker {
 namespace {
 
-/// What the parent needs to know of a child that ends before it has reported.
+/// Facts that the parent needs to know of a child that ends before it has reported.
 struct Progress {
   volatile uint64_t seed = 0;
   volatile uint64_t num_schedules = 0;  ///< begun
@@ -188,7 +188,7 @@ std::string read_all(int fd) {
   }
 }
 
-/// What is known of a child that a signal ended.
+/// Finding about a child that a signal ended.
 Outcome crashed(const Progress& progress, int signal) {
   Outcome outcome;
   outcome.num_schedules = progress.num_schedules;

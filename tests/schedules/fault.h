@@ -1,7 +1,7 @@
 #pragma once
 
 namespace moe::simt {
-/// Whether the fault of that name is switched on in this process. Each program has its own.
+/// Returns whether the fault of that name is switched on in this process. Each program has its own.
 bool is_fault_on(const char* name);
 }  // namespace moe::simt
 

@@ -38,7 +38,7 @@ KEYS = ("rule", "scenarios", "kinds", "programs")
 
 
 class CatalogueError(Exception):
-    """What is wrong, an entry a line."""
+    """Problems, an entry a line."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ def names_found_by(program: str) -> list[str]:
 
 
 def positions_of(place: Place, lines: Sequence[str]) -> list[int]:
-    """Where the lines of a place that are there without its faults begin, in a file of stripped `lines`."""
+    """Begin of the lines of a place that are there without its faults, in a file of stripped `lines`."""
     wanted = [text.strip() for mark, text in place.lines if mark != "+"]
     num = len(wanted)
     return [i for i in range(len(lines) - num + 1) if num and lines[i : i + num] == wanted]
 
 
 def edits_of(place: Place, first: int) -> Iterator[Edit]:
-    """What a place changes whose lines begin at `first`."""
+    """Changes of a place whose lines begin at `first`."""
     at = begin = first
     added: list[str] = []
     number = place.line_number
@@ -190,7 +190,7 @@ def edits_of(place: Place, first: int) -> Iterator[Edit]:
 
 
 def find_edits(text: str, places: Iterable[Place]) -> tuple[list[Edit], list[str]]:
-    """What the `places` of a file of that text change, from its begin to its end; and what keeps them from it."""
+    """Changes of the `places` of a file of that text, from its begin to its end; and what keeps them from it."""
     lines = [line.strip() for line in text.splitlines()]
     edits: list[Edit] = []
     problems: list[str] = []

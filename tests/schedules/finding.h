@@ -8,7 +8,7 @@
 
 namespace moe::simt::checker {
 
-/// What a run can be found to do wrong.
+/// Mistakes that a run can be found to make.
 enum class Kind : uint8_t {
   kRace,           ///< two accesses of a byte that nothing orders
   kScope,          ///< a flag that is written or read at a scope that leaves the other side out
@@ -36,7 +36,7 @@ class Abandoned : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// What one schedule showed.
+/// Findings of one schedule.
 class Findings {
  public:
   static constexpr size_t kMostKept = 8;

@@ -9,7 +9,7 @@
 
 namespace moe::simt::checker {
 
-/// Whose memory a region is, and who may touch it.
+/// Owner of a region of memory, and those who may touch it.
 enum class Ownership : uint8_t {
   kHeap,    ///< of one rank, reached by every rank of its node and every host
   kDevice,  ///< kernels of one rank, and its host between them
@@ -61,7 +61,7 @@ class GuestMemory {
   std::byte* allocate_shared(int64_t bytes, int rank_idx, int64_t block, const std::string& name);
   void release_shared(std::byte* address);
 
-  /// Where the bytes of @p address lie.
+  /// Place of the bytes of @p address.
   std::byte* real(const void* address) const {
     return reinterpret_cast<std::byte*>(const_cast<void*>(address)) + distance_;
   }
@@ -94,7 +94,8 @@ class GuestMemory {
   /// Regions of the same size, one a rank, are symmetric: puts name a place in one by its place in
   /// another.
   void make_symmetric(std::vector<std::byte*> bases) { symmetric_.push_back(std::move(bases)); }
-  /// What @p address of @p rank_idx stands for on @p peer_rank; null where it is not symmetric.
+  /// Address on @p peer_rank that @p address of @p rank_idx stands for; null where it is not
+  /// symmetric.
   std::byte* on_peer(const void* address, int64_t bytes, int rank_idx, int peer_rank);
 
   std::vector<Region>& regions() { return regions_; }

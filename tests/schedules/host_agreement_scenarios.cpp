@@ -54,8 +54,8 @@ class Deaths {
 /// By rank, the survivors that a rank came out with; empty for a rank that did not.
 using Outcomes = std::vector<std::vector<int>>;
 
-/// What a caller of the agreement does: it makes the new group again until all survivors have it.
-/// Here the new group is who said what in so many gathers.
+/// Does what a caller of the agreement does: it makes the new group again until all survivors have
+/// it. Here the new group is who said what in so many gathers.
 group::ShrinkDecision shrink(HostRank& rank,
                              const std::vector<int>& failed_ranks,
                              int64_t num_gathers = 1) {
@@ -154,7 +154,7 @@ class StandingBuffers {
     }
   }
 
-  /// Who is evicted hears where the first buffer of the rank that names it stands.
+  /// An evicted rank hears where the first buffer of the rank that names it stands.
   void check_named(const HostRank& rank, const FailureSite& site) const {
     const uint64_t last = last_completed_[0][static_cast<size_t>(site.ranks.at(0))];
     if (site.epoch != (last == 0 ? -1 : static_cast<int64_t>(last)))

@@ -27,7 +27,7 @@ ops::CopyItem make_item(int64_t task_id, int peer_rank, std::byte* data, int64_t
   return item;
 }
 
-/// What every byte from one rank to another is in a run.
+/// Value of every byte from one rank to another in a run.
 int value_of(int src_rank, int dst_rank, int run_idx) {
   return 1 + src_rank * 16 + dst_rank * 4 + run_idx;
 }
@@ -85,7 +85,7 @@ struct Tensors {
                 common_source.size());
   }
 
-  /// What has come; then destinations belong to the caller again, who writes there.
+  /// Checks what has come; then destinations belong to the caller again, who writes there.
   void check(const HostRank& rank, int run_idx) {
     for (size_t peer = 0; peer < sources.size(); ++peer) {
       const auto expected =

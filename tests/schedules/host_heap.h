@@ -10,7 +10,7 @@
 
 namespace moe::simt::checker {
 
-/// What windows in quarantine left behind: in use until the quarantine ends.
+/// Bytes that windows in quarantine left behind: in use until the quarantine ends.
 struct SetAside {
   uint64_t round = 1;
   std::vector<std::pair<std::byte*, uint64_t>> ranges;

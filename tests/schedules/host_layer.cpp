@@ -12,7 +12,7 @@ namespace moe::simt::checker {
 
 namespace {
 
-/// What combine multiplies the row of a choice with: large numbers that cancel, and small ones that
+/// Factor of the row of a choice in combine: large numbers that cancel, and small ones that
 /// are lost beside them.
 float factor_of(int64_t choice) {
   constexpr float kFactors[] = {16777216.0f, 1.0f, -16777216.0f};

@@ -14,8 +14,9 @@
 
 namespace moe::simt::checker {
 
-/// What a rank hears of its peers, in the order in which each of them said it: messages, memory,
-/// its end. The service thread of the rank takes it in, at any time, and then calls listeners.
+/// News that a rank hears of its peers, in the order in which each of them said it: messages,
+/// memory, its end. The service thread of the rank takes it in, at any time, and then calls
+/// listeners.
 class WorldLink final : public PeerLink {
  public:
   enum class Event : uint8_t { kMessage, kSegment, kLeft, kDead };

@@ -168,7 +168,7 @@ void HostMemory::pull(int thread_idx, const void* from, size_t bytes) {
   });
 }
 
-/// What is wrong with what the thread has pulled so far.
+/// Problem with what the thread has pulled so far.
 void HostMemory::examine_pulls(int thread_idx) {
   Thread& self = thread(thread_idx);
   Findings doubts;

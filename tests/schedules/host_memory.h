@@ -53,7 +53,7 @@ class HostMemory {
   bool compare_exchange(int thread, void* word, uint64_t expected, uint64_t desired, size_t bytes);
   void fence_seq_cst(int thread);
   void fence_acquire(int thread);
-  /// What memory holds in the end, which the kernel compares.
+  /// Content of memory in the end, which the kernel compares.
   static uint64_t latest(const void* word, size_t bytes);
 
   // Plain bytes; the caller moves them.

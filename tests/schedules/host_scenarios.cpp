@@ -34,7 +34,7 @@ HostWorld::Options draw_options(Run& run, int most_ranks) {
   return options;
 }
 
-/// What was thrown names that rank and no other.
+/// Checks that what was thrown names that rank and no other.
 void check_names(const HostRank& rank, const FailureSite& site, int failed_rank) {
   if (site.ranks != std::vector<int>{failed_rank})
     rank.fail(concat("an error names ",

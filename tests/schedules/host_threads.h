@@ -32,7 +32,7 @@ class HostThreads final : public Scheduler {
   HostThreads();
   ~HostThreads() override;
 
-  /// What the calling fiber belongs to; null outside of fibers of this class.
+  /// Thread that the calling fiber belongs to; null outside of fibers of this class.
   static HostThreads* current();
 
   void begin(uint64_t seed, const Options& options);
@@ -59,7 +59,7 @@ class HostThreads final : public Scheduler {
   /// A step: others may run first. @return false where the thread is not to touch anything.
   /// @throws Ended  its rank is dead or the schedule is over.
   bool step(bool is_plain = false);
-  /// Whether what the thread does counts; no step.
+  /// Says whether what the thread does counts; no step.
   bool is_touching() { return !is_silent(); }
   /// A step where nothing may be thrown.
   bool step_quietly();

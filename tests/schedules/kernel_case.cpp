@@ -126,8 +126,8 @@ void choose_replicas(const KernelCase& shape,
   }
 }
 
-/// What share_rows() leaves where tokens bound for a rank were: rows, kept or not, where any is
-/// kept.
+/// Rows that share_rows() leaves where tokens bound for a rank were: rows, kept or not, where any
+/// is kept.
 void count_rows_to_ranks(const layout::Placement& placement,
                          const std::vector<RankInputs>& inputs,
                          layout::CountMatrix* kept) {

@@ -78,7 +78,7 @@ struct KernelCase {
 /// To the format of that name, with its default scale factors.
 cpu::RowQuantization quantization_named(std::string_view name, DType dtype, int64_t hidden);
 
-/// What one rank puts into a step.
+/// Inputs of one rank to a step.
 struct RankInputs : AskedOfRank {
   std::vector<int64_t> passed_idx;  ///< the ids of its choices, which are slots but for replicas
   std::vector<std::byte> x;         ///< [num_tokens, source_row_bytes]
@@ -96,7 +96,7 @@ struct ExpectedBytes {
   void fill(int64_t offset, int value, int64_t num_bytes);
 };
 
-/// What one rank gets out of a dispatch.
+/// Results of one rank of a dispatch.
 struct ExpectedDispatch {
   layout::ReceiveWindow window;
   layout::ReceivedRows received;
@@ -130,8 +130,8 @@ Step draw_cached_step(const KernelCase& shape,
 /// Rows of numbers whose sums depend on their order.
 std::vector<std::byte> draw_rows(DType dtype, int64_t num_elements, Random* random);
 
-/// What combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx. With a reduction
-/// rows are float32, bfloat16 or float16.
+/// Sums that combine makes of @p outputs ([num_rows, hidden] by rank) on @p rank_idx. With a
+/// reduction rows are float32, bfloat16 or float16.
 /// @param is_weighted  the weights of the step are applied
 ExpectedBytes expected_sums(const KernelCase& shape,
                             const Step& step,

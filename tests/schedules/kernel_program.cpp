@@ -9,7 +9,7 @@ namespace moe::simt::checker {
 
 namespace {
 
-/// What all ranks do, one operation after another; drawn before the schedule.
+/// Program of all ranks, one operation after another; drawn before the schedule.
 struct Program {
   Step step;
   Step cached;

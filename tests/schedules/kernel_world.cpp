@@ -688,7 +688,8 @@ void KernelWorld::launch_sums(int rank_idx, const kernels::CombineParams& params
 
 // --- A host that waits for sizes ---------------------------------------------------------------
 
-/// What a host does that reads of ranks that are short. @return where rows of this rank come then.
+/// Does what a host does that reads of ranks that are short. @return where rows of this rank come
+/// then.
 int KernelWorld::offer_again(int rank_idx,
                              const Step& step,
                              const std::vector<uint8_t>& short_ranks,

@@ -19,7 +19,7 @@
 
 namespace moe::simt::checker {
 
-/// What lies there of memory of the kernels' world, as a kernel would load it.
+/// Value that lies there in memory of the kernels' world, as a kernel would load it.
 template <typename T>
 T read(const T* from) {
   T value;
@@ -46,7 +46,7 @@ class KernelWorld {
   RankStream& stream(int rank_idx) { return *rank(rank_idx).stream; }
   const kernels::Buffer& buffer(int rank_idx) { return rank(rank_idx).buffer; }
 
-  /// Where one dispatch went, on one rank.
+  /// Plan of one dispatch, on one rank.
   struct Handle {
     int64_t* slots = nullptr;       ///< device
     int64_t* topk_idx = nullptr;    ///< device
@@ -70,7 +70,7 @@ class KernelWorld {
   Handle dispatch_unchecked(int rank_idx, const Step& step);
   /// The same rows again with the handle of @p step; @p cached has other contents.
   void dispatch_cached(int rank_idx, const Step& cached, const Handle& handle);
-  /// What experts made of a dispatch, on all ranks.
+  /// Outputs of experts for a dispatch, on all ranks.
   struct Outputs {
     std::vector<std::vector<std::byte>> rows;     ///< [num_rows, hidden] by rank
     std::vector<std::vector<float>> row_weights;  ///< [num_rows] or [num_rows, num_recv_topk]
@@ -107,7 +107,7 @@ class KernelWorld {
   void dispatch_by_host(
       int rank_idx, const Step& step, int64_t first_rows, bool has_memory, bool sends_ahead);
 
-  /// What a rank's abort word becomes when the communicator is aborted; by a thread of the host.
+  /// Value of a rank's abort word when the communicator is aborted; by a thread of the host.
   void abort(int rank_idx);
 
   /// An operation was put into the stream of every rank that is to end in this status. Runs all,
@@ -162,7 +162,7 @@ class KernelWorld {
     std::byte* host_read = nullptr;
     uint64_t ticket = 0;
   };
-  /// What a rank passes to the kernels of one dispatch.
+  /// Parameters that a rank passes to the kernels of one dispatch.
   struct Inputs {
     const int64_t* topk_idx = nullptr;
     const std::byte* x = nullptr;
@@ -207,7 +207,7 @@ class KernelWorld {
   device::Launch shape_behind(int rank_idx);
   Inputs put_inputs(int rank_idx, const RankInputs& inputs);
   layout::OperationArguments arguments(layout::Operation operation, bool with_weights) const;
-  /// Where counting copies the choices to.
+  /// Place where counting copies the choices to.
   int64_t* unwritten_choices(int rank_idx, const RankInputs& inputs);
   kernels::Choices choices_of(int rank_idx,
                               const RankInputs& inputs,
@@ -226,7 +226,7 @@ class KernelWorld {
   kernels::CombineParams combine_rows(
       int rank_idx, const Step& step, const Handle& handle, bool is_weighted, bool pulls_weights);
   void launch_sums(int rank_idx, const kernels::CombineParams& params);
-  /// What is asked for where ranks add first. @return the segment that it lies in.
+  /// Requests where ranks add first. @return the segment that it lies in.
   int launch_rank_requests(int rank_idx,
                            const Step& step,
                            const Outputs& outputs,

@@ -13,7 +13,7 @@ namespace {
 
 using device::Scope;
 
-/// What a litmus kernel gets; every rank has one.
+/// Arguments of a litmus kernel; every rank has one.
 struct LitmusParams {
   int rank_idx = 0;
   uint64_t* data = nullptr;    ///< heap of rank 1: 8 words

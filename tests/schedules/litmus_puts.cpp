@@ -12,7 +12,7 @@ namespace {
 
 using device::Scope;
 
-/// What a kernel gets; every rank has one, and is a node of its own.
+/// Arguments of a kernel; every rank has one, and is a node of its own.
 struct PutParams {
   int rank_idx = 0;
   uint64_t* words = nullptr;         ///< symmetric: [8] sent, [8] received, [2] signals

@@ -17,7 +17,7 @@
 
 namespace moe::simt::checker {
 
-/// How long stores and bulk copies stay on their way; drawn from the seed.
+/// Times that stores and bulk copies stay on their way; drawn from the seed.
 struct Delays {
   uint32_t num_of_8 = 4;     ///< how many of eight stores are held back
   uint32_t most_steps = 64;  ///< accesses of all threads until a store has arrived
@@ -55,9 +55,10 @@ class Machine {
   /// A kernel's thread begins, in the place of one of an earlier kernel of its stream, whose end
   /// @p before comes after.
   void begin_thread(Thread* thread, Place place, const Knowledge& before);
-  /// What it leaves for whoever follows. Its stores have arrived.
+  /// Knowledge that it leaves for whoever follows. Its stores have arrived.
   void end_thread(Thread* thread, Knowledge* after);
-  /// What @p thread has done and knows, for a kernel that it launches or a thread that it starts.
+  /// Knowledge of @p thread about what it has done, for a kernel that it launches or a thread that
+  /// it starts.
   Knowledge knowledge_of(Thread* thread);
   void learn(Thread* thread, const Knowledge& knowledge);
   /// A thread that began earlier comes behind the end of the kernel ahead, as if it began there.
@@ -105,10 +106,10 @@ class Machine {
     int64_t signal_bytes = 0;
   };
   Puts puts_of(int rank_idx) const;
-  /// Whether the release that wrote @p flag last came behind the store that wrote @p word last, so
-  /// that the flag waited for it.
+  /// Returns whether the release that wrote @p flag last came behind the store that wrote @p word
+  /// last, so that the flag waited for it.
   bool is_behind(const void* flag, const void* word) const;
-  /// How often memory has changed; tells waiting from standing still.
+  /// Number of changes of memory; tells waiting from standing still.
   uint64_t num_changes() const { return num_changes_; }
 
  private:
@@ -203,7 +204,7 @@ struct Machine::Thread {
   size_t num_open_puts = 0;
 };
 
-/// Who wrote a word last, and what acquirers learn.
+/// Last writer of a word, and what acquirers learn.
 struct Machine::Word {
   Message message;
   uint32_t slot = 0;

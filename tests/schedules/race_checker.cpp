@@ -46,7 +46,7 @@ const char* access_name(bool is_write, bool is_atomic, bool is_bulk) {
   return is_write ? "write" : "read";
 }
 
-/// Who released a message.
+/// Thread that released a message.
 Place place_of(const Message& message) {
   Place place;
   place.rank_idx = message.rank_idx;

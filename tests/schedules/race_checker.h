@@ -12,7 +12,7 @@
 
 namespace moe::simt::checker {
 
-/// Where a thread runs, for messages and for what a scope reaches.
+/// Place where a thread runs, for messages and for what a scope reaches.
 struct Place {
   int rank_idx = -1;   ///< -1: the host of all ranks
   int64_t block = -1;  ///< unique among blocks that run at the same time; -1 for a host thread
@@ -44,7 +44,7 @@ struct Actor {
   bool is_copy = false;           ///< copies of one slot are not ordered among themselves
 };
 
-/// How bytes are touched.
+/// Ways in which bytes are touched.
 struct Manner {
   bool is_write = false;
   bool is_atomic = false;
@@ -72,7 +72,8 @@ class RaceChecker {
   /// is outside what the actor may touch: it must then not be performed.
   bool access(Actor& actor, const void* address, int64_t bytes, Manner manner);
 
-  /// Whether what @p write_slot did at @p write_step happened before what @p actor does now.
+  /// Returns whether what @p write_slot did at @p write_step happened before what @p actor does
+  /// now.
   static bool knows(const Actor& actor, uint32_t write_slot, uint32_t write_step) {
     return (write_slot == actor.slot && !actor.is_copy) ||
            actor.knowledge.all.at(write_slot) >= write_step;
@@ -86,7 +87,7 @@ class RaceChecker {
 
   /// All of @p actors have met.
   void meet(Actor* const* actors, int num_actors);
-  /// What a kernel's threads know on @p rank_idx that begins after @p earlier, kernel boundary
+  /// Knowledge of a kernel's threads on @p rank_idx that begins after @p earlier, kernel boundary
   /// between them. Bulk copies of what peers wrote need a proxy fence still.
   Knowledge behind_launch(const Knowledge& earlier, int rank_idx) const;
   /// Everything an actor knows, its own steps too.
@@ -148,7 +149,7 @@ class RaceChecker {
   std::vector<std::vector<Naming>> names_;  ///< by slot
 };
 
-/// Whether a scope of @p place reaches a thread on @p rank_idx and @p block.
+/// Returns whether a scope of @p place reaches a thread on @p rank_idx and @p block.
 bool reaches(Reach reach, const Place& place, int rank_idx, int64_t block, bool is_host);
 
 }  // namespace moe::simt::checker

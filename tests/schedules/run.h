@@ -55,7 +55,7 @@ class RankStream : public simt::Stream {
   void launch(simt::Kernel kernel) override;
   /// Runs @p body as a thread of the host, after what is in the stream and before what comes.
   void call(const std::string& label, std::function<void()> body);
-  /// Whether all that was put in has ended.
+  /// Returns whether all that was put in has ended.
   bool is_idle() const { return !is_running_ && first_ == items_.size(); }
   /// A thread of the host waits for that, and comes after it.
   void synchronize();
@@ -122,7 +122,7 @@ Trace last_trace();
 
 /// Switches the fault of that name on, or all off for null. The name is kept, not copied.
 void set_fault(const char* name);
-/// Whether code has come across the fault that is on.
+/// Returns whether code has come across the fault that is on.
 bool has_met_fault();
 /// From now on the names of faults that code comes across are added to @p names.
 void note_faults(std::set<std::string>* names);

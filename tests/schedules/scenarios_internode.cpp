@@ -157,8 +157,8 @@ MOE_SCENARIO(internode_host_read, "hosts wait for sizes; short ranks make second
   run_host_reads(run, expert_major_across_nodes(run));
 }
 
-/// Of R ranks on N nodes, a row of b bytes (a multiple of 16): every rank gets R rows and R done
-/// flags by stores, and sends its own row N - 1 times.
+/// Bytes of R ranks on N nodes with a row of b bytes (a multiple of 16): every rank gets R rows and
+/// R done flags by stores, and sends its own row N - 1 times.
 void check_row_bytes(Run& run, const KernelCase& shape) {
   const int64_t num_ranks = shape.num_ranks;
   const int64_t num_nodes = num_ranks / shape.num_local_ranks;

@@ -10,7 +10,7 @@
 
 namespace moe::simt::checker {
 
-/// How a schedule chooses who runs; drawn from the seed.
+/// Rule by which a schedule chooses who runs; drawn from the seed.
 struct Policy {
   enum class Pick : uint8_t {
     kInTurn,   ///< whoever has waited longest
@@ -32,7 +32,7 @@ class SeededScheduler : public Scheduler {
   /// Begins another schedule.
   void reset(uint64_t seed);
 
-  /// Who a fiber is. Block -1: a thread of the host.
+  /// Identity of a fiber. Block -1: a thread of the host.
   void bind(int fiber, Machine::Thread* thread, int rank_idx, int64_t block);
   void set_group(int fiber, int rank_idx, int64_t block);
   Machine::Thread* thread_of(int fiber) const;

@@ -109,7 +109,7 @@ int64_t DispatchSpec::padded(int64_t num_rows) const {
   return beyond == 0 ? num_rows : num_rows + arrangement_.expert_alignment - beyond;
 }
 
-/// Whether an expert of @p dst_rank is among the choices of a token.
+/// Returns whether an expert of @p dst_rank is among the choices of a token.
 bool DispatchSpec::goes_to(int src_rank, int64_t token_idx, int dst_rank) const {
   for (int64_t k = 0; k < asked_[static_cast<size_t>(src_rank)].num_topk; ++k) {
     const int64_t expert_idx = choice({src_rank, token_idx, k});

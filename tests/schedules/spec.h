@@ -12,7 +12,7 @@
 
 namespace moe::simt::checker {
 
-/// What one rank asks for.
+/// Requests of one rank.
 struct AskedOfRank {
   std::vector<int64_t> topk_idx;  ///< [num_tokens, num_topk]
   int64_t num_topk = 0;
@@ -24,7 +24,7 @@ struct AskedOfRank {
   }
 };
 
-/// What lies in one row of a window: a choice of a token; by rank a token; or nothing.
+/// Content of one row of a window: a choice of a token; by rank a token; or nothing.
 struct Origin {
   int rank_idx = -1;  ///< -1 for nothing
   int64_t token_idx = -1;
@@ -47,25 +47,25 @@ class DispatchSpec {
                std::vector<int32_t> expert_rank,
                std::vector<AskedOfRank> asked);
 
-  /// Whether more is asked for than a limit that raises, or the places of an expert, allow.
+  /// Returns whether more is asked for than a limit that raises, or the places of an expert, allow.
   bool has_overflow() const;
   /// The rows of a rank's window, in order; none where there is an overflow.
   const std::vector<Origin>& rows(int rank_idx) const {
     return rows_[static_cast<size_t>(rank_idx)];
   }
-  /// What is added for a token of @p rank_idx, in its order: by choice, or by rank.
+  /// Rows that are added for a token of @p rank_idx, in its order: by choice, or by rank.
   const std::vector<Term>& terms(int rank_idx, int64_t token_idx) const {
     return terms_[static_cast<size_t>(rank_idx)][static_cast<size_t>(token_idx)];
   }
   layout::ReceivedRows received(int rank_idx) const;
-  /// What is delivered, as ranks keep it.
+  /// Delivered rows, as ranks keep them.
   layout::CountMatrix counts() const;
   /// [num_tokens, slots of a token]
   std::vector<int64_t> slots(int rank_idx) const;
   /// First rows that @p src_rank writes: by expert, or by rank.
   std::vector<int64_t> stream_starts(int src_rank) const;
 
-  /// What csrc/layout makes otherwise of @p asked, "" for nothing.
+  /// Differences of csrc/layout for @p asked, "" for nothing.
   std::string difference_of_layout(const layout::CountMatrix& asked) const;
 
  private:

@@ -21,7 +21,7 @@ NUM_PROCESSES = 2
 # The first test builds the program, where nobody has.
 pytestmark = pytest.mark.timeout(1200)
 
-# How many schedules of each scenario: small cases are cheap, those of many epochs are not.
+# Numbers of schedules of each scenario: small cases are cheap, those of many epochs are not.
 NUM_SCHEDULES = 200
 NUM_SCHEDULES_OF = {
     "expert_major": 400,
@@ -53,7 +53,7 @@ def run_command(*command: str) -> str:
 
 @dataclass(frozen=True)
 class Explored:
-    """What the program said of one scenario."""
+    """Report of the program on one scenario."""
 
     name: str
     num_schedules: int

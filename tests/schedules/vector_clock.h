@@ -8,7 +8,7 @@
 
 namespace moe::simt::checker {
 
-/// How much of every thread's past is known: entry `slot` is the last step of that thread that
+/// Known part of every thread's past: entry `slot` is the last step of that thread that
 /// happened before. Shared between threads and messages, copied when it changes.
 ///
 /// A slot is a thread (block and thread index of a stream's kernels, which follow one another), or
@@ -108,8 +108,8 @@ class Clock {
   Body* body_ = nullptr;
 };
 
-/// What a thread knows in three ways: for loads and stores; for its bulk copies of any memory; for
-/// its bulk copies from and to shared memory. A proxy fence carries the first into the others.
+/// Knowledge of a thread in three ways: for loads and stores; for its bulk copies of any memory;
+/// for its bulk copies from and to shared memory. A proxy fence carries the first into the others.
 struct Knowledge {
   Clock all;
   Clock bulk;

@@ -85,7 +85,7 @@ def test_four_bits_by_hand() -> None:
 
 
 def test_blocks_of_64_by_hand() -> None:
-    """What 0.25 as the least amax and powers of two make of three blocks."""
+    """Scale factors of three blocks with 0.25 as the least amax and powers of two."""
     x = torch.zeros(1, 192)
     x[0, 0], x[0, 1] = 448.0, -1.0
     x[0, 64] = 0.1

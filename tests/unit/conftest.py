@@ -1,4 +1,4 @@
-"""What tests of one process share."""
+"""Fixtures that tests of one process share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.threaded_refits import count_plans
 
 @pytest.fixture(scope="module")
 def communicator() -> Iterator[Communicator]:
-    """Of one rank, for all tests of a module."""
+    """Communicator of one rank, for all tests of a module."""
     with Communicator(RankThreads(1)[0]) as made:
         yield made
 
@@ -29,5 +29,5 @@ def no_refit_caches() -> Iterator[None]:
 
 @pytest.fixture
 def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What `count_plans` counts."""
+    """Plans that `count_plans` counts."""
     return count_plans(monkeypatch)

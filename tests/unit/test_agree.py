@@ -76,7 +76,7 @@ def test_things_that_meet_are_named() -> None:
     raise_unequal("ranks disagree", [None, "x", "x"])
     with pytest.raises(ValueError, match=r"^ranks disagree: x on rank 0 met y on rank 2$"):
         raise_unequal("ranks disagree", ["x", None, "y"])
-    # What is shown of them may be the same.
+    # Their texts may be the same.
     with pytest.raises(ValueError, match=r"^ranks disagree: x on rank 0 met x on rank 1$"):
         raise_unequal("ranks disagree", ["xy", "xz"], lambda text: text[:1])
 
@@ -106,7 +106,7 @@ def test_all_agree_or_all_raise() -> None:
     def take_part(rank_idx: int, ranks: Bootstrap) -> tuple[list[int], str]:
         told = agree(ranks.all_gather, None, 10 + rank_idx)
         problem = "no" if rank_idx == 1 else None
-        # What is wrong on a rank may not even travel.
+        # An error of a rank may not even travel.
         mine = NoPickle() if rank_idx == 1 else None
         seen: list[Any] = []
 

@@ -21,7 +21,7 @@ from tests.helpers.moe_layer import (
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=32, num_max_tokens_per_rank=64)
 
-# What inductor generates for softmax, for a row sum or for a chain of bfloat16 operations has other
+# Code of inductor for softmax, for a row sum or for a chain of bfloat16 operations has other
 # bits than eager has, with or without communication. So it is held to the bits of eager twice: with
 # eager's kernels between the operators, and with its own in a layer whose arithmetic is exact.
 AOT_EAGER = {"backend": "aot_eager"}

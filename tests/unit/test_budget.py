@@ -81,7 +81,7 @@ def test_memory_goes_by_slots() -> None:
     plain, as_many = (EpConfig(num_experts=number, **sizes) for number in (1000, 1400))
     slots = [[*range(500), *range(500, 700)], [*range(500, 1000), *range(200)]]
     placed = dataclasses.replace(plain, placement=Placement(slots, 1000))
-    # Of 2 ranks and, for once and again, of as many experts as may have two slots each.
+    # Tables of 2 ranks and, for once and again, of as many experts as may have two slots each.
     set_bytes = (2 + 2 * 700) * 128 // 8
     of_one = budget.round_window_bytes(set_bytes)
     for layout in Layout:

@@ -1,4 +1,4 @@
-"""Which boxes of a whole tensor lie in a rank's memory, against every element of it."""
+"""Boxes of a whole tensor that lie in a rank's memory, against every element of it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_boxes_hold_what_the_layout_says(seed: int) -> None:
 
 
 def test_runs_that_memory_keeps_together_are_one_box() -> None:
-    """As many chunks of a checkpoint as there are boxes: rows of a fused tensor are one, not four."""
+    """A checkpoint has as many chunks as there are boxes: rows of a fused tensor are one, not four."""
     dims = (Interval(1, 0, 2),), intervals.whole(2), intervals.whole(5)
     layout = Layout((2, 2, 5), (4, 2, 5), dims)
     assert boxes_of(layout, (10, 5, 1), (8, 5)) == [HeldBox(((2, 6), (0, 5)), 0, (5, 1))]

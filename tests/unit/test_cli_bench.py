@@ -427,7 +427,7 @@ def test_replicas_of_a_trace_are_placed_by_what_comes_before(tmp_path: Path) -> 
     save_routing_trace(path, recorded, num_experts=4, num_ranks=1)
     case = BenchCase(num_ranks=2, num_tokens=2, hidden=8, num_topk=1, num_experts=4, routing=path)
     placed = place_replicas(case, 1)
-    # Of two whole batches of 4 tokens the first says where experts go; the second is measured.
+    # The first of two whole batches of 4 tokens says where experts go; the second is measured.
     assert placed.placement == plan_placement(torch.tensor([[3, 1, 0, 0]]), 2, 3)[0]
     assert [make_topk_idx(placed, rank_idx).tolist() for rank_idx in (0, 1)] == [
         [[3], [2]],

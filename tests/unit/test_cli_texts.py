@@ -1,4 +1,4 @@
-"""What commands say before and instead of their work: help, refusals, widths."""
+"""Texts of commands before and instead of their work: help, refusals, widths."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_expected_distinct(num_groups: int, hits: float) -> None:
 
 def test_memory_bytes_of_one_pass() -> None:
     one = cluster(1, 8)
-    # Of 7 slots on other ranks 4.633 get a row, the others a copy that is read there.
+    # A mean of 4.633 of 7 slots on other ranks get a row, the others a copy that is read there.
     copies = 7 - expected_distinct(8, 256, 8) * 7 / 8
     for movement, element_bytes in ((ONCE, 2), (ONCE_FP8, 1.03125)):
         assert Bytes.of_dispatch(reference(movement), one).memory == pytest.approx(

@@ -21,7 +21,7 @@ def asked(
     num_rows: tuple[int, int] = (-1, -1),
     masked: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """As ranks say it: rank 0 says who is masked."""
+    """Matrix of what ranks say: rank 0 says who is masked."""
     matrix = torch.tensor(counts, dtype=torch.int32)
     matrix[:, 5] = torch.tensor(num_rows)
     for rank_idx in masked:
@@ -38,7 +38,7 @@ def decide(
     num_places: int = 0,
     row_bytes: int = 0,
 ) -> tuple[CapacityDecision, CapacityDecision]:
-    """What either rank decides; the counts are the same."""
+    """Decision of either rank; the counts are the same."""
     arrangement = _host.layout.Arrangement(int(layout), alignment, num_places)
     before = matrix.clone()
     first, second = (
@@ -165,5 +165,5 @@ def test_an_expert_without_places_is_named() -> None:
         ValueError, match=r"expert 0 on rank 0 would receive 8 rows, it has room for 7"
     ):
         decide(asked(), num_places=7, **LOW_LATENCY)  # type: ignore[arg-type]
-    # What a masked rank asks for takes no place.
+    # Choices of a masked rank take no place.
     decide(asked(masked=(1,)), num_places=7, **LOW_LATENCY)  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_options_without_effect_are_validated(
 
 def test_a_buffer_over_mpi_ranks() -> None:
     class Comm:
-        """What mpi4py's communicator of one rank answers."""
+        """Answers of mpi4py's communicator of one rank."""
 
         def Get_rank(self) -> int:  # noqa: N802
             return 0

@@ -121,7 +121,7 @@ def test_a_compiled_module_of_the_real_package_is_not_replaced_unasked(
     monkeypatch.undo()
 
 
-# What stands under each name, and a name of it that programs import.
+# Modules under each name, and a name of each that programs import.
 DOTTED = [
     ("megatron.core.transformer.moe.fused_a2a", "moe_comm.fused_a2a", "", "fused_dispatch"),
     ("megatron.core.resharding", "moe_comm.resharding", ".refit", "swap_model_weights"),
@@ -232,7 +232,7 @@ def test_enable_for_an_environment(tmp_path: Path, run: Run) -> None:
     assert not path.exists()
 
 
-# What Megatron's programs and tests import of its modules.
+# Names that Megatron's programs and tests import of its modules.
 OF_MEGATRON = {
     "copy_services.base": "CopyService RecvOp SendOp match_local_ops_by_task_id",
     "copy_services.gloo_copy_service": "GlooCopyService",

@@ -77,7 +77,7 @@ def test_rank_0_gets_more_tokens(
     in_rank = torch.zeros(num_tokens, num_ranks).scatter_(1, ranks, 1.0)
     first, *others = in_rank.sum(0).tolist()
     mean = sum(others) / len(others)
-    # What is liked better by chance is not more than all tokens: a bound of the second kind.
+    # Tokens that like it better by chance are not more than all: a bound of the second kind.
     reachable = min(ratio, num_tokens / mean)
     assert first / mean == pytest.approx(reachable, rel=0.02 if precise else 0.1)
     if precise:

@@ -1,4 +1,4 @@
-"""What `destroy()` raises at the end of a `with` block: the block's own error comes first."""
+"""Errors of `destroy()` at the end of a `with` block: the block's own error comes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents name exists, and what exists is documented."""
+"""All that the documents name exists, and what exists is documented."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_example_of_replicas_runs() -> None:
 
 
 def test_names_in_the_readme_exist() -> None:
-    """What the table tells a reader to write can be imported."""
+    """All that the table tells a reader to write can be imported."""
     text = (ROOT / "README.md").read_text()
     names = set(re.findall(r"\bmoe_comm(?:\.\w+)+", text))
     for module, imported in re.findall(r"\bfrom (moe_comm[\w.]*) import (\w+(?:, \w+)*)", text):
@@ -168,7 +168,7 @@ def test_names_in_the_readme_exist() -> None:
 
 
 def is_importable(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return whether a dotted name is a module, or an attribute of one."""
     module, _, attribute = name.rpartition(".")
     try:
         return hasattr(importlib.import_module(module), attribute) or bool(
@@ -182,7 +182,7 @@ NAMED_ATTRIBUTE = re.compile(r"`(communicator|comm|buffer|result)\.(\w+)")
 
 
 def test_attributes_that_pages_name_exist() -> None:
-    """Of what examples call so, made by one rank."""
+    """Attributes of what examples call so, made by one rank."""
     with moe_comm.Communicator() as communicator:
         config = moe_comm.EpConfig(num_experts=2, num_topk=1, hidden=8, num_max_tokens_per_rank=4)
         buffer = moe_comm.EpBuffer(communicator, config)
@@ -219,7 +219,7 @@ def test_comments_begin_with_a_verb_or_a_noun(folder: str, opening: str) -> None
         for found in begun.finditer(path.read_text())
     ]
     assert len(words) > 1000
-    assert len([word for word in words if word]) < 0.04 * len(words)
+    assert len([word for word in words if word]) < 0.02 * len(words)
 
 
 @pytest.mark.parametrize("name", moe_comm.__all__)

@@ -1,4 +1,4 @@
-"""What a driver has to do on GPUs that the modules have no machine code for: compile the PTX that they carry.
+"""Work of a driver on GPUs that the modules have no machine code for: compile the PTX that they carry.
 
 Nvcc's own ptxas stands for it. A kernel whose registers do not suffice there keeps them in local memory, and a
 user would see no more of it than the time.

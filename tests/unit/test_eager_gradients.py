@@ -14,7 +14,7 @@ from moe_comm import Communicator, EpBuffer, EpConfig
 
 @pytest.fixture
 def buffer() -> Iterator[EpBuffer]:
-    """Of one rank."""
+    """Buffer of one rank."""
     config = EpConfig(num_experts=2, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
     with Communicator(backend="host") as comm:
         yield EpBuffer(comm, config)

@@ -36,7 +36,7 @@ class _Handled(Exception):  # noqa: N818 - what a user's handler may raise
 
 @pytest.fixture(params=[KeyboardInterrupt, _Handled], ids=["ctrl-c", "own"])
 def handled(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
-    """What the handler of SIGUSR1 raises."""
+    """Error that the handler of SIGUSR1 raises."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise request.param("by the handler")

@@ -8,7 +8,7 @@ import torch
 
 from moe_comm import ExpertTables, Placement
 
-# What the builders of two releases made of two layers with loads
+# Tables that the builders of two releases made of two layers with loads
 # [[0, 4, 0, 1, 6, 0, 77, 66], [0, 92, 4, 80, 13, 4, 10, 5]], of 10 physical experts on 2 ranks: SGLang 0.5.23's
 # `eplb_algorithms.rebalance_experts` by "deepseek" and "deepseek_vec", with which "vec" gives int32 and no
 # ascending order; vLLM 0.32.0's `DefaultEplbPolicy.rebalance_experts` with `compute_logical_maps`.

@@ -68,7 +68,7 @@ void end() {
 
 
 def copy(folder: Path, catalogue: str) -> str:
-    """What becomes of SOURCE."""
+    """Outcome for SOURCE."""
     (folder / "csrc/host").mkdir(parents=True)
     (folder / "csrc/host/file.h").write_text(SOURCE)
     write_copies(folder / "csrc", folder / "copies", read_text("list.txt", catalogue)[1])

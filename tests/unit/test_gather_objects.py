@@ -34,7 +34,7 @@ class Bytes:
 
 
 def gathered(items: list[Any], piece_bytes: int | None) -> tuple[list[list[Any]], list[list[int]]]:
-    """What every rank hears, and the lengths of the payloads of every exchange."""
+    """Objects that every rank hears, and the lengths of the payloads of every exchange."""
     ranks = Bytes(len(items))
 
     def run(rank_idx: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What `import moe_comm` costs beyond torch: counted in modules, not in time."""
+"""Cost of `import moe_comm` beyond torch: counted in modules, not in time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def modules_added_by(statement: str) -> list[str]:
 
 
 def expensive(modules: list[str]) -> list[str]:
-    """Of `modules`, those that are neither the package's own nor the standard library's."""
+    """Those of `modules` that are neither the package's own nor the standard library's."""
     cheap = sys.stdlib_module_names | {"moe_comm"}
     return [module for module in modules if module.split(".")[0] not in cheap]
 
@@ -73,7 +73,7 @@ def test_import_loads_almost_nothing_before_a_name_is_used() -> None:
 
 
 def test_public_names_are_those_that_are_loaded() -> None:
-    """What type checkers read (`names`) and what the package offers is one list."""
+    """The names that type checkers read (`names`) and what the package offers is one list."""
     names = importlib.import_module("moe_comm.names")
     public = {name for name in vars(names) if not name.startswith("_")} - {"annotations"}
     assert public == set(moe_comm.__all__)

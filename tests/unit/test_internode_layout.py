@@ -1,4 +1,4 @@
-"""How rows between nodes are cut into messages."""
+"""Messages that rows between nodes are cut into."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def _interrupt() -> None:
 
 @pytest.fixture
 def buffer(monkeypatch: pytest.MonkeyPatch) -> EpBuffer:
-    """Whose end is interrupted."""
+    """Buffer whose end is interrupted."""
     config = EpConfig(num_experts=2, num_topk=1, hidden=64, num_max_tokens_per_rank=4)
     buffer = EpBuffer(Communicator(backend="host"), config)
     monkeypatch.setattr(buffer._backend, "destroy", _interrupt)

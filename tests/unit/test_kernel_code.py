@@ -21,7 +21,7 @@ from benchmarks.ptxas_report import short_names
 # A module may have code for one of them, and for others as well.
 ARCHITECTURES = ("sm_90a", "sm_100")
 MOST_INSTRUCTIONS = 8_000
-# Of kernels that also share rows out to replicas, and count what these get by rank: in RANK_MAJOR alone.
+# Limits of kernels that also share rows out to replicas, and count what these get by rank: in RANK_MAJOR alone.
 MOST_INSTRUCTIONS_OF = {"exchange_rows<true>": 9_200, "internode_exchange<true>": 11_200}
 COMBINES = ("combine<BFloat16, false>", "combine<BFloat16, true>")
 # Executed by a warp for a piece of 4 KiB of a row that it adds, of which 64 adds and as many conversions
@@ -39,7 +39,7 @@ HAVE_BULK_COPIES = (
     ),
     *COMBINES,
 )
-# Of a thread, by the beginning of the kernel's name. A kernel that takes more leaves experts that run
+# Registers of a thread, by the beginning of the kernel's name. A kernel that takes more leaves experts that run
 # beside it fewer; one that waits alone takes few.
 MOST_REGISTERS = {
     "add_rank_sums<": 128,
@@ -62,7 +62,7 @@ pytestmark = [pytest.mark.full, pytest.mark.parametrize("architecture", ARCHITEC
 
 @dataclasses.dataclass
 class Kernel:
-    """What the code of one kernel holds."""
+    """Content of the code of one kernel."""
 
     num_instructions: int = 0
     num_local: int = 0  # loads and stores of local memory

@@ -29,7 +29,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
 def cxx_violations(path: str, text: str) -> Iterator[str]:
-    """What is wrong with the includes of the file at `path`, relative to csrc."""
+    """Mistakes in the includes of the file at `path`, relative to csrc."""
     layer = path.split("/")[0]
     allowed = CXX_ARROWS[layer] | {layer}
     for bracket, header in INCLUDE.findall(text):
@@ -357,7 +357,7 @@ def imported_modules(text: str, modules: set[str]) -> Iterator[str]:
 
 
 def python_violations(module: str, text: str, modules: set[str]) -> Iterator[str]:
-    """What is wrong with the imports of `module`."""
+    """Mistakes in the imports of `module`."""
     layer = python_layer(module)
     if layer is None:
         yield f"{module} is in no layer of PYTHON_LAYERS"
@@ -408,7 +408,7 @@ def reachable_modules(module: str, sources: dict[str, str]) -> set[str]:
 
 
 def import_arrows(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Of every module what it imports of the package, in functions and for type checkers too."""
+    """Imports of every module of the package, in functions and for type checkers too."""
     native: dict[str, set[str]] = {module: set() for module in USERS_OF_NATIVE}
     return native | {
         module: set(imported_modules(text, MODULE_NAMES)) for module, text in sources.items()
@@ -457,7 +457,7 @@ BELOW_PEERS = {"_cuda", "_host", "arguments", "env", "errors"}
 
 
 def python_folder(module: str) -> str:
-    """Of `moe_comm.peers.agree` "peers": the folder of the package, or the file, that has the module."""
+    """Place of a module, "peers" of `moe_comm.peers.agree`: the folder of the package, or the file, that has the module."""
     return module.split(".")[1] if "." in module else module
 
 
@@ -470,7 +470,7 @@ def test_resharding_and_buffers_do_not_know_each_other() -> None:
         assert reachable_modules(module, SOURCES) & resharding == set(), module
 
 
-# Which other folders of resharding a folder may import from is said by its docstring. Modules beside the
+# The docstring of a folder of resharding says from which others it may import. Modules beside the
 # folders have the names of Megatron's and know all folders; no folder knows them.
 RESHARDING_ARROWS = {
     module.removeprefix(f"{RESHARDING}."): known_folders(str(ast.get_docstring(ast.parse(text))))
@@ -480,7 +480,7 @@ RESHARDING_ARROWS = {
 
 
 def resharding_violations(module: str, text: str) -> Iterator[str]:
-    """What is wrong with what `module`, in a folder of resharding, imports from the others."""
+    """Mistakes in what `module`, in a folder of resharding, imports from the others."""
     folder = module.split(".")[2]
     allowed = RESHARDING_ARROWS[folder] | {folder}
     for imported in imported_modules(text, MODULE_NAMES):
@@ -528,7 +528,7 @@ def test_a_broken_arrow_of_resharding_is_found(module: str, imported: str) -> No
 
 
 def test_the_definition_stands_on_torch_alone() -> None:
-    # What memory is taken is no part of it: a configuration says it by asking the budget. Nor is which
+    # The memory that is taken is no part of it: a configuration says it by asking the budget. Nor is which
     # formats there are, a table of csrc.
     sources = SOURCES | {"moe_comm.ep.budget": "", "moe_comm.tensors.quantization": "import torch"}
     assert reachable_modules(SPEC, sources) == {SPEC} | SPEC_STANDS_ON

@@ -1,4 +1,4 @@
-"""As many rows as there is room for are no overflow, through the faces that set a limit themselves."""
+"""Rows as many as there is room for are no overflow, through the faces that set a limit themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors share bytes, against sets of addresses."""
+"""Shared bytes of tensors, against sets of addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 def addresses(tensor: torch.Tensor) -> list[int]:
-    """Of every byte of every element."""
+    """Address of every byte of every element."""
     offsets = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = offsets[..., None] + stride * torch.arange(size)

@@ -1,4 +1,4 @@
-"""What a rank keeps of calls that its peers have not heard of."""
+"""Memory of a rank for calls that its peers have not heard of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_comm.peers import missed_calls
 
 
 class Held:
-    """What a frame holds that an error has passed."""
+    """Object in a frame that an error has passed."""
 
 
 def miss() -> weakref.ref[Held]:

@@ -28,7 +28,7 @@ HIDDEN, FFN, NUM_EXPERTS, NUM_TOPK = 32, 48, 6, 2
 
 
 def plain_layer(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-    """What a layer on one rank must compute, token by token and choice by choice."""
+    """Result that a layer on one rank must compute, token by token and choice by choice."""
     rows = x.flatten(0, -2)
     routing = layer.router(rows)
     y = torch.zeros_like(rows)

@@ -1,4 +1,4 @@
-"""Which MPI the bench and the tests of the rail start, by programs that only say what launchers say."""
+"""Choice of the MPI that the bench and the tests of the rail start, by programs that only say what launchers say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from moe_comm.cli.bench.peers import mpi_launcher
 from moe_comm.cli.bench.peers.mpi_launcher import MpiLauncher, MpiNotFoundError, find_mpi
 
-# What real ones say: of the wheels, and Debian's Open MPI 4 under the name mpiexec.
+# Texts of real ones: of the wheels, and Debian's Open MPI 4 under the name mpiexec.
 LAUNCHERS = {
     "Open MPI 5.0.11": "mpiexec (Open MPI) 5.0.11",
     "Open MPI 4.1.8": "mpiexec (OpenRTE) 4.1.8",

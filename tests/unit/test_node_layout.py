@@ -1,4 +1,4 @@
-"""Which ranks share a node: declared, launched, by machine, by the parent's nodes."""
+"""Nodes that ranks share: declared, launched, by machine, by the parent's nodes."""
 
 from __future__ import annotations
 
@@ -187,14 +187,14 @@ def test_interface_comes_from_the_own_variable_first(monkeypatch: pytest.MonkeyP
 def run_rank_threads(
     num_ranks: int, body: Callable[[int, moe_comm.peers.bootstrap.Bootstrap], T]
 ) -> list[T]:
-    """What `body` gives on each rank."""
+    """Results of `body` on each rank."""
     ranks = moe_comm.RankThreads(num_ranks)
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(lambda rank_idx: body(rank_idx, ranks[rank_idx]), range(num_ranks)))
 
 
 def errors_of_ranks(num_ranks: int, **arguments: Any) -> list[str]:
-    """What making a communicator raises on each rank, "" for nothing; a list gives one per rank."""
+    """Errors of making a communicator on each rank, "" for nothing; a list gives one per rank."""
 
     def make(rank_idx: int, group: moe_comm.peers.bootstrap.Bootstrap) -> str:
         own = {

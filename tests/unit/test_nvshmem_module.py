@@ -148,7 +148,7 @@ def test_ranks_would_meet_by_an_id_that_no_launcher_made() -> None:
 
 
 class TestFinding:
-    """Where the host library is looked for."""
+    """Places where the host library is looked for."""
 
     def test_a_home_without_it_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NVSHMEM_HOME", "/nowhere")

@@ -1,4 +1,4 @@
-"""What ranks, and those that join them, tell each other is parsed and never executed."""
+"""Data that ranks, and those that join them, tell each other is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_rendezvous_listens_at_the_named_address_alone() -> None:
 
 def test_an_address_of_another_machine_is_refused() -> None:
     port = _free_port()
-    # Of a block that is kept for documentation.
+    # Address of a block that is kept for documentation.
     with pytest.raises(OSError, match=rf"rank 0 cannot listen at 192\.0\.2\.1:{port}: "):
         open_store(f"192.0.2.1:{port}", True, 10.0)
     with Communicator(RankThreads(1)[0], backend="host") as communicator:

@@ -217,7 +217,7 @@ def test_copies_alone_go_where_experts_stay(exponent: float) -> None:
         mean = int(of_layer.sum()) / 8
         assert shared_out(home, of_layer) > 1.4 * mean
         assert shared_out(plan, of_layer) < 1.05 * mean
-    # What is there and is still the best stays, and a price is heeded.
+    # A placement that is still the best stays, and a price is heeded.
     assert plan_placement(loads, 8, 9, present=plans, num_kept_slots=8) == plans
     dear = {"bytes_per_expert": 1, "price_per_byte": 1e7}
     assert plan_placement(loads, 8, 9, present=plans, num_kept_slots=8, **dear) == plans  # type: ignore[arg-type]

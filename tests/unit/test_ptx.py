@@ -98,7 +98,7 @@ GOLDEN: dict[str, tuple[str, ...]] = {
     "launch_dependents()": ("griddepcontrol.launch_dependents",),
 }
 
-# What surrounds a primitive: arguments, addresses, the result, and arithmetic in integers.
+# Code around a primitive: arguments, addresses, the result, and arithmetic in integers.
 AROUND = re.compile(
     r"(ld\.param|st\.global\.(u32|u64|f32|f64)|cvta|cvt\.(u\d+|s\d+)\.|cvt\.f64\.f32|mov\.(u|b|f)\d+|setp|selp\.(u64|u32|s32|b16)"
     r"|and\.|or\.|add\.s|bra|ret|\$|shl|@|@!)"
@@ -140,7 +140,7 @@ def test_every_primitive_is_the_instruction_that_it_should_be(tmp_path: Path) ->
         '#include "device/ptx.cuh"\n'
         "namespace moe::device {\n"
         "#define s shared_memory()\n"
-        # Where the result of a load goes, so that it is one.
+        # Target of the result of a load, so that it is one.
         "#define out(value) *reinterpret_cast<uint64_t*>(p) = static_cast<uint64_t>(value)\n"
         f"{kernels}\n}}\n"
     )
@@ -171,7 +171,7 @@ def test_a_launch_is_one_call_of_the_runtime(tmp_path: Path) -> None:
     flags = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}")
     run("nvcc", *flags, "-arch=sm_90a", "-c", "-o", str(target), str(source))
     called = set(re.findall(r"\bU (cuda\w+)", run("nm", "-u", str(target))))
-    # What names an error is called only then; what kernels are registered with begins otherwise, and
+    # The function that names an error is called only then; what kernels are registered with begins otherwise, and
     # nobody calls the stub of a kernel.
     of_errors = {"cudaGetErrorName", "cudaGetErrorString", "cudaGetLastError"}
     assert called - of_errors == {"cudaLaunchKernelExC"}

@@ -47,7 +47,7 @@ FLOAT32 = Recipe(128, "FLOAT32", 1e-4)
 POWER_OF_2 = Recipe(128, "FLOAT32_POWER_OF_2", 1e-4)
 PACKED = Recipe(128, "UE8M0", 1e-4)
 MX = Recipe(32, "UE8M0")
-# Of no format, which one could have.
+# A block of no format, which one could have.
 BLOCK64 = Recipe(64, "FLOAT32_POWER_OF_2")
 FLOAT32_64 = Recipe(64, "FLOAT32", 0.25)
 RECIPES = [

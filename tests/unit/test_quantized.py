@@ -34,7 +34,7 @@ ALL = {"float32": FP8_BLOCK128, "powers": POWERS, "packed": PACKED, "mxfp8": MXF
 
 @pytest.fixture(params=[False, True], ids=["keeps-subnormals", "flushes-subnormals"])
 def flush_denormal(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """What the caller may have asked of torch must not change a bit."""
+    """Settings that the caller may have asked of torch must not change a bit."""
     flushes: bool = request.param
     if not torch.set_flush_denormal(flushes):
         pytest.skip("this machine cannot flush subnormals")

@@ -1,4 +1,4 @@
-"""What engines between nodes keep: for later buffers, and for an engine that still writes."""
+"""State that engines between nodes keep: for later buffers, and for an engine that still writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a communicator and its buffers take of a rank's GPU, on a machine that pretends to have some."""
+"""Shares of a rank's GPU that a communicator and its buffers take, on a machine that pretends to have some."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LONG_S = 60.0
 
 
 def _outcomes(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call, in a thread of its own, returns or raises."""
+    """Result or error of each call, in a thread of its own."""
 
     def run(call: Callable[[], Any]) -> Any:
         try:

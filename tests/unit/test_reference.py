@@ -36,7 +36,7 @@ BITS = {
 
 @pytest.fixture(params=[False, True], ids=["keeps-subnormals", "flushes-subnormals"])
 def flush_denormal(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """What the caller may have asked of torch must not change a bit."""
+    """Settings that the caller may have asked of torch must not change a bit."""
     flushes: bool = request.param
     if not torch.set_flush_denormal(flushes):
         pytest.skip("this machine cannot flush subnormals")
@@ -275,7 +275,7 @@ def test_calls_are_told_apart() -> None:
     ]
     assert len(set(calls)) == len(calls)
     assert len({messages.call_hash(call) for call in calls}) == len(calls)
-    # How many rows a capacity allows is each rank's own.
+    # The number of rows that a capacity allows is each rank's own.
     same = messages.describe_dispatch(
         x, None, None, plain._replace(capacity=dataclasses.replace(drop_2, num_rows=8))
     )

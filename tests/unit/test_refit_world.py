@@ -53,13 +53,13 @@ def world(
 
 
 def join(info: dict[str, Any], role: Any, rank: int, call: Callable[[RefitWorld], Any]) -> Any:
-    """What a call of one rank returns."""
+    """Result of a call of one rank."""
     with RefitWorld.join(info, role, rank, timeout_s=30.0, arrival_timeout_s=30.0) as joined:
         return call(joined)
 
 
 def told(info: dict[str, Any], call: Callable[[RefitWorld], Any]) -> list[str]:
-    """What each rank of a world raises in a call."""
+    """Error of each rank of a world in a call."""
 
     def one(joined: RefitWorld) -> str:
         try:
@@ -230,7 +230,7 @@ class Staged:
     def hand_over(self, version: str) -> None:
         self.served, self.version = self.staging.clone(), version
 
-    # As the target of a world.
+    # The target of a world.
     def begin(self, version: int) -> None:
         self.accept()
 

@@ -1,4 +1,4 @@
-"""Which replica takes a row, held to results by hand and to a search for the least largest load."""
+"""Replicas that take rows, held to results by hand and to a search for the least largest load."""
 
 from __future__ import annotations
 

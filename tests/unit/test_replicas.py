@@ -421,7 +421,7 @@ def test_a_glance_suffices_where_ids_are_slots_or_counts_decide(
         x, topk_idx, weights = inputs(3, 2)
         if rule == "given":
             topk_idx = choose_slots(topk_idx, placement, "hash", 2)
-        # As maps list them: ascending, then -1.
+        # Slots as maps list them: ascending, then -1.
         topk_idx = [(each % (num_ids + 1)).sort(1).values for each in topk_idx]
         topk_idx = [each.masked_fill(each == num_ids, -1) for each in topk_idx]
         mine = topk_idx[comm.rank_idx]

@@ -313,7 +313,7 @@ def test_bounds_that_are_none(value: Any) -> None:
 
 
 def test_a_parameter_that_fits_is_received_in_one_batch() -> None:
-    """Of six pieces of 4 elements, those of a parameter are 2; their bytes are 2 of each at the least."""
+    """Six pieces of 4 elements are 2 of each parameter; their bytes are 2 of each at the least."""
 
     def ops(name: str, first: int, dtype: torch.dtype) -> list[TransferOp]:
         part = (slice(0, 4),)

@@ -425,7 +425,7 @@ def test_columns_between_each_other_are_joined_as_far_as_strides_say_that_they_a
 
 @pytest.mark.parametrize("first", [(0, (1, 4)), (24, (4, 1))], ids=["strides", "offset"])
 def test_views_that_are_cut_anew_in_one_storage(first: Any) -> None:
-    """Of two joined views the storage, shapes and indices are as they were."""
+    """Storage, shapes and indices of two joined views are as they were."""
 
     def rank(context: RankContext) -> None:
         places: list[Any] = [(0, (4, 1)), (40, (4, 1))]
@@ -498,7 +498,7 @@ def test_views_that_a_transform_makes_are_not_joined(limit: int | None) -> None:
 
 
 def refused(source: Any, target: Any, **options: Any) -> list[str]:
-    """What both ranks say, given what each holds of both sides."""
+    """Errors of both ranks, given what each holds of both sides."""
 
     def rank(context: RankContext) -> str:
         me = context.rank_idx

@@ -205,7 +205,7 @@ def test_a_pending_sum_is_refused_by_name() -> None:
 
 
 class Tied(torch.nn.Module):
-    """As much of a model of transformers as is looked at."""
+    """Part of a model of transformers that is looked at."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def distributed(placed: Placed, rank: int) -> DTensor:
 def held(
     placed: Placed | None, rank: int, num_ranks: int
 ) -> tuple[ParameterMetadata, torch.Tensor]:
-    """What a rank says of one parameter, and its local tensor; a plain one where not `placed`."""
+    """Metadata of a rank for one parameter, and its local tensor; a plain one where not `placed`."""
     with fake_world(rank, num_ranks):
         module = torch.nn.Module()
         tensor = WHOLE.clone() if placed is None else distributed(placed, rank)

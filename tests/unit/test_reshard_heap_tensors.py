@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float64, torch.bool, torch.float8_e4m3fn, torch.
 
 
 def on_ranks(num_ranks: int, body: Callable[[moe_comm.Communicator], Any], **options: Any) -> list:
-    """What `body` gives on each rank, ranks being threads."""
+    """Results of `body` on each rank, ranks being threads."""
     ranks = moe_comm.RankThreads(num_ranks)
 
     def be_rank(rank_idx: int) -> Any:

@@ -30,7 +30,7 @@ class Layout:
         return int(self.mesh[coordinate])
 
     def part(self, whole: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor:
-        """What DTensor's own placements leave of `whole`."""
+        """Part of `whole` that DTensor's own placements leave."""
         for size, place, placement in zip(
             self.mesh.shape, coordinate, self.placements, strict=True
         ):

@@ -1,4 +1,4 @@
-"""Where ranks' tensors lie, against tensors that are cut by hand."""
+"""Places of ranks' tensors, against tensors that are cut by hand."""
 
 from __future__ import annotations
 

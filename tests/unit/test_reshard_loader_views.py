@@ -145,7 +145,7 @@ def prove(
     *names: str,
     other_ranks: bool = False,
 ) -> LoaderViews:
-    """What the views of one engine write is what the loader of another writes."""
+    """The views of one engine write what the loader of another writes."""
     loaded, viewed = make(), make()
     with torch.no_grad():
         getattr(loaded, load)(iter(tensors.items()))

@@ -50,7 +50,7 @@ def tensors_of(module: ShapedModel) -> dict[str, torch.Tensor]:
 
 
 def part_of(whole: torch.Tensor, meta: ParameterMetadata) -> torch.Tensor:
-    """What a rank holds of a whole tensor, the plain way."""
+    """Part of a whole tensor on a rank, the plain way."""
     if meta.expert_dim is not None:
         ranks = meta.expert_parallel_group_ranks
         assert ranks is not None

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def on_ranks(num_ranks: int, body: Callable[[Bootstrap, int], T]) -> list[T]:
-    """What `body` gives on each rank."""
+    """Results of `body` on each rank."""
     ranks = RankThreads(num_ranks)
 
     def be_rank(rank: int) -> T:

@@ -123,7 +123,7 @@ def test_packing_waits_for_whoever_made_the_tensors() -> None:
     assert calls.index("unpack.wait_stream(producer)") < calls.index("unpack b on unpack")
     assert calls.index("send.wait_event(pack_event0)") < calls.index("exchange 0 to 1 from 1")
     assert calls.index("unpack.wait_event(arrival_event0)") < calls.index("unpack b on unpack")
-    # What the caller does next sees the result, and may overwrite its tensors.
+    # The caller's next step sees the result, and may overwrite its tensors.
     assert calls[-2:] == ["producer.wait_stream(pack)", "producer.wait_stream(unpack)"]
     calls.clear()
     source, target = torch.arange(4, dtype=torch.int16), np.zeros(4, dtype=np.int16)

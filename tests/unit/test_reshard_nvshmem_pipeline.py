@@ -175,7 +175,7 @@ def test_the_heap_is_given_back() -> None:
         service.register_receive(peer, torch.zeros_like(data), 0, data.numel(), peer)
         service.schedule()
         service.run()
-        # What does not lie in the heap goes through a few slots of it.
+        # Tensors outside the heap go through a few slots of it.
         assert communicator.heap_stats().peak_live_bytes - before <= 20 * SLOT
         service.finalize()
         service.finalize()
@@ -322,7 +322,7 @@ def test_its_own_communicator() -> None:
 
 
 def errors_on(num_pes: int, body: Callable[[RemoteCopyService], None], **options: Any) -> list[str]:
-    """What `schedule` raises on each PE after `body` registered; the service works afterwards."""
+    """Error of `schedule` on each PE after `body` registered; the service works afterwards."""
 
     def on_rank(communicator: Communicator) -> str:
         service = service_on(communicator, **options)

@@ -220,7 +220,7 @@ def test_parameters_over_one_memory() -> None:
             memory += 1
             swap(context, src, dst, verify="checksum")
             assert torch.equal(shared, memory)
-        # What differs cannot be held.
+        # Values that differ cannot be held.
         before = shared.clone()
         src.two = nn.Parameter(memory + 1)
         text = error_of(lambda: swap(context, src, dst))

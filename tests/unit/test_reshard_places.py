@@ -19,7 +19,7 @@ SERVICES = [SymmetricCopyService, NVSHMEMCopyService]
 
 
 def _copies(context: RankContext) -> list[str]:
-    """What runs of rank 1 raise on both ranks; rank 0 copies nothing."""
+    """Errors of runs of rank 1 on both ranks; rank 0 copies nothing."""
     memory = torch.arange(64.0).view(8, 8)
     cases: list[tuple[torch.Tensor, torch.Tensor]] = [
         (memory[:4], memory[2:6]),  # rows of a matrix, shifted

@@ -71,7 +71,7 @@ def send(plan: ReshardPlan, **fields: object) -> None:
 
 
 ALL_ROWS = slice(0, 3)
-# What is done to one rank's plan, and what the check of that plan alone says.
+# Changes of one rank's plan, and what the check of that plan alone says.
 LOCAL_FAULTS: list[tuple[int, Callable[[ReshardPlan], object], str]] = [
     (
         2,

@@ -147,7 +147,7 @@ def test_overlapping_sources_write_every_element_once() -> None:
         replicas(whole, "w", [2]),
     )
     plans = check(4, sources, by_rank(replicas(whole, "w", [0, 2, 3])))
-    # What a rank holds comes first: rank 0 its half, rank 2 everything.
+    # Elements that a rank holds come first: rank 0 its half, rank 2 everything.
     assert {op.peer_rank for op in plans[0].recv_ops} == {0, 1}
     assert {op.peer_rank for op in plans[2].recv_ops} == {2}
 

@@ -154,7 +154,7 @@ def test_a_sender_serves_two_targets_in_turn(plans_made: list[int]) -> None:
 def test_plans_go_with_their_models() -> None:
     def rank(context: RankContext) -> weakref.ref[Any]:
         src, dst = nets(context, "tp2", "single")
-        # As modules of FSDP do, a submodule refers to its root.
+        # A submodule, as modules of FSDP do, refers to its root.
         for net in (src, dst):
             net.inner = torch.nn.Module()
             vars(net.inner)["root"] = net

@@ -1,4 +1,4 @@
-"""What ranks of a refit tell each other before it: whatever one of them is given, all hear of it."""
+"""Agreement of the ranks of a refit before it: whatever one of them is given, all hear of it."""
 
 from __future__ import annotations
 

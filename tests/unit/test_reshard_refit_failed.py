@@ -99,7 +99,7 @@ def _not_written(context: RankContext, src: ShardedNet, dst: ShardedNet) -> Call
     return functools.partial(swap, context, src, dst, transform=TRANSFORM)
 
 
-# As programs hold them, whatever a refit comes to.
+# Held as by programs, whatever a refit comes to.
 SERVICES: list[SymmetricCopyService] = []
 TRANSFORM = CannotWrite()
 

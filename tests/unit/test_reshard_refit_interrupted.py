@@ -17,7 +17,7 @@ NUM_RANKS = 3
 
 
 class _TerminatedError(BaseException):
-    """What a handler of SIGTERM raises."""
+    """Error that a handler of SIGTERM raises."""
 
 
 pytestmark = pytest.mark.usefixtures("no_refit_caches")

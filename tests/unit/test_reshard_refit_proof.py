@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("no_refit_caches")
 
 @pytest.fixture
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[RefitProof]:
-    """What every rank proves from here on."""
+    """Proofs of every rank from here on."""
     made: list[RefitProof] = []
     verify = refit_pass.prove_refit
 
@@ -423,7 +423,7 @@ class Unfaithful(SymmetricCopyService):
         super().submit_recv(dest_tensor, *args, **options)
 
     def _of(self, tensor: torch.Tensor) -> int | None:
-        """Which victim it is a part of."""
+        """Victim that it is a part of."""
         for number, victim in enumerate(self.victims):
             if 0 <= tensor.data_ptr() - victim.data_ptr() < victim.nbytes:
                 return number

@@ -1,4 +1,4 @@
-"""What copy services decide before anything moves."""
+"""Decisions of copy services before anything moves."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def agreement_of(
     problems: dict[int, str] | None = None,
     excluded: Sequence[int] = (),
 ) -> list[str]:
-    """What every rank raises, "" for nothing; transfers are given by (source, destination)."""
+    """Error of every rank, "" for nothing; transfers are given by (source, destination)."""
     ranks = RankThreads(num_ranks)
     said = [""] * num_ranks
     lengths: list[int] = []

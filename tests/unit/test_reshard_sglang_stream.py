@@ -26,7 +26,7 @@ Named = dict[str, torch.Tensor]
 
 
 class Fused(torch.nn.Module):
-    """As much of a model of SGLang as is looked at: a part of the experts, gate and up in one tensor."""
+    """Part of a model of SGLang that is looked at: a part of the experts, gate and up in one tensor."""
 
     def __init__(self, experts: range) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ MILES = "moe_comm.resharding.clients.miles"
 
 
 class MilesUpdates:
-    """What miles' `WeightUpdater` calls, with clients of two servers.
+    """Calls of miles' `WeightUpdater`, with clients of two servers.
 
     Args:
         protocol: Made by miles' factory.

@@ -190,7 +190,7 @@ def test_a_bucket_that_holds_nothing_is_refused() -> None:
 
 
 class Halved(torch.nn.Module):
-    """As much of a model of transformers as is looked at; its gate and up are one tensor."""
+    """Part of a model of transformers that is looked at; its gate and up are one tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What tables of tensors notice, natively and in Python alike."""
+"""Changes that tables of tensors notice, natively and in Python alike."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_dlpack_cannot_describe_is_described_in_python() -> None:
 
 
 class Holder:
-    """What a module is to those who look at its attributes."""
+    """A module as seen by those who look at its attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)

@@ -48,7 +48,7 @@ def cells(shape: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[slice, ...]]:
 def pieces(
     src: tuple[slice, ...], dst: tuple[slice, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where two cells overlap, in the coordinates of each."""
+    """Overlap of two cells, in the coordinates of each."""
     both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(src, dst, strict=True)]
     if any(start >= stop for start, stop in both):
         return None
@@ -62,7 +62,7 @@ def pieces(
 
 @dataclasses.dataclass
 class Moved:
-    """What went over the wire, and what arrived by destination cell."""
+    """Tensors that went over the wire, and what arrived by destination cell."""
 
     buffers: list[tuple[tuple[slice, ...], Any]]
     num_bytes: int

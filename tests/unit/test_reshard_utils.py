@@ -1,4 +1,4 @@
-"""What resharding reads of modules: names in the whole model, who holds what, which source to read."""
+"""Attributes that resharding reads of modules: names in the whole model, who holds what, which source to read."""
 
 from __future__ import annotations
 

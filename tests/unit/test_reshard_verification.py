@@ -61,7 +61,7 @@ class Refit:
         return outcomes
 
     def error(self, **options: Any) -> Any:
-        """What every rank raises."""
+        """Error of every rank."""
         outcomes = self.verify(**options)
         assert all(isinstance(outcome, Exception) for outcome in outcomes), outcomes
         assert len({(type(outcome), str(outcome)) for outcome in outcomes}) == 1

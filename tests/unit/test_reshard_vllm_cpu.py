@@ -119,7 +119,7 @@ def test_a_version_is_served_after_each_refit_alone() -> None:
 
 
 class Fault:
-    """Whether what was patched fails."""
+    """Switch of the failure of what was patched."""
 
     is_on = False
 

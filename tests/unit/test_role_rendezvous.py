@@ -1,4 +1,4 @@
-"""How processes of several programs become ranks of one group, with threads in their place."""
+"""Rendezvous of processes of several programs as ranks of one group, with threads in their place."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_topk_of_routing_map_lists_what_is_true(
 
 def lists_what_is_true(routing_map: torch.Tensor, dtype: torch.dtype) -> None:
     num_tokens, num_experts = routing_map.shape
-    # Of any strides.
+    # Maps of any strides.
     probs = (torch.rand(num_experts, num_tokens) + 1.0).to(dtype).T
     topk_idx, weights = topk_of_routing_map(routing_map, probs)
     chosen = [[e for e in range(num_experts) if row[e]] for row in routing_map.tolist()]

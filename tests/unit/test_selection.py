@@ -1,4 +1,4 @@
-"""What `make test` runs of a product of cases: every pair of values, nothing twice, in a fixed choice."""
+"""Part of a product of cases that `make test` runs: every pair of values, nothing twice, in a fixed choice."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_idea_behind_a_case_is_in_the_sample() -> None:
 
 
 class _Item(SimpleNamespace):
-    """Of `pytest.Item` what the marking looks at."""
+    """Attributes of `pytest.Item` that the marking looks at."""
 
     def get_closest_marker(self, name: str) -> Any:
         return self.marks.get(name)
@@ -157,7 +157,7 @@ def test_the_cheaper_case_is_sampled() -> None:
 @pytest.mark.parametrize("second", [0, 1])
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_marking_is_in_force(request: pytest.FixtureRequest, first: int, second: int) -> None:
-    """Of these four tests `make test` runs two."""
+    """`make test` runs two of these four tests."""
     name = request.node.originalname
     here = [item for item in request.session.items if getattr(item, "originalname", "") == name]
     assert sum(item.get_closest_marker("full") is None for item in here) <= 2

@@ -16,7 +16,7 @@ VARIABLES = ("MOE_COMM_MODULES", "MOE_COMM_CUDA", "MOE_COMM_NVSHMEM", "MOE_COMM_
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What setup.py defines, without a build; its text as setuptools changes it for a wheel."""
+    """Names that setup.py defines, without a build; its text as setuptools changes it for a wheel."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)

@@ -49,7 +49,7 @@ def rows(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def got(dispatched: Dispatch, rank_idx: int) -> dict[str, Any]:
-    """What a rank receives, as lists; rows of one element."""
+    """Rows that a rank receives, as lists; rows of one element."""
     received = dispatched.received(rank_idx, X, WEIGHTS)
     fields = {each.name: getattr(received, each.name) for each in dataclasses.fields(received)}
     del fields["x_sf"], fields["is_defined"]
@@ -280,7 +280,7 @@ def sum_of(
     rank_idx: int = 0,
     num_local_ranks: int | None = None,
 ) -> float:
-    """Of one token, whose expert e is on rank e and gives `values[e]`."""
+    """Sum of one token, whose expert e is on rank e and gives `values[e]`."""
     num_ranks = len(values)
     topk_idx = [torch.empty(0, len(choices), dtype=torch.int64)] * num_ranks
     topk_idx[rank_idx] = torch.tensor([choices])

@@ -82,7 +82,7 @@ def test_the_command_writes_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=lambda palette: palette.name)
 def test_numbers_of_the_picture_come_from_the_files(tmp_path: Path, palette: Palette) -> None:
-    """Of made-up results every label and every length is as it must be."""
+    """Every label and every length of made-up results is as it must be."""
     ratios = {"dispatch": 8.0, "combine": 2.0, "combine_copy_in": 0.5, "heap": 4.0, "outside": 1.0}
     shares = {
         "dispatch": 0.5,

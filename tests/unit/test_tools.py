@@ -27,7 +27,7 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-# As much of Python as the first rule of the Makefile needs: the environment is made once `go` is there.
+# The part of Python that the first rule of the Makefile needs: the environment is made once `go` is there.
 PRETENDED_PYTHON = """\
 #!/bin/sh
 case "$*" in
@@ -220,7 +220,7 @@ def test_clients_are_rows_of_what_passed(tmp_path: Path) -> None:
     page = add(client_case("test_c", "a step", on="others", release="0.4.0"))
     assert all(f"| {ran} | 1 |" in page for ran in ("another layer", "a model", "a step"))
     assert "(2) others" in page
-    # What one command runs is one row, of all releases in which it ran the same.
+    # All that one command runs is one row, of all releases in which it ran the same.
     page = add(
         client_case("test_c", "one rank: a step", release="0.4.0"),
         client_case("test_c", "two ranks: a step", release="0.4.0"),

@@ -1,4 +1,4 @@
-"""What is let through at a glance must be what the checks one by one let through."""
+"""Calls that are let through at a glance must be those that the checks one by one let through."""
 
 import contextlib
 import copy
@@ -307,7 +307,7 @@ def test_whatever_is_asked_for_is_seen_once_it_has_passed(
     for call in calls:
         seen.clear()
         for _ in range(2):
-            # Of equal values: another object each time.
+            # Equal values: another object each time.
             asked = {"topk_idx": topk_idx, **copy.deepcopy(call | {"handle": None})}
             if "handle" in call:
                 asked["handle"] = handle
@@ -354,7 +354,7 @@ def test_a_value_that_only_equals_one_that_passed_is_refused(buffer: EpBuffer) -
 def test_options_are_known_without_running_python(
     buffer: EpBuffer, seen: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Where Python runs, a signal may raise, and other threads go on.
+    # A signal may raise where Python runs, and other threads go on.
     x, topk_idx = torch.zeros(3, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
     called: list[object] = []
 

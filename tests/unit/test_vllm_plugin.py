@@ -1,4 +1,4 @@
-"""What vLLM's plugin does before there are ranks; `tests/multiprocess/test_vllm.py` runs vLLM itself."""
+"""Work of vLLM's plugin before there are ranks; `tests/multiprocess/test_vllm.py` runs vLLM itself."""
 
 from __future__ import annotations
 

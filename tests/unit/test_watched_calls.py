@@ -50,7 +50,7 @@ def buffer() -> Iterator[EpBuffer]:
 
 
 def went_around(result: moe_comm.DispatchResult) -> bool:
-    """Whether the handle is one of the buffer, itself or behind the tensors that a graph would take."""
+    """Return whether the handle is one of the buffer, itself or behind the tensors that a graph would take."""
     return getattr(result.handle, "local", result.handle) is not None
 
 

@@ -1,4 +1,4 @@
-"""What trainers of vLLM hand over, as sides of a refit."""
+"""Weight sources of vLLM's trainers, as sides of a refit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_comm.resharding.describe import intervals
 
 
 class Source:
-    """As vLLM 0.32 has it; `yields` is what comes, `held` what this rank holds."""
+    """Source of vLLM 0.32; `yields` is what comes, `held` what this rank holds."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], held: set[str] | None = None) -> None:
         self.tensors, self.held = tensors, held
@@ -38,7 +38,7 @@ class Source:
 
 
 class NewSource:
-    """As vLLM 0.33 has it."""
+    """Source of vLLM 0.33."""
 
     def __init__(self, source: Source) -> None:
         self.metadata = source.metadata()
@@ -90,7 +90,7 @@ OWNERS = {"a": (1,), "b": None, "c": (0, 2), "d": (1, 2)}
 
 
 class OwnedSource:
-    """As vLLM 0.33 has it: of a base that has both ways; a rank yields what it owns."""
+    """Source of vLLM 0.33, of a base that has both ways; a rank yields what it owns."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.tensors, self.is_full = rank, tensors(), True

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel's contents, what it links, and which instructions it holds.
+"""Installation of a user: the wheel's contents, what it links, and which instructions it holds.
 
 `make check-wheel` tries a wheel in environments of its own.
 """

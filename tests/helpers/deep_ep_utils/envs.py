@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclasses.dataclass
 class _Process:
-    """What the calls of this module leave for later ones."""
+    """State that the calls of this module leave for later ones."""
 
     local_rank: int = 0
     global_seed: int = 0
@@ -79,7 +79,7 @@ def init_seed(global_seed: int) -> None:
 
 
 def get_global_seed() -> int:
-    """What `init_seed` was told, equal on all ranks."""
+    """Seed that `init_seed` was told, equal on all ranks."""
     return _process.global_seed
 
 

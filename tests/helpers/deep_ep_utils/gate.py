@@ -58,7 +58,7 @@ def _skewed_to_rank_0(
 def _factor_for(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float
 ) -> float:
-    """How much better, found by bisection on scores like those that will be made."""
+    """Factor by which it gets better, found by bisection on scores like those that will be made."""
     low, high = 1.0, _LARGEST_FACTOR
     for _ in range(_NUM_BISECTIONS):
         factor = (low + high) / 2

@@ -1,4 +1,4 @@
-"""What `ElasticBuffer` must give, from every rank's input: slow, plain, and free of its code."""
+"""Results that `ElasticBuffer` must give, from every rank's input: slow, plain, and free of its code."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 namespace moe::group {
 
-/// How long a waiter spins and yields before it sleeps.
+/// Spins and yields of a waiter before it sleeps.
 struct WaitLadder {
   int num_spins;
   int num_yields;
