@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -60,7 +61,7 @@ uint64_t address_space_left_bytes() {
   uint64_t pages = 0;
   if (limit == UINT64_MAX || !(std::ifstream("/proc/self/statm") >> pages))
     return limit;
-  const uint64_t taken = pages * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  const uint64_t taken = pages * system_page_bytes();
   return limit - std::min(taken, limit);
 }
 
@@ -70,6 +71,16 @@ std::string describe_address_space() {
     return "";
   return concat(
       "; RLIMIT_AS is ", limit, " bytes, of which ", address_space_left_bytes(), " are left");
+}
+
+uint64_t system_page_bytes() {
+  static const auto page_bytes = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  return page_bytes;
+}
+
+bool map_pages(std::byte* data, uint64_t bytes) {
+  // MADV_POPULATE_WRITE; older system headers lack the name.
+  return ::madvise(data, bytes, 23) == 0;
 }
 
 std::thread start_quiet_thread(const char* deed, std::function<void()> body) {

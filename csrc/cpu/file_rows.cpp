@@ -1,6 +1,7 @@
 #include "cpu/file_rows.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/math.h"
+#include "core/process.h"
 #include "cpu/row_kernels.h"
 #include "cpu/strided_copy.h"
 
@@ -19,10 +22,28 @@ namespace {
 /// More than a caller reads to go over it again at once.
 constexpr int64_t kStreamedBytes = int64_t{4} << 20;
 
+/// Read at a time: what is made for it is still near when it is filled.
+constexpr int64_t kPartBytes = int64_t{1} << 20;
+
+/// Makes the pages of memory that was never touched.
+void make_pages(std::byte* memory, int64_t bytes) {
+  const auto page_bytes = static_cast<int64_t>(system_page_bytes());
+  const auto address = reinterpret_cast<int64_t>(memory);
+  const int64_t lead = round_up(address, page_bytes) - address;
+  const int64_t num_pages = (bytes - lead) / page_bytes;
+  unsigned char is_there = 1;
+  if (num_pages <= 0 || mincore(memory + lead, static_cast<size_t>(page_bytes), &is_there) != 0)
+    return;
+  if ((is_there & 1) == 0)
+    map_pages(memory + lead, static_cast<uint64_t>(num_pages * page_bytes));
+}
+
 /// @return -1, or the byte at which the file ends.
 int64_t read_all(int descriptor, std::byte* memory, int64_t bytes, int64_t offset) {
   while (bytes > 0) {
-    const ssize_t count = pread(descriptor, memory, static_cast<size_t>(bytes), offset);
+    const int64_t part = std::min(bytes, kPartBytes);
+    make_pages(memory, part);
+    const ssize_t count = pread(descriptor, memory, static_cast<size_t>(part), offset);
     if (count == 0)
       return offset;
     if (count < 0 && errno == EINTR)
@@ -62,6 +83,7 @@ int64_t read_file_rows(int descriptor,
       return end;
     if (!is_read_whole)
       continue;
+    make_pages(kept, kept_bytes);
     const layout::StridedBytes shape{kept_bytes, rows.run_bytes, 1, {some.num_runs}, {rows.step}};
     const Place place{read, some.num_runs > 1 ? &shape : nullptr};
     copy_strided(kernels, place, 0, Place{kept, nullptr}, 0, kept_bytes, mode);

@@ -22,7 +22,6 @@ namespace moe::heap {
 namespace {
 
 // Values of the kernel's interface; older system headers lack the names.
-constexpr int kMadvPopulateWrite = 23;
 constexpr int kMadvCollapse = 25;
 constexpr unsigned kMfdNoExecSeal = 8;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
@@ -110,7 +109,7 @@ std::shared_ptr<Segment> map_shared(int memfd, uint64_t bytes) {
 
 /// Populates without a signal where the kernel can (5.14), else touches every page.
 void populate(std::byte* data, uint64_t bytes) {
-  if (::madvise(data, bytes, kMadvPopulateWrite) == 0)
+  if (map_pages(data, bytes))
     return;
   const int error = errno;
   if (error != EINVAL && error != ENOSYS)
@@ -149,11 +148,6 @@ Segment::~Segment() {
     ::munmap(data_, bytes_);
 }
 
-uint64_t system_page_bytes() {
-  static const auto page_bytes = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-  return page_bytes;
-}
-
 uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages) {
   int num_failures = 0;
   uint64_t huge_bytes = 0;
@@ -167,10 +161,6 @@ uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages) {
     populate(data + offset, step_bytes);
   }
   return huge_bytes;
-}
-
-bool map_pages(std::byte* data, uint64_t bytes) {
-  return ::madvise(data, bytes, kMadvPopulateWrite) == 0;
 }
 
 bool return_pages(std::byte* data, uint64_t bytes) {

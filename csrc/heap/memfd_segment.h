@@ -53,10 +53,6 @@ std::shared_ptr<Segment> map_peer_segment(int memfd, uint64_t bytes);
 /// @throws CapacityError
 uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages);
 
-/// Maps the pages of a peer's range into this process, so that the first sender does not pay for
-/// it. A hint: false where the system does not offer it.
-bool map_pages(std::byte* data, uint64_t bytes);
-
 /// Returns the pages of a range to the system; it reads as zeros afterwards, in every process.
 /// @return Whether the system took them.
 bool return_pages(std::byte* data, uint64_t bytes);
@@ -64,7 +60,5 @@ bool return_pages(std::byte* data, uint64_t bytes);
 /// Bytes of [data, data + bytes) that /proc/self/smaps shows mapped by 2 MiB pages. Exact for
 /// whole mappings.
 uint64_t huge_page_bytes_in_smaps(const std::byte* data, uint64_t bytes);
-
-uint64_t system_page_bytes();
 
 }  // namespace moe::heap

@@ -13,6 +13,7 @@
 
 #include "core/error.h"
 #include "core/math.h"
+#include "core/process.h"
 #include "heap/machine_memory.h"
 #include "heap/memfd_segment.h"
 

@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "core/error.h"
+#include "core/process.h"
 #include "heap/process_registry.h"
 
 namespace moe::heap {

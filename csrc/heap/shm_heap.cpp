@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/process.h"
 #include "heap/heap_core.h"
 #include "heap/heap_window.h"
 #include "heap/machine_memory.h"
