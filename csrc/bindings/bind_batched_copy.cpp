@@ -214,10 +214,9 @@ void copy_tensors(const py::list& sources, const py::list& destinations, int num
   }
   {
     const py::gil_scoped_release no_gil;
-    const auto mode = 2 * stream.end() > cpu::last_level_cache_bytes() ? cpu::StoreMode::kStreaming
-                                                                       : cpu::StoreMode::kCached;
+    const cpu::StoreMode mode = cpu::store_mode(2 * stream.end() > cpu::last_level_cache_bytes());
     const cpu::RowKernels& kernels = cpu::best_row_kernels();
-    cpu::ThreadPool(num_threads)
+    cpu::ThreadPool(stream.end() < cpu::kBytesWorthAThread ? 1 : num_threads)
         .parallel_for((stream.end() + kPartBytes - 1) / kPartBytes,
                       [&](int64_t begin, int64_t end) {
                         stream.copy(kernels,

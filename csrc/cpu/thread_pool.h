@@ -9,8 +9,8 @@
 
 namespace moe::cpu {
 
-/// Bytes of a loop over rows from which on threads share it. Telling a sleeping thread takes up to
-/// 30 us of the caller's time in a virtual machine, where it copies 4 MiB in 400 us.
+/// Bytes of a loop from which on threads share it. To start one, or to tell one that sleeps, takes
+/// up to 30 us of the caller's time in a virtual machine, where it copies 4 MiB in 400 us.
 inline constexpr int64_t kBytesWorthAThread = int64_t{4} << 20;
 
 /// Threads that split one loop between them. One caller at a time.

@@ -15,9 +15,6 @@ namespace moe::ops {
 
 namespace {
 
-// Below this a thread takes longer to start than to read its share.
-constexpr int64_t kLeastBytesOfThreads = int64_t{4} << 20;
-
 std::optional<uint64_t> checksum_as_sent(const CopyItem& piece,
                                          const std::vector<std::shared_ptr<PreparedCopies>>& sent) {
   for (const auto& copies : sent)
@@ -67,7 +64,7 @@ void PieceChecksums::for_blocks(const std::vector<size_t>& to_read,
       ++at;
     }
   };
-  cpu::ThreadPool threads(bytes_ < kLeastBytesOfThreads ? 1 : num_threads);
+  cpu::ThreadPool threads(bytes_ < cpu::kBytesWorthAThread ? 1 : num_threads);
   threads.parallel_for(count, read_blocks);
 }
 
@@ -170,7 +167,7 @@ void PieceChecksums::move_blocks(size_t first,
                           cpu::StoreMode::kCached);
     }
   };
-  cpu::ThreadPool threads(at < kLeastBytesOfThreads ? 1 : num_threads);
+  cpu::ThreadPool threads(at < cpu::kBytesWorthAThread ? 1 : num_threads);
   threads.parallel_for(static_cast<int64_t>(blocks.size()), copy);
 }
 
