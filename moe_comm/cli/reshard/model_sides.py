@@ -224,13 +224,12 @@ def _kind_and_config(transformers: Any, text: str) -> tuple[Any, Any]:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name), config
-    kind = transformers.AutoModelForCausalLM
-    if type(config) not in kind._model_mapping:
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"{text}: transformers has no causal language model of {type(config).__name__}; name the class of "
             "the model, such as Qwen3VLMoeForConditionalGeneration"
         )
-    return kind, config
+    return transformers.AutoModelForCausalLM, config
 
 
 @contextlib.contextmanager
