@@ -8,7 +8,7 @@
 
 namespace moe {
 
-// Threads and addresses that the system grants this process.
+// Threads, addresses and pages that the system grants this process.
 
 /// Bytes that RLIMIT_AS leaves; UINT64_MAX where there is no limit.
 uint64_t address_space_left_bytes();

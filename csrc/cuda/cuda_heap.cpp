@@ -414,8 +414,7 @@ std::shared_ptr<Window> IpcHeap::allocate(uint64_t bytes) {
         add_segment(bytes);
         num_growths_.fetch_add(1, std::memory_order_relaxed);
       } catch (const CapacityError& error) {
-        // Memory that was given back is free once the streams come to it, and that is no lack of
-        // memory.
+        // Blocks that were given back are free once the streams come to it: no lack of memory.
         block = await_retired(bytes);
         if (block == nullptr)
           core_->throw_with_retired(error);

@@ -260,7 +260,7 @@ std::shared_ptr<Window> DeviceEndpoint::reserve_memory() {
           : 0;
   reserved_ =
       device_->reserve(num_plans * plan_bytes + replica_bytes, kHostBytesAtOnce + replica_bytes);
-  // A caller that is the host has a device that is, too, and growth of its heap waits for nobody.
+  // The device is the host where the caller is, and growth of its heap waits for nobody.
   if (is_host_caller() || config().max_row_bytes == 0 || config().num_max_tokens == 0)
     return memory_->allocate(0);
   const int64_t num_rows = num_tokens * std::max(num_topk + 1, num_pairs);

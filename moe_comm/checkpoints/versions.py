@@ -267,9 +267,8 @@ class NewVersion:
         for path in self._folder.glob(f".*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(f".{VERSIONS}.*"):
-            with contextlib.suppress(
-                OSError
-            ):  # as with folders: it is tried again by the next save
+            # As with folders, the next save tries again.
+            with contextlib.suppress(OSError):
                 path.unlink()
 
     def write(self, name: str, data: bytes) -> None:
