@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -18,6 +19,7 @@
 #include "cpu/thread_pool.h"
 #include "layout/strided.h"
 #include "ops/batched_copy.h"
+#include "ops/marked_ranges.h"
 #include "ops/piece_checksums.h"
 
 namespace moe::bindings {
@@ -327,6 +329,23 @@ void move_blocks(const PieceChecksums& self,
                    num_threads);
 }
 
+/// Marks blocks whose masks have a flag set.
+/// @param masks  For each mask, bytes, and rows of four numbers: blocks [first, end), bytes [first, end).
+void mark_ranges(const std::vector<std::pair<py::buffer, py::buffer>>& masks,
+                 const py::buffer& marked) {
+  const py::buffer_info blocks = marked.request(true);
+  for (const auto& [mask, ranges] : masks) {
+    const py::buffer_info flags = mask.request();
+    const py::buffer_info rows = ranges.request();
+    MOE_CHECK(rows.itemsize == 8 && rows.ndim == 2 && rows.shape[1] == 4,
+              "ranges must be rows of 4 numbers of 8 bytes");
+    ops::mark_ranges({static_cast<const uint8_t*>(flags.ptr), static_cast<size_t>(flags.size)},
+                     {static_cast<const ops::MarkedRange*>(rows.ptr),
+                      static_cast<size_t>(rows.shape[0])},
+                     {static_cast<uint8_t*>(blocks.ptr), static_cast<size_t>(blocks.size)});
+  }
+}
+
 }  // namespace
 
 void bind_batched_copy(py::module_& module) {
@@ -363,6 +382,7 @@ void bind_batched_copy(py::module_& module) {
            &move_blocks,
            Signature("first, end, block_bytes, wanted, packed, is_packing, num_threads"));
   module.def("checksum", &checksum_of, py::arg("tensor"));
+  module.def("mark_ranges", &mark_ranges, Signature("masks, marked"));
   module.def("copy_tensors", &copy_tensors, Signature("sources, destinations, num_threads"));
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import operator
@@ -15,28 +14,23 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from moe_comm.arguments import shown
 from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.plain_data import travels
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
-from moe_comm.resharding.describe.module_tensors import ModuleState, RefitSide, local_tensor
+from moe_comm.resharding.describe.module_tensors import ModuleState, RefitSide
+from moe_comm.resharding.hold.block_masks import BlockMasks, Changed
 from moe_comm.resharding.hold.piece_table import ListedPieces, PieceTable, list_pieces
 from moe_comm.resharding.hold.refit_group import RefitRanks
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.execution import States, exchange, execute, write_beside
-from moe_comm.resharding.move.sources import piece_of
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp, pack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 
 __all__ = ["Changed", "Delta", "DeltaReport", "Deltas"]
-
-Mask: TypeAlias = "bool | torch.Tensor"
-Changed: TypeAlias = "Mapping[str, Mask] | Callable[[str], Mask]"
-"""By name of this rank's source: whether it may have changed, or which elements; see `Refit.run`."""
 
 # A pair of which more bytes and a larger part have changed gets the whole, straight into its place and
 # without memory beside it.
@@ -135,6 +129,7 @@ class _End:
         self.ends = np.cumsum(-(-sizes // BLOCK_BYTES))
         """Number of blocks up to each piece, and with it."""
         num_blocks = int(self.ends[-1]) if len(sizes) else 0
+        self.masks = BlockMasks(table, self.ends)
         self.block_bytes = np.full(num_blocks, BLOCK_BYTES, np.int64)
         has_bytes = sizes > 0
         self.block_bytes[self.ends[has_bytes] - 1] = (sizes[has_bytes] - 1) % BLOCK_BYTES + 1
@@ -149,9 +144,6 @@ class _End:
                 _digest(rows),
                 int(sizes[first:end].sum()),
             )
-
-    def blocks_of(self, piece_idx: int) -> slice:
-        return slice(int(self.ends[piece_idx - 1]) if piece_idx else 0, int(self.ends[piece_idx]))
 
 
 @dataclasses.dataclass
@@ -317,7 +309,7 @@ class Deltas:
         changed = np.ones(num_blocks, np.bool_)
         wanted = None
         if delta.changed is not None:
-            wanted = _wanted(source, delta.states[0], delta.changed)
+            wanted = source.masks.wanted(delta.states[0].tensors, delta.changed)
         for peer, part in source.parts.items():
             sent = self._sent.get(peer)
             if sent is not None and sent.signature == part.signature:
@@ -575,86 +567,3 @@ def _unpack(message: torch.Tensor, end: _End, part: _Part, num_threads: int) -> 
     flags = np.unpackbits(array, count=num_blocks).astype(np.bool_)
     body = array[_header_bytes(num_blocks) :]
     end.table.move_blocks(part.pieces, flags, body, num_threads, is_packing=False)
-
-
-def _wanted(end: _End, state: ModuleState, changed: Changed) -> _Flags:
-    """The blocks that a caller's masks have an element in.
-
-    Raises:
-        TypeError, ValueError: A mask is none of its tensor, or of no tensor of this rank.
-    """
-    tensors = state.tensors
-    if isinstance(changed, Mapping):
-        unknown = [name for name in changed if name not in tensors]
-        if unknown:
-            raise ValueError(
-                f"changed names {shown(unknown[0])}, which the source on this rank does not have"
-            )
-        mask_of: Callable[[str], Any] = functools.partial(_of_mapping, changed)
-    elif callable(changed):
-        mask_of = changed
-    else:
-        raise TypeError(f"changed must be a mapping by name, or a callable, got {shown(changed)}")
-    masks: dict[str, bool | torch.Tensor] = {}
-
-    def mask_like(op: TransferOp) -> bool | torch.Tensor:
-        """The mask of a piece."""
-        name = op.param_name
-        if name not in masks:
-            masks[name] = _as_mask(name, mask_of(name), local_tensor(tensors[name]))
-        mask = masks[name]
-        if isinstance(mask, bool):
-            return mask
-        return piece_of(mask if op.my_view is None else mask.contiguous(), op)
-
-    wanted = np.zeros(len(end.block_bytes), np.bool_)
-    for idx, (op, piece) in enumerate(end.table.pieces):
-        blocks = wanted[end.blocks_of(idx)]
-        if op.joined is None:
-            _mark(blocks, mask_like(op), piece.element_size())
-        else:
-            blocks[:] = any(bool(torch.as_tensor(mask_like(each)).any()) for each in op.pieces)
-    return wanted
-
-
-def _of_mapping(masks: Mapping[str, Mask], name: str) -> Mask:
-    return masks.get(name, False)
-
-
-def _as_mask(name: str, mask: Any, tensor: torch.Tensor) -> bool | torch.Tensor:
-    if isinstance(mask, bool):
-        return mask
-    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
-        raise TypeError(
-            f"the mask of {name} must be a bool or a tensor of bools, got {shown(mask)}"
-        )
-    try:
-        return mask.detach().cpu().expand(tensor.shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"the mask of {name} has shape {tuple(mask.shape)}, which does not become that of this "
-            f"rank's part, {tuple(tensor.shape)}"
-        ) from error
-
-
-def _mark(blocks: _Flags, mask: bool | torch.Tensor, unit_bytes: int) -> None:
-    """Mark the blocks of a piece that a mask has an element in."""
-    if isinstance(mask, bool):
-        blocks[:] = mask
-        return
-    if mask.numel() == 0:
-        return
-    # One flag for elements that are one in memory: of a mask of rows, one for each row.
-    while mask.dim() and (mask.stride(-1) == 0 or mask.shape[-1] == 1):
-        unit_bytes *= mask.shape[-1]
-        mask = mask.select(-1, 0)
-    flags = mask.reshape(-1).numpy()
-    if BLOCK_BYTES % unit_bytes == 0:
-        at = np.arange(0, len(flags), BLOCK_BYTES // unit_bytes)
-        blocks[:] = np.logical_or.reduceat(flags, at)
-        return
-    set_units = np.flatnonzero(flags)
-    size = len(blocks) + 1
-    begins = np.bincount(set_units * unit_bytes // BLOCK_BYTES, minlength=size)
-    ends = np.bincount(((set_units + 1) * unit_bytes - 1) // BLOCK_BYTES + 1, minlength=size)
-    blocks[:] = np.cumsum(begins - ends)[:-1] > 0
