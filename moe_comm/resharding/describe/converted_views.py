@@ -14,7 +14,7 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Interval, Intervals
-from moe_comm.resharding.describe.mesh_layouts import mesh_intervals, read_mesh
+from moe_comm.resharding.describe.mesh_layouts import mesh_intervals, ranks_of_mesh, read_mesh
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.resharding.describe.tensor_layout import Shape, split
@@ -122,7 +122,7 @@ class _IndexTensor(torch.Tensor):
         elif (cut := (tensor.device_mesh, tensor.placements, tensor.shape)) in known:
             dims = known[cut]
         else:
-            mesh = read_mesh(tensor, label, tensor.device_mesh.mesh.flatten().tolist())
+            mesh = read_mesh(tensor, label, ranks_of_mesh(tensor.device_mesh)[1])
             if any(placement.kind == "partial" for placement in mesh.placements):
                 raise PlanError(
                     f"{label}: holds a pending sum, {tensor.placements}, and no weights"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -24,11 +26,27 @@ __all__ = [
     "mesh_intervals",
     "mesh_layout",
     "plain_placement",
+    "ranks_of_mesh",
     "read_mesh",
 ]
 
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
 """Pending reductions of a DTensor that can be run."""
+
+
+_meshes: weakref.WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Shape and ranks: newer releases of torch work a mesh's tensor out whenever they are asked for it."""
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a mesh, and its ranks, row-major."""
+    known = _meshes.get(mesh)
+    if known is None:
+        ranks = mesh.mesh
+        known = _meshes[mesh] = tuple(ranks.shape), tuple(ranks.flatten().tolist())
+    return known
 
 
 def plain_placement(placement: Placement) -> MeshPlacement | None:
@@ -65,9 +83,8 @@ def read_mesh(tensor: DTensor, name: str, ranks: Sequence[int]) -> MeshLayout:
         if plain is None:
             raise PlanError(f"{name} has placement {placement}, which cannot be moved")
         placements.append(plain)
-    return MeshLayout(
-        tuple(tensor.device_mesh.mesh.shape), tuple(ranks), tuple(placements), tuple(tensor.shape)
-    )
+    shape, _ = ranks_of_mesh(tensor.device_mesh)
+    return MeshLayout(shape, tuple(ranks), tuple(placements), tuple(tensor.shape))
 
 
 def mesh_intervals(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from moe_comm.peers.bootstrap import Bootstrap
-from moe_comm.resharding.describe.mesh_layouts import read_mesh
+from moe_comm.resharding.describe.mesh_layouts import ranks_of_mesh, read_mesh
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
@@ -188,7 +188,7 @@ class _PlanRanks:
         # A `RankGroup` is numbered in the plan's group already.
         return self._once(ranks if isinstance(group, RankGroup) else self._translated(ranks))
 
-    def of_mesh(self, mesh_ranks: list[int]) -> tuple[int, ...]:
+    def of_mesh(self, mesh_ranks: Sequence[int]) -> tuple[int, ...]:
         """The ranks of a device mesh."""
         ranks = tuple(rank + self.rank_offset for rank in self._translated(mesh_ranks))
         return cast("tuple[int, ...]", self._known.setdefault(("mesh", ranks), ranks))
@@ -199,18 +199,18 @@ class _PlanRanks:
             return None
         return self._once(list(range(dist.get_world_size())))
 
-    def _translated(self, ranks: list[int]) -> list[int]:
+    def _translated(self, ranks: Sequence[int]) -> Sequence[int]:
         if self._places is None:
             return ranks
         outside = [rank for rank in ranks if rank not in self._places]
         if outside:
             raise ValueError(
-                f"the model lies on ranks {ranks}, of which {outside} are not in the group that the "
+                f"the model lies on ranks {list(ranks)}, of which {outside} are not in the group that the "
                 f"plan is made over: {sorted(self._places)}"
             )
         return [self._places[rank] for rank in ranks]
 
-    def _once(self, ranks: list[int]) -> list[int]:
+    def _once(self, ranks: Sequence[int]) -> list[int]:
         key = tuple(rank + self.rank_offset for rank in ranks)
         return cast("list[int]", self._known.setdefault(key, list(key)))
 
@@ -420,7 +420,8 @@ def _extract(
     )
     _read_stage(meta, param, pg_collection, ranks)
     if isinstance(param, DTensor):
-        meta.mesh = read_mesh(param, name, ranks.of_mesh(param.device_mesh.mesh.flatten().tolist()))
+        _, mesh_ranks = ranks_of_mesh(param.device_mesh)
+        meta.mesh = read_mesh(param, name, ranks.of_mesh(mesh_ranks))
     elif pg_collection is None and not is_beside_dtensors:
         raise ValueError(
             f"Module must have pg_collection: {name} is no DTensor, and nothing else says which "
