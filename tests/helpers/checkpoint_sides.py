@@ -195,6 +195,39 @@ def refused_by_the_system() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def ended_anywhere(
+    folder: Path, write: Callable[[Path], object], end: Callable[[], object]
+) -> Iterator[Path]:
+    """End what writes at every call that changes the disk, in turn, and at last at none of them.
+
+    A writer of which a call is refused raises `CheckpointError`, if anything.
+
+    Args:
+        folder: Has a folder `first`.
+        write: Writes into a copy of that.
+        end: Is called in the place of a call.
+
+    Yields:
+        Each copy, in which the next one who writes is to leave nothing of what was ended.
+    """
+    for number in range(1, 100):
+        versions = folder / str(number)
+        shutil.copytree(folder / "first", versions)
+
+        def run(number: int = number, versions: Path = versions) -> None:
+            count = ends_at(number, end)
+            with contextlib.suppress(CheckpointError):
+                write(versions)
+            os._exit(_REFUSED if count[0] >= number else 0)
+
+        status = in_a_fork(run)
+        yield versions
+        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was ended is left"
+        if status == 0:
+            return
+        assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if end is killed else _REFUSED)
+
+
 def saves_ended_anywhere(
     folder: Path,
     wholes: tuple[dict[str, torch.Tensor], ...],
@@ -202,8 +235,6 @@ def saves_ended_anywhere(
     end: Callable[[], object] = killed,
 ) -> int:
     """End a save at every call that changes the disk, in turn; and the next one is as if it had not been.
-
-    A save of which a call is refused raises `CheckpointError`, if anything.
 
     Args:
         folder: Has a folder `first`, whose latest version is "before".
@@ -216,19 +247,12 @@ def saves_ended_anywhere(
     """
     before, after, later = wholes
     found = []
-    for number in range(1, 100):
-        versions = folder / str(number)
-        shutil.copytree(folder / "first", versions)
 
-        def run(number: int = number, versions: Path = versions) -> None:
-            count = ends_at(number, end)
-            with contextlib.suppress(CheckpointError):
-                save_checkpoint(
-                    CheckpointViews(side_of(after)), versions, "after", **options("before")
-                )
-            os._exit(_REFUSED if count[0] >= number else 0)
+    def write(versions: Path) -> None:
+        save_checkpoint(CheckpointViews(side_of(after)), versions, "after", **options("before"))
 
-        status = in_a_fork(run)
+    number = 0
+    for number, versions in enumerate(ended_anywhere(folder, write, end), 1):
         for expected in ({"before": before, "after": after}, {"after": later, "next": later}):
             target = {name: torch.full_like(tensor, -1) for name, tensor in before.items()}
             (path,) = load([side_of(target)], versions, checksums=True)
@@ -237,10 +261,6 @@ def saves_ended_anywhere(
             if "before" in expected:
                 again = "next" if path.name == "after" else "after"
                 save([side_of(later)], versions, again, **options(path.name))
-        assert [path.name for path in versions.glob(".*")] == [".lock"], "what was ended is left"
-        if status == 0:
-            break
-        assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if end is killed else _REFUSED)
     assert found[0] == "before" if end is killed else "before" in found
     assert found[-2:] == ["after", "next"]
     return number

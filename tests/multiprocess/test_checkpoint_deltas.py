@@ -26,6 +26,7 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers import checkpoint_sides
 from tests.helpers.checkpoint_layouts import DrawnSide, drawn_finer, drawn_shapes
 from tests.helpers.checkpoint_sides import (
+    ended_anywhere,
     folder_in_memory,
     halves,
     killed,
@@ -505,6 +506,28 @@ def test_a_delta_that_ends_anywhere_leaves_the_version_before_or_the_new_one(
     save([side_of(before)], folder / "first", "before", base="whole")
     wholes = (before, after, later)
     assert 15 < saves_ended_anywhere(folder, wholes, lambda base: {"base": base}, end) < 99
+
+
+@pytest.mark.parametrize("end", [killed, refused_by_the_system])
+def test_a_compaction_that_ends_anywhere_leaves_the_delta_or_the_whole(
+    folder: Path, end: Callable[[], object]
+) -> None:
+    saved = chain(folder / "first")
+    found = []
+    for versions in ended_anywhere(folder, compact_checkpoint, end):
+        target = numbers(-1, a=(256, 256), b=(256, 256))
+        (path,) = load([side_of(target)], versions, checksums=True)
+        assert equal_bits(target, saved[2])
+        found.append(path.name)
+        # And the next one finds its place.
+        if path.name == "v2":
+            compact_checkpoint(versions)
+        else:
+            save(halves(saved[1]), versions, "v3", base=path.name)
+        assert load([side_of(target)], versions)[0].name in ("v2-whole", "v3")
+    assert found[0] == "v2" if end is killed else "v2" in found
+    assert found[-1] == "v2-whole"
+    assert 15 < len(found) < 99
 
 
 @pytest.mark.parametrize("kill", [(1, "pwrite", 4), (1, "fsync", 1), (0, "rename", 1)])
