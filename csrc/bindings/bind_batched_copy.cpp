@@ -330,7 +330,8 @@ void move_blocks(const PieceChecksums& self,
 }
 
 /// Marks blocks whose masks have a flag set.
-/// @param masks  For each mask, bytes, and rows of four numbers: blocks [first, end), bytes [first, end).
+/// @param masks  For each mask, bytes, and rows of four numbers: blocks [first, end), bytes [first,
+/// end).
 void mark_ranges(const std::vector<std::pair<py::buffer, py::buffer>>& masks,
                  const py::buffer& marked) {
   const py::buffer_info blocks = marked.request(true);
@@ -339,10 +340,10 @@ void mark_ranges(const std::vector<std::pair<py::buffer, py::buffer>>& masks,
     const py::buffer_info rows = ranges.request();
     MOE_CHECK(rows.itemsize == 8 && rows.ndim == 2 && rows.shape[1] == 4,
               "ranges must be rows of 4 numbers of 8 bytes");
-    ops::mark_ranges({static_cast<const uint8_t*>(flags.ptr), static_cast<size_t>(flags.size)},
-                     {static_cast<const ops::MarkedRange*>(rows.ptr),
-                      static_cast<size_t>(rows.shape[0])},
-                     {static_cast<uint8_t*>(blocks.ptr), static_cast<size_t>(blocks.size)});
+    ops::mark_ranges(
+        {static_cast<const uint8_t*>(flags.ptr), static_cast<size_t>(flags.size)},
+        {static_cast<const ops::MarkedRange*>(rows.ptr), static_cast<size_t>(rows.shape[0])},
+        {static_cast<uint8_t*>(blocks.ptr), static_cast<size_t>(blocks.size)});
   }
 }
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm import _host
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
+from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, mark_ranges
 from moe_comm.resharding.hold.block_masks import BlockMasks
 from moe_comm.resharding.hold.piece_table import PieceTable
 from moe_comm.resharding.move.sources import piece_of
@@ -86,4 +85,4 @@ def test_ranges_beyond_what_is_there() -> None:
     flags, marked = np.zeros(8, np.bool_), np.zeros(2, np.bool_)
     for row, text in (((0, 3, 0, 1), "blocks 0 to 3 of 2"), ((0, 1, 0, 9), "flags 0 to 9 of 8")):
         with pytest.raises(ValueError, match=text):
-            _host.mark_ranges([(flags, np.array([row]))], marked)
+            mark_ranges([(flags, np.array([row]))], marked)

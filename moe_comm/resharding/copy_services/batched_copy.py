@@ -33,6 +33,7 @@ __all__ = [
     "check_block_bytes",
     "checksum",
     "copy_tensors",
+    "mark_ranges",
     "problem_with_overlaps",
 ]
 
@@ -380,6 +381,23 @@ def block_checksums(
         torch.get_num_threads() if num_threads is None else as_int("num_threads", num_threads, 1)
     )
     return PieceChecksums([(0, tensor, 0)]).compute_blocks(threads, block_bytes=block_bytes)
+
+
+def mark_ranges(
+    masks: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]], marked: npt.NDArray[np.bool_]
+) -> None:
+    """Mark blocks whose masks have a flag set.
+
+    Args:
+        masks: Flags, and rows of (first block, end of blocks, first flag, end of flags).
+        marked: Shape (blocks,). Those of a row with a flag set become true, others stay.
+
+    Raises:
+        ValueError: A row ends beyond the flags or the blocks.
+    """
+    from moe_comm import _host
+
+    _host.mark_ranges(masks, marked)
 
 
 class PieceChecksums:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from moe_comm.arguments import shown
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
+from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, mark_ranges
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.hold.piece_table import PieceTable
 from moe_comm.resharding.move.sources import piece_of
@@ -67,8 +67,6 @@ class BlockMasks:
         Raises:
             TypeError, ValueError: A mask is none of its tensor, or of no tensor of this rank.
         """
-        from moe_comm import _host
-
         if isinstance(changed, Mapping):
             unknown = [name for name in changed if name not in tensors]
             if unknown:
@@ -89,7 +87,7 @@ class BlockMasks:
                 flags, shape = _flags(name, mask, tensors[name])
                 masks.append((flags, self._ranges_of(name, shape, tensors[name])))
         wanted = np.zeros(self._num_blocks, np.bool_)
-        _host.mark_ranges(masks, wanted)
+        mark_ranges(masks, wanted)
         return wanted
 
     def _ranges_of(self, name: str, shape: _Shape, tensor: torch.Tensor) -> _Ranges:
