@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moe_comm.cli.command_rules import FoldedTable, wide_console
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
-from moe_comm.cli.model.routing import draw_traffic
+from moe_comm.cli.model.drawn_routing import draw_traffic
 from moe_comm.cli.model.simulation import simulate
 from moe_comm.cli.model.workload import (
     Movement,

@@ -18,7 +18,7 @@ from moe_comm.dispatcher.permuted import (
     start_dispatch,
 )
 from moe_comm.dispatcher.spare_slots import with_spare_slots
-from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
+from moe_comm.ep.autograd.gradient_agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.options import check_alignment

@@ -15,8 +15,8 @@ import torch
 
 from moe_comm.arguments import as_utf8, check_bool, check_kind, text_of
 from moe_comm.ep import validation
-from moe_comm.ep.backends.agreement import agree_on_backend
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan, PlanTensors
+from moe_comm.ep.backends.buffer_agreement import agree_on_backend
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.expert_loads import ExpertLoads
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics

@@ -22,7 +22,7 @@ from moe_comm.dispatcher import permuted
 from moe_comm.dispatcher.permuted import PermutedHandle, check_no_transform
 from moe_comm.ep import autograd
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
+from moe_comm.ep.autograd.gradient_agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle

@@ -235,7 +235,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
         return DEVICE if torch.get_default_device() == DEVICE else device_for(group)
 
     patch.setattr("moe_comm.ep.group_buffers._device_for", device_of_group)
-    load = "moe_comm.ep.backends.agreement.load_backend"
+    load = "moe_comm.ep.backends.buffer_agreement.load_backend"
     from moe_comm.ep.backends import load_backend
 
     patch.setattr(load, lambda name: _backend(name, load_backend))

@@ -15,8 +15,8 @@ from moe_comm.cli.app import app
 from moe_comm.cli.bench import sweep, worker
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase, make_x
-from moe_comm.cli.bench.exchange import NativeExchange, Received
 from moe_comm.cli.bench.internode_traffic import internode_bytes
+from moe_comm.cli.bench.measured_calls import NativeExchange, Received
 from moe_comm.cli.bench.options import LAYER, BenchOptions
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.peers.mpi import MpiPeer

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase, make_x
-from moe_comm.cli.bench.exchange import NativeExchange, Received
+from moe_comm.cli.bench.measured_calls import NativeExchange, Received
 from moe_comm.cli.bench.side import Side
 from moe_comm.tensors.quantization import FP8_BLOCK128
 from moe_comm.testing import RankContext, run_ranks

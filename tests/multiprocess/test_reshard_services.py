@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator, RankThreads
-from moe_comm.resharding.copy_services.agreement import agree
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
+from moe_comm.resharding.copy_services.matched_transfers import agree
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.process_group import timeout_of
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.published import PUBLISHED, compare, spread
 from moe_comm.cli.model.cluster import CLUSTERS, Cluster
+from moe_comm.cli.model.drawn_routing import draw_traffic
 from moe_comm.cli.model.prediction import predict
-from moe_comm.cli.model.routing import draw_traffic
 from moe_comm.cli.model.simulation import simulate
 from moe_comm.cli.model.workload import (
     Bytes,

@@ -6,7 +6,7 @@ import torch
 from moe_comm import _host
 from moe_comm.ep.backends import collective_capacity
 from moe_comm.ep.backends.collective_capacity import CapacityDecision
-from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.errors import CapacityError
 

@@ -18,7 +18,7 @@ from moe_comm.compat.deep_ep import (
     Config,
     EventHandle,
     EventOverlap,
-    routing,
+    handle_counts,
 )
 from moe_comm.compat.deep_ep.utils import align, calc_diff, ceil_div, per_token_cast_to_fp8
 from moe_comm.ep.config import default_expert_rank
@@ -213,12 +213,12 @@ def test_layout_names_a_bad_expert() -> None:
     placement = default_expert_rank(5, 2)
     for bad in (5, -2):
         with pytest.raises(ValueError, match=re.escape(f"[-1, 5), got {bad}")):
-            routing.dispatch_layout(torch.tensor([[0, bad]]), placement, 2)
+            handle_counts.dispatch_layout(torch.tensor([[0, bad]]), placement, 2)
 
 
 def test_layout_range_past_2_to_31() -> None:
     counts = torch.tensor([[3, 2**31 + 5, 1]])
-    packed = routing.packed_layout_range(counts)[0].tolist()
+    packed = handle_counts.packed_layout_range(counts)[0].tolist()
     assert [value & 0xFFFFFFFF for value in packed] == counts[0].tolist()
     assert [value >> 32 for value in packed[:2]] == [0, 3]
 

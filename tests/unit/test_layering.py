@@ -275,7 +275,7 @@ USERS_OF_NATIVE = {
         "moe_comm.ep.backends.host",
         "moe_comm.ep.backends.native",
         "moe_comm.ep.backends.rails",
-        "moe_comm.ep.backends.routing",
+        "moe_comm.ep.backends.expert_ranks",
         "moe_comm.dispatcher.routing_map",
         "moe_comm.checkpoints",
         "moe_comm.resharding.copy_services.batched_copy",

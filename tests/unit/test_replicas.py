@@ -20,8 +20,8 @@ from moe_comm import (
     Layout,
     _host,
 )
-from moe_comm.ep.backends.routing import Placement as Slots
-from moe_comm.ep.backends.routing import replicas_of
+from moe_comm.ep.backends.expert_ranks import Placement as Slots
+from moe_comm.ep.backends.expert_ranks import replicas_of
 from moe_comm.ep.backends.simt import SimtBackend, use_device
 from moe_comm.ep.budget import round_window_bytes, token_sets_bytes
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule

@@ -24,8 +24,8 @@ from moe_comm.resharding.copy_services import (
     distributed_copy_service,
     match_local_ops_by_task_id,
 )
-from moe_comm.resharding.copy_services.agreement import Transfer, agree
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
+from moe_comm.resharding.copy_services.matched_transfers import Transfer, agree
 from moe_comm.resharding.copy_services.queued_copy_service import (
     Batch,
     QueuedCopyService,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm import _host
-from moe_comm.ep.backends import collective_capacity, routing
+from moe_comm.ep.backends import collective_capacity, expert_ranks
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.collective_plan import CollectivePlan
-from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Layout
 from moe_comm.ep.spec import Dispatch
@@ -118,7 +118,7 @@ def test_a_placement_on_other_ranks_is_refused() -> None:
 def test_local_topk_idx() -> None:
     placement = placement_of(1, 0, 1)
     choices = torch.tensor([[2, -1, 1], [0, 2, 1]])
-    local = routing.local_topk_idx(choices, torch.tensor([1, 0]), placement)
+    local = expert_ranks.local_topk_idx(choices, torch.tensor([1, 0]), placement)
     assert local.tolist() == [[1, -1, -1], [-1, -1, 0]]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_comm.cli.bench.barrier import SpinBarrier
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx
-from moe_comm.cli.bench.exchange import Exchange, Received
+from moe_comm.cli.bench.measured_calls import Exchange, Received
 from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
 from moe_comm.cli.bench.rank import synchronize
 from moe_comm.cli.bench.replicas import slots_of_rank

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
-from moe_comm.cli.bench.exchange import NativeExchange
+from moe_comm.cli.bench.measured_calls import NativeExchange
 from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.parts import Parts, take_apart, timed_native_calls
 from moe_comm.cli.bench.roof import Roof

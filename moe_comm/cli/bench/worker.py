@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_comm.cli.bench.case import BenchCase, make_topk_idx, make_x
-from moe_comm.cli.bench.exchange import Exchange, HybridEpExchange, NativeExchange
+from moe_comm.cli.bench.measured_calls import Exchange, HybridEpExchange, NativeExchange
 from moe_comm.cli.bench.memory import WindowMemory, window_memory
 from moe_comm.cli.bench.options import BenchOptions
 from moe_comm.cli.bench.peers.gloo import exchange_by_gloo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_comm.cli.model.cluster import Cluster
-from moe_comm.cli.model.routing import draw_traffic
+from moe_comm.cli.model.drawn_routing import draw_traffic
 from moe_comm.cli.model.simulation import BYTES_PER_US, SimulatedOperation, simulate
 from moe_comm.cli.model.workload import Bytes, Workload
 

@@ -15,7 +15,7 @@ import heapq
 import numpy as np
 
 from moe_comm.cli.model.cluster import Cluster
-from moe_comm.cli.model.routing import Floats, Traffic
+from moe_comm.cli.model.drawn_routing import Floats, Traffic
 from moe_comm.cli.model.workload import Workload
 
 __all__ = ["SimulatedOperation", "simulate"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.compat.deep_ep import config as configs
-from moe_comm.compat.deep_ep import low_latency, rank_major, routing
+from moe_comm.compat.deep_ep import handle_counts, low_latency, rank_major
 from moe_comm.compat.deep_ep.arguments import (
     begin,
     check_bools,
@@ -240,7 +240,7 @@ class Buffer(MaskedRanks):
         check_ints(1, num_experts=num_experts)
         check_tensor("topk_idx", topk_idx, (None, None), configs.topk_idx_t)
         placement = default_expert_rank(num_experts, self.group_size)
-        layout = routing.dispatch_layout(topk_idx, placement, self.group_size)
+        layout = handle_counts.dispatch_layout(topk_idx, placement, self.group_size)
         return (
             layout.num_tokens_per_rank,
             None,

@@ -9,7 +9,7 @@ import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
-from moe_comm.compat.deep_ep.routing import last_choices, row_sources
+from moe_comm.compat.deep_ep.handle_counts import last_choices, row_sources
 from moe_comm.compat.deep_ep.streams import plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 from moe_comm.ep.buffer import EpBuffer

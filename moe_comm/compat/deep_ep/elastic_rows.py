@@ -10,7 +10,7 @@ import torch
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
-from moe_comm.compat.deep_ep.routing import last_choices, received_choices, row_sources
+from moe_comm.compat.deep_ep.handle_counts import last_choices, received_choices, row_sources
 from moe_comm.compat.deep_ep.rows import Rows, check_rows, packed, unpacked
 from moe_comm.compat.deep_ep.streams import on_call_device, plan_on_call_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
-from moe_comm.compat.deep_ep.routing import rows_on_ranks
+from moe_comm.compat.deep_ep.handle_counts import rows_on_ranks
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import Layout

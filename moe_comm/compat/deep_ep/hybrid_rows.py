@@ -9,9 +9,9 @@ import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
 from moe_comm.compat.deep_ep.group import GroupOwner
+from moe_comm.compat.deep_ep.handle_counts import rows_on_ranks, tokens_in_ranks
 from moe_comm.compat.deep_ep.handles import HybridHandle
 from moe_comm.compat.deep_ep.hybrid_config import HybridEpConfigInstance
-from moe_comm.compat.deep_ep.routing import rows_on_ranks, tokens_in_ranks
 from moe_comm.compat.deep_ep.streams import (
     Place,
     on_call_device,

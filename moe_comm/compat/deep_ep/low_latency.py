@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_comm.compat.deep_ep import routing
+from moe_comm.compat.deep_ep import handle_counts
 from moe_comm.compat.deep_ep.arguments import check_bools, check_tensor
 from moe_comm.compat.deep_ep.config import topk_idx_t
 from moe_comm.compat.deep_ep.group import GroupOwner
@@ -159,8 +159,8 @@ def dispatch(
     def finish() -> None:
         recv_count.copy_(result.num_tokens_per_expert)
         plan = plan_on_call_device(result.plan)
-        _, counts = routing.received_choices(plan, buffer.expert_rank, owner.rank_idx)
-        layout_range.copy_(routing.packed_layout_range(counts))
+        _, counts = handle_counts.received_choices(plan, buffer.expert_rank, owner.rank_idx)
+        layout_range.copy_(handle_counts.packed_layout_range(counts))
         assert result.topk_weights is not None
         is_filled = torch.arange(num_places) < recv_count[:, None]
         arrived = result.topk_weights.view(num_local_experts, num_places)

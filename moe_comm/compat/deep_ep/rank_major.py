@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from moe_comm.compat.deep_ep import routing
+from moe_comm.compat.deep_ep import handle_counts
 from moe_comm.compat.deep_ep.arguments import check_ints, check_tensor
 from moe_comm.compat.deep_ep.combining import (
     Bias,
@@ -150,7 +150,7 @@ def check_sending(owner: GroupOwner, buffer: EpBuffer, sending: Sending) -> None
         return
     topk_idx = check_tensor("topk_idx", sending.topk_idx, (num_tokens, None), topk_idx_t)
     check_tensor("topk_weights", sending.topk_weights, tuple(topk_idx.shape), torch.float32)
-    expected = routing.dispatch_layout(topk_idx, buffer.expert_rank, num_ranks)
+    expected = handle_counts.dispatch_layout(topk_idx, buffer.expert_rank, num_ranks)
     for name, given, wanted in (
         ("num_tokens_per_rank", per_rank, expected.num_tokens_per_rank),
         ("num_tokens_per_expert", per_expert, expected.num_tokens_per_expert),
@@ -282,12 +282,12 @@ def _make_handle(
     plan = plan_on_call_device(result.handle.plan)
     rank_prefix = plan.sent_tokens.cumsum(0, dtype=torch.int32)
     num_filled = int(rank_prefix[-1, owner.rank_idx])
-    sources = routing.row_sources(plan, buffer.expert_rank, owner.rank_idx)
+    sources = handle_counts.row_sources(plan, buffer.expert_rank, owner.rank_idx)
     recv_src_idx = source[:, 0].contiguous()
-    channel_prefix, send_head = routing.send_channels(
+    channel_prefix, send_head = handle_counts.send_channels(
         sending.is_token_in_rank, sending.num_channels
     )
-    recv_channel_prefix = routing.recv_channel_prefix_matrix(
+    recv_channel_prefix = handle_counts.recv_channel_prefix_matrix(
         sources[:num_filled],
         recv_src_idx[:num_filled],
         source[:num_filled, 1],

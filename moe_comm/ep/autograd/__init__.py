@@ -2,7 +2,7 @@
 
 `functional` is what users call. Where somebody looks at operators (compilers, modes, profilers) it calls
 those of `operators`, whose shapes `fakes` knows, else the buffer itself; both get their gradients in
-`formulas`, by what ranks said of them (`agreement`). Knows `EpBuffer`, and nothing of backends but their
+`formulas`, by what ranks said of them (`gradient_agreement`). Knows `EpBuffer`, and nothing of backends but their
 plans.
 
 `SAVED_OPERATORS` is the list for `torch.utils.checkpoint.create_selective_checkpoint_contexts` that

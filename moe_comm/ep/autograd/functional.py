@@ -9,8 +9,8 @@ from typing import Any, NoReturn, cast
 import torch
 
 from moe_comm.ep.autograd import dynamo, formulas, operators
-from moe_comm.ep.autograd.agreement import combine_word, dispatch_word
 from moe_comm.ep.autograd.formulas import clone_of_inference
+from moe_comm.ep.autograd.gradient_agreement import combine_word, dispatch_word
 from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
 from moe_comm.ep.backends.base import DispatchOutput
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound

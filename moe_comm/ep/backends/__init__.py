@@ -2,8 +2,8 @@
 
 `base` is what an `EpBuffer` asks of a backend. `host`, `cuda`, `nvshmem` and `simt` are extension modules of
 this package (`native` and `native_*` are what they share); `collective` and `deep_ep` move rows in Python
-(`collective_*`, `routing`, `rows`), and `reference` is the definition. `messages`, `gradients` and
-`agreement` are the words in which ranks agree. Knows `moe_comm.peers`, and not who calls.
+(`collective_*`, `expert_ranks`, `rows`), and `reference` is the definition. `messages`, `gradients` and
+`buffer_agreement` are the words in which ranks agree. Knows `moe_comm.peers`, and not who calls.
 """
 
 from __future__ import annotations

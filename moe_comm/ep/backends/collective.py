@@ -17,7 +17,6 @@ import torch.distributed as dist
 from moe_comm import _host
 from moe_comm.ep import placement as placements
 from moe_comm.ep.backends import collective_capacity, local_ops, messages
-from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
     Backend,
     CombineOutput,
@@ -26,10 +25,11 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
+from moe_comm.ep.backends.buffer_agreement import Peers, agree_on_config
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.collective_transport import CollectiveTransport, ProgressThread
-from moe_comm.ep.backends.routing import Placement, arrangement_of, replicas_of
+from moe_comm.ep.backends.expert_ranks import Placement, arrangement_of, replicas_of
 from moe_comm.ep.backends.rows import arrange_scales
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.ep.gradients import clash, unite, with_applied_weights

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_comm import _host
-from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.config import Capacity, Layout, numbers_of
 
 __all__ = ["CapacityDecision", "ask", "decide"]

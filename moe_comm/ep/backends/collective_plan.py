@@ -8,7 +8,7 @@ import torch
 
 from moe_comm import _host
 from moe_comm.ep.backends.base import PlanTensors
-from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.config import Layout
 
 __all__ = ["CollectivePlan"]

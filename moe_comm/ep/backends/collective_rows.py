@@ -9,10 +9,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from moe_comm import _host
 from moe_comm.ep.backends import local_ops
-from moe_comm.ep.backends.agreement import Peers
+from moe_comm.ep.backends.buffer_agreement import Peers
 from moe_comm.ep.backends.collective_plan import CollectivePlan
 from moe_comm.ep.backends.collective_transport import CollectiveTransport
-from moe_comm.ep.backends.routing import Placement, local_topk_idx
+from moe_comm.ep.backends.expert_ranks import Placement, local_topk_idx
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.tensors import arithmetic

@@ -26,7 +26,7 @@ from moe_comm.ep.backends.deep_ep_transport import (
     Rows,
     problem_with_deep_ep,
 )
-from moe_comm.ep.backends.routing import Placement
+from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.peers.agree import agree

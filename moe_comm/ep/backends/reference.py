@@ -14,7 +14,6 @@ import torch
 
 from moe_comm.ep import spec
 from moe_comm.ep.backends import messages
-from moe_comm.ep.backends.agreement import Peers, agree_on_config
 from moe_comm.ep.backends.base import (
     Backend,
     CombineOutput,
@@ -23,6 +22,7 @@ from moe_comm.ep.backends.base import (
     Plan,
     PlanTensors,
 )
+from moe_comm.ep.backends.buffer_agreement import Peers, agree_on_config
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.ep.gradients import clash, unite, with_applied_weights

@@ -15,7 +15,6 @@ from moe_comm.arguments import check_resolved
 from moe_comm.peers.agree import mismatched_transfers
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
-from moe_comm.resharding.copy_services.agreement import Transfer, agree
 from moe_comm.resharding.copy_services.base import (
     CopyService,
     RecvOp,
@@ -23,6 +22,7 @@ from moe_comm.resharding.copy_services.base import (
     match_local_ops_by_task_id,
 )
 from moe_comm.resharding.copy_services.batched_copy import problem_with_overlaps
+from moe_comm.resharding.copy_services.matched_transfers import Transfer, agree
 from moe_comm.tensors.memory import problem_with_memory
 from moe_comm.tensors.memory_overlap import has_element_twice
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.peers.gather_objects import gather_objects_of_group
-from moe_comm.resharding.copy_services.agreement import Transfer, agree
+from moe_comm.resharding.copy_services.matched_transfers import Transfer, agree
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import TransferType
 from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
