@@ -216,7 +216,8 @@ void copy_tensors(const py::list& sources, const py::list& destinations, int num
   }
   {
     const py::gil_scoped_release no_gil;
-    const cpu::StoreMode mode = cpu::store_mode(2 * stream.end() > cpu::last_level_cache_bytes());
+    const cpu::StoreMode mode =
+        cpu::store_mode_of_copies(2 * stream.end(), cpu::last_level_cache_bytes());
     const cpu::RowKernels& kernels = cpu::best_row_kernels();
     cpu::ThreadPool(stream.end() < cpu::kBytesWorthAThread ? 1 : num_threads)
         .parallel_for((stream.end() + kPartBytes - 1) / kPartBytes,

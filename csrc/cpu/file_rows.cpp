@@ -19,9 +19,6 @@ namespace moe::cpu {
 
 namespace {
 
-/// More than a caller reads to go over it again at once.
-constexpr int64_t kStreamedBytes = int64_t{4} << 20;
-
 /// Read at a time: what is made for it is still near when it is filled.
 constexpr int64_t kPartBytes = int64_t{1} << 20;
 
@@ -70,7 +67,7 @@ int64_t read_file_rows(int descriptor,
   const int64_t most = is_read_whole ? std::min(limits.cached_bytes / rows.step, rows.num_runs) : 1;
   std::vector<std::byte> whole(is_read_whole ? most * rows.step : 0);
   const RowKernels& kernels = best_row_kernels();
-  const StoreMode mode = store_mode(rows.num_runs * rows.run_bytes > kStreamedBytes);
+  const StoreMode mode = store_mode_of_reads(rows.num_runs * rows.run_bytes);
   for (int64_t first = 0; first < rows.num_runs; first += most) {
     FileRows some = rows;
     some.offset += first * rows.step;

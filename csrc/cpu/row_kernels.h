@@ -5,17 +5,10 @@
 #include <string_view>
 
 #include "core/dtype.h"
+#include "cpu/streaming_stores.h"
 #include "layout/scale_format.h"
 
 namespace moe::cpu {
-
-/// Way in which a kernel stores: through caches, or past them (non-temporal; pays above their
-/// size).
-enum class StoreMode { kCached, kStreaming };
-
-inline StoreMode store_mode(bool is_streaming) {
-  return is_streaming ? StoreMode::kStreaming : StoreMode::kCached;
-}
 
 /// Quantization of a row to e4m3; docs/quantization.md has the arithmetic. A block with a NaN or
 /// an infinity has a scale factor of NaN (float32 0x7FC00000, byte 0xFF) and data bytes of 0x7F,

@@ -135,7 +135,7 @@ void CopyRun::move(PreparedCopies::Route& route) {
   for (const Channel& channel : channels)
     total_bytes += channel.stream.end();
   const cpu::StoreMode mode =
-      cpu::store_mode(total_bytes * group_.num_ranks() > engine_.cache_bytes());
+      cpu::store_mode_of_copies(total_bytes * group_.num_ranks(), engine_.cache_bytes());
   const int64_t num_direct = (route.direct.end() + kDirectPartBytes - 1) / kDirectPartBytes;
   const int num_threads = group_.num_threads();
   int64_t next_direct = 0;

@@ -113,9 +113,7 @@ void Endpoint::retire_rail(const std::string& reason) {
 }
 
 cpu::StoreMode Endpoint::store_mode(int64_t total_bytes) const {
-  // A caller often holds the last result while the next one is written.
-  constexpr int64_t kResultsHeld = 2;
-  return cpu::store_mode(total_bytes > cache_bytes_ / kResultsHeld);
+  return cpu::store_mode_of_results(total_bytes, cache_bytes_);
 }
 
 void Endpoint::for_tokens(int64_t num_tokens,
