@@ -16,7 +16,6 @@
 #include "layout/wire_format.h"
 #include "layout/workspace.h"
 #include "ops/buffer_base.h"
-#include "ops/operations_in_flight.h"
 #include "ops/progress.h"
 
 namespace moe::ops {
@@ -29,7 +28,7 @@ struct EndpointConfig {
   int64_t hidden = 0;          ///< elements of a row; 0 for any
   int32_t row_type = 0;        ///< of an element, see dlpack_type(); 0 for any
   std::vector<int32_t> expert_rank;
-  int depth = kDefaultInFlight;     ///< of the ring
+  int depth = 0;                    ///< of the ring
   int num_low_latency_windows = 2;  ///< of a device; see WindowRing
   /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
   bool node_reduction = false;

@@ -38,7 +38,7 @@ InternodeDispatch::InternodeDispatch(Endpoint& endpoint,
       nodes_(endpoint.group().nodes()),
       own_node_(nodes_.node_idx(endpoint.rank_idx())),
       own_row_(row_of(endpoint.rank_idx())),
-      rows_per_chunk_(InternodeCut::rows_per_chunk(own_row_, nodes_.num_nodes())),
+      rows_per_chunk_(InternodeCut::rows_per_chunk(own_row_.bytes(), nodes_.num_nodes())),
       num_window_rows_(
           layout::num_window_rows(plan.counts, endpoint.placement(), plan.arrangement)),
       local_slots_(plan.slots.size(), Slot::kNone),
@@ -251,7 +251,7 @@ void InternodeDispatch::take_header(Arrival& arrival) {
 }
 
 void InternodeDispatch::ask_for_chunks(Arrival& arrival) {
-  const int64_t per_chunk = InternodeCut::rows_per_chunk(arrival.row, nodes_.num_nodes());
+  const int64_t per_chunk = InternodeCut::rows_per_chunk(arrival.row.bytes(), nodes_.num_nodes());
   while (arrival.num_left > 0 &&
          static_cast<int64_t>(arrival.in_flight.size()) < InternodeCut::kChunksInFlight) {
     Arrival::Chunk chunk;

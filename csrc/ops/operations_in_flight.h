@@ -2,13 +2,10 @@
 
 #include <cstdint>
 
-// Limits on the operations of one buffer that are under way at a time.
+// Limit on the operations of a device that are under way at a time; of one buffer, its ring's:
+// moe_comm/ep/operations_in_flight.py.
 
 namespace moe::ops {
-
-/// Entries of a buffer's ring, where the configuration names no other number: an operation begins
-/// when the one so many before it has ended on every rank.
-inline constexpr int kDefaultInFlight = 4;
 
 /// Operations of a device that the host has issued and not yet heard, the one that is called among
 /// them.

@@ -11,6 +11,7 @@
 #include "layout/token_sets.h"
 #include "layout/window.h"
 #include "ops/dispatch_rules.h"
+#include "ops/operations_in_flight.h"
 #include "runtime/deferred_agreement.h"
 #include "runtime/device_plan.h"
 #include "runtime/device_replicas.h"

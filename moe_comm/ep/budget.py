@@ -11,6 +11,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Literal
 
+from moe_comm.ep.operations_in_flight import NUM_MAX_IN_FLIGHT
+
 if TYPE_CHECKING:
     from moe_comm import _host
 
@@ -291,7 +293,7 @@ def rail_region_bytes(
     num_topk: int,
     num_experts: int,
     row_bytes: int,
-    depth: int = 4,
+    depth: int = NUM_MAX_IN_FLIGHT,
     node_reduction: bool = False,
     num_balanced_experts: int = 0,
 ) -> int:
@@ -368,7 +370,7 @@ def window_sizes(
     num_local_experts: int,
     row_bytes: int,
     weight_bytes: int = 4,
-    depth: int = 4,
+    depth: int = NUM_MAX_IN_FLIGHT,
     expert_alignment: int = 1,
     imbalance: float = 1.0,
     worst_case: bool = False,

@@ -11,6 +11,7 @@ import torch
 
 from moe_comm.arguments import as_int, check_bool, check_kind
 from moe_comm.ep import budget
+from moe_comm.ep.operations_in_flight import NUM_MAX_IN_FLIGHT
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.tensors.quantization import Quantization
 
@@ -181,7 +182,7 @@ class EpConfig:
     expert_rank: torch.Tensor | Sequence[int] | None = None
     placement: Placement | None = None
     replica_rule: ReplicaRule = "balanced"
-    num_max_in_flight: int = 4
+    num_max_in_flight: int = NUM_MAX_IN_FLIGHT
     num_low_latency_windows: int | None = None
     node_reduction: bool = False
     rank_reduction: bool = False

@@ -15,6 +15,7 @@ from moe_comm import env
 from moe_comm.errors import CommunicationError, PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import name_ranks
 from moe_comm.peers.gather_objects import gather_objects_of_group
+from moe_comm.peers.peer_timeouts import ARRIVAL_TIMEOUT_S
 
 __all__ = [
     "Bootstrap",
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 
-ARRIVAL_TIMEOUT_S = 1800.0
 WARN_EVERY_S = 60.0
 _logger = logging.getLogger("moe_comm")
 

@@ -28,7 +28,7 @@ from moe_comm.peers.agree import (
     raise_unequal,
 )
 from moe_comm.peers.backend_choice import HEAP_BACKENDS, choose_backend, problem_with_names
-from moe_comm.peers.bootstrap import ARRIVAL_TIMEOUT_S, Bootstrap, ThreadRank, bootstrap_for
+from moe_comm.peers.bootstrap import Bootstrap, ThreadRank, bootstrap_for
 from moe_comm.peers.communicator_options import CommunicatorOptions
 from moe_comm.peers.destroyable import Destroyable
 from moe_comm.peers.elastic import ElasticRanks
@@ -36,6 +36,7 @@ from moe_comm.peers.forks import forks
 from moe_comm.peers.heap_stats import HeapStats
 from moe_comm.peers.missed_calls import Telling, tells_peers
 from moe_comm.peers.native_group import connect_group
+from moe_comm.peers.peer_timeouts import ARRIVAL_TIMEOUT_S, STALL_TIMEOUT_S
 from moe_comm.peers.rank_gpu import RankGpu
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Communicator(ElasticRanks, Destroyable):
         device: str | torch.device = "cpu",
         parent: Communicator | None = None,
         num_local_ranks: int | None = None,
-        stall_timeout_s: float = 30.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         arrival_timeout_s: float = ARRIVAL_TIMEOUT_S,
         *,
         backend: str = "auto",

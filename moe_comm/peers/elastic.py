@@ -21,6 +21,7 @@ from moe_comm.peers import missed_calls
 from moe_comm.peers.agree import FirstError
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import tells_peers
+from moe_comm.peers.peer_timeouts import CONNECT_TIMEOUT_S
 from moe_comm.peers.rendezvous import InvitingRank, JoiningRank, JoiningRanks, open_store
 from moe_comm.peers.survivors import (
     CommunicatorT,
@@ -214,7 +215,7 @@ class ElasticRanks:
         num_new_ranks: int = 1,
         *,
         num_local_ranks: int | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Grown[Self]:
         """Go on with processes that `join`, in a new communicator. Collective over the living.
 
@@ -287,7 +288,7 @@ class ElasticRanks:
         rendezvous: Store | str,
         *,
         rank_idx: int | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = CONNECT_TIMEOUT_S,
         device: str | torch.device = "cpu",
         max_heap_bytes: int | None = None,
         num_threads: int | None = None,

@@ -11,14 +11,13 @@ from moe_comm.peers.agree import agree
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator_options import CommunicatorOptions
 from moe_comm.peers.node_layout import RankPlace
+from moe_comm.peers.peer_timeouts import CONNECT_TIMEOUT_S
 from moe_comm.peers.threads_per_rank import default_num_threads
 
 if TYPE_CHECKING:
     from moe_comm import _host
 
 __all__ = ["connect_group"]
-
-CONNECT_TIMEOUT_S = 300.0
 
 
 def connect_group(

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "gpu_ranks.h"
+#include "ops/operations_in_flight.h"
 #include "runtime/device_plan.h"
 #include "runtime/dispatch_launches.h"
 

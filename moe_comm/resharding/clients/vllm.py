@@ -17,6 +17,7 @@ import torch
 
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.agree import FirstError, first_line
+from moe_comm.peers.peer_timeouts import CONNECT_TIMEOUT_S, STALL_TIMEOUT_S
 from moe_comm.resharding.clients.frameworks import class_of, module_of
 from moe_comm.resharding.clients.vllm_names import register_weight_transfer
 from moe_comm.resharding.clients.weight_sources import TrainerWeights, trainer_weights
@@ -65,9 +66,9 @@ class MoeCommInitInfo(class_of(_base, "WeightTransferInitInfo")):  # type: ignor
     transport: str = "auto"
     rank_offset: int = 0
     verify: str = "checksum"
-    timeout_s: float = 300.0
-    arrival_timeout_s: float = 300.0
-    stall_timeout_s: float = 30.0
+    timeout_s: float = CONNECT_TIMEOUT_S
+    arrival_timeout_s: float = CONNECT_TIMEOUT_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
     def world(self) -> dict[str, Any]:
         """Return what `RefitWorld.join` takes as its info."""
@@ -111,9 +112,9 @@ class MoeCommTrainerInitInfo(class_of(_base, "TrainerInitInfo")):  # type: ignor
     world: dict[str, Any]
     rank_offset: int = 0
     verify: str = "checksum"
-    timeout_s: float = 300.0
-    arrival_timeout_s: float = 300.0
-    stall_timeout_s: float = 30.0
+    timeout_s: float = CONNECT_TIMEOUT_S
+    arrival_timeout_s: float = CONNECT_TIMEOUT_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
     def for_worker(self) -> MoeCommInitInfo:
         """Return what workers are given."""

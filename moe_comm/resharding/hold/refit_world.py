@@ -19,6 +19,11 @@ from moe_comm.peers.agree import FirstError, agree, first_line, raise_together, 
 from moe_comm.peers.communicator import Communicator
 from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.missed_calls import tells_peers
+from moe_comm.peers.peer_timeouts import (
+    ARRIVAL_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+)
 from moe_comm.peers.role_rendezvous import Place, RoleHost, RoleRank, places_of
 from moe_comm.peers.survivors import MESSAGE_BYTES, SocketRanks
 from moe_comm.resharding.copy_services.base import CopyService
@@ -244,9 +249,9 @@ class RefitWorld:
         rank: int,
         *,
         version: Version | None = None,
-        timeout_s: float = 300.0,
-        arrival_timeout_s: float = 1800.0,
-        stall_timeout_s: float = 30.0,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        arrival_timeout_s: float = ARRIVAL_TIMEOUT_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> RefitWorld:
         """Become a rank of a world, for the first time or after a restart. Collective.
 
@@ -289,7 +294,13 @@ class RefitWorld:
 
     @classmethod
     def refuse(
-        cls, info: Mapping[str, Any], role: Role, rank: int, why: str, *, timeout_s: float = 300.0
+        cls,
+        info: Mapping[str, Any],
+        role: Role,
+        rank: int,
+        why: str,
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """Tell all that wait in `join` or `rejoin`, and those of this role that come soon, that nothing comes of it.
 
@@ -375,7 +386,7 @@ class RefitWorld:
         """Group of all ranks over Gloo, not torch.distributed's; None over shared memory or after `close`."""
         return self._ranks.process_group
 
-    def rejoin(self, timeout_s: float = 300.0) -> None:
+    def rejoin(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Go on in a new generation, with those who live and those started anew. Collective.
 
         After a refit has raised a `CommunicationError`, every rank that lives calls this, and a process
