@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Times that a waiter allows a rank that is late, dead or gone, beside the limits that the user
-// sets.
+// sets (moe_comm/peers/peer_timeouts.py).
 
 namespace moe::group {
 

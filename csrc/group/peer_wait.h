@@ -6,8 +6,8 @@
 
 #include "core/sync.h"
 #include "group/deadlock_watch.h"
+#include "group/grace_times.h"
 #include "group/peers.h"
-#include "group/wait_limits.h"
 #include "group/wait_policy.h"
 
 // Waits for peers: how a waiter polls, what it looks at meanwhile and in which

@@ -6,8 +6,8 @@
 
 #include "core/error.h"
 #include "core/rank_list.h"
+#include "group/grace_times.h"
 #include "group/message.h"
-#include "group/wait_limits.h"
 
 namespace moe::group {
 

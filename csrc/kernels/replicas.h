@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/symmetric_memory.h"
-#include "layout/rank_leveling.h"
+#include "layout/balanced_replicas.h"
 #include "layout/workspace.h"
 
 namespace moe::kernels {

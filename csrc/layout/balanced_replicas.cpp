@@ -1,4 +1,4 @@
-#include "layout/rank_leveling.h"
+#include "layout/balanced_replicas.h"
 
 #include <utility>
 

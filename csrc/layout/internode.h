@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/math.h"
+#include "layout/internode_chunks.h"
 #include "layout/routing.h"
 #include "layout/row.h"
 
@@ -76,26 +77,6 @@ struct InternodeChunk {
   }
 };
 
-/// Cut of messages between nodes, equal on every rank.
-struct InternodeCut {
-  static constexpr int64_t kMostChunkBytes = int64_t{1} << 20;
-  static constexpr int64_t kLeastChunkBytes = int64_t{64} << 10;
-  static constexpr int64_t kMostStagedBytes = int64_t{64} << 20;  ///< of a rank, each direction
-  static constexpr int64_t kChunksInFlight = 4;                   ///< to or from one node
-
-  /// Bytes of a chunk: less where there are many nodes, because each has some in flight.
-  static int64_t chunk_bytes(int num_nodes) {
-    const int64_t share = kMostStagedBytes / (kChunksInFlight * std::max(num_nodes - 1, 1));
-    return std::clamp(share, kLeastChunkBytes, kMostChunkBytes);
-  }
-
-  /// Rows of a chunk, at least 1: as many as fit.
-  static int64_t rows_per_chunk(const InternodeRow& row, int num_nodes) {
-    constexpr int64_t kMostPadding = int64_t{5} * 64;
-    return std::max<int64_t>((chunk_bytes(num_nodes) - kMostPadding) / row.bytes(), 1);
-  }
-};
-
 /// Tells messages of equal size apart where they are checked; equal at both ends.
 ///
 /// With Communicator's check_messages four bytes follow every message between nodes: the CRC-32C of
@@ -128,7 +109,7 @@ inline int64_t internode_dispatch_bytes(const InternodeRow& row,
                                         bool checks_messages) {
   if (num_rows == 0)
     return 0;
-  const int64_t per_chunk = InternodeCut::rows_per_chunk(row, num_nodes);
+  const int64_t per_chunk = InternodeCut::rows_per_chunk(row.bytes(), num_nodes);
   const int64_t num_full = num_rows / per_chunk;
   const int64_t num_left = num_rows % per_chunk;
   const int64_t num_messages = 1 + num_full + (num_left > 0 ? 1 : 0);

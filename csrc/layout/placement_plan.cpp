@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "layout/rank_leveling.h"
+#include "layout/balanced_replicas.h"
 
 namespace moe::layout {
 

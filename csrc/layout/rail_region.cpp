@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
-#include "layout/rail_chunks.h"
+#include "layout/gpu_rail_chunks.h"
 #include "layout/token_sets.h"
 
 namespace moe::layout {

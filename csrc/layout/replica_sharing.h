@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
-#include "layout/rank_leveling.h"
+#include "layout/balanced_replicas.h"
 #include "layout/routing.h"
 
 namespace moe::layout {

@@ -1,7 +1,7 @@
 #include "runtime/internode.h"
 
 #include "core/error.h"
-#include "layout/rail_chunks.h"
+#include "layout/gpu_rail_chunks.h"
 
 namespace moe::runtime {
 
