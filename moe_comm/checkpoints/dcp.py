@@ -74,7 +74,7 @@ class CheckpointState:
         """Return the tensors and numbers by name, over the memory in which they are now. Collective.
 
         Returns:
-            `{"model": {name: tensor}}` with `ChunkedTensor`s. With an optimizer also `{"optim": {"state":
+            dict: `{"model": {name: tensor}}`, each a `ChunkedTensor`. With an optimizer also `{"optim": {"state":
             {name: {key: tensor}}, "param_groups": {name: {key: value}}}}`, the names of torch's
             `get_optimizer_state_dict` with `flatten_optimizer_state_dict`. Single numbers, such as `step`, are
             copies, which `load_state_dict` puts back. State that the optimizer lacks is made.

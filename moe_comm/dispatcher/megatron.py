@@ -67,11 +67,9 @@ class MegatronTokenDispatcher:
         ValueError: Experts, ids and groups do not fit.
 
     Example:
-        ```python
         layer.token_dispatcher = MegatronTokenDispatcher(
             layer.num_local_experts, layer.local_expert_indices, layer.config, pg_collection
         )
-        ```
     """
 
     @keeps_unbound

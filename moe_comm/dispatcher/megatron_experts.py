@@ -44,9 +44,7 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
         TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
-        ```python
         balancer = balance_experts(model, num_steps=100)
-        ```
     """
     needed = "MoE layers over MegatronTokenDispatcher or MegatronManager"
     return balance_layers(model, _layer_of, num_spare_slots, options, needed)

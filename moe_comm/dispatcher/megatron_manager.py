@@ -90,9 +90,7 @@ class MegatronManager:
         TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
-        ```python
         dispatcher._comm_manager = MegatronManager(group, num_local_experts)
-        ```
     """
 
     @keeps_unbound

@@ -80,11 +80,9 @@ class TokenDispatcher:
         TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
-        ```python
         dispatcher = TokenDispatcher(num_experts=64, weighted_by="combine")
         routed = dispatcher.dispatch(x, topk_weights, topk_idx=topk_idx)
         y = dispatcher.combine(experts(routed.tokens, routed.expert_offsets), routed)
-        ```
     """
 
     @keeps_unbound

@@ -104,9 +104,7 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
         TypeError: An argument of some rank is of a wrong type; on every rank.
 
     Example:
-        ```python
         balancer = balance_experts(model, num_steps=100)
-        ```
     """
 
     def layer_of(module: nn.Module) -> _BalanceableExperts | None:
