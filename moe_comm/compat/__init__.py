@@ -7,8 +7,8 @@
 |---|---|---|
 | deep_ep, and with it deep_ep_cpp | `moe_comm.compat.deep_ep`, `moe_comm.compat.deep_ep_cpp` | docs/deep_ep.md |
 | megatron.core.transformer.moe.fused_a2a | `moe_comm.fused_a2a` | docs/megatron.md |
-| megatron.core.resharding | `moe_comm.resharding` | docs/resharding.md |
-| etha.comm.ir | `moe_comm.resharding.ir` | docs/resharding_plan.md#tensors-between-device-meshes |
+| megatron.core.resharding | `moe_comm.resharding` | docs/megatron.md#resharding |
+| etha.comm.ir | `moe_comm.resharding.ir` | docs/resharding.md#tensors-between-device-meshes |
 
 For programs that cannot be edited, `python -m moe_comm.compat` does the same before they begin, with the
 names in `MOE_COMM_COMPAT` (`deep_ep`, or several with commas).

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import inspect
 import os
 import re
+import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import HANG_S
 
 NUM_RANKS = 4
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "resharding_plan.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,12 +378,11 @@ def test_a_lost_peer_is_named(kind: str, dies: bool, errors: dict[int, str]) -> 
 
 
 def _run_the_documented_example(context: RankContext) -> int:
-    example = re.search(r"```python\n(import torch\n.*?)```", DOCS.read_text(), re.DOTALL)
-    assert example is not None
+    _, _, example = (inspect.getdoc(ir) or "").partition("Example:\n")
     names: dict[str, Any] = {"__name__": "example"}
-    end = "dist.destroy_process_group()\n"
-    assert end in example[1]
-    exec(example[1].replace(end, ""), names)
+    end = "dist.destroy_process_group()"
+    assert end in example
+    exec(textwrap.dedent(example).replace(end, ""), names)
     return len(names["buckets"])
 
 

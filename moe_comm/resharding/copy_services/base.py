@@ -34,14 +34,41 @@ class RecvOp:
 
 
 class CopyService(abc.ABC):
-    """Moves a batch of tensors between the ranks of a group.
+    """Moves a batch of tensors between the ranks of a group: the pieces of a plan, or what you submit.
 
-    Every rank submits its sends and receives, then all call `run()`; a rank that cannot calls
-    `abandon()` instead. The two ends of a transfer carry the same `task_id`. Ranks are ranks of
-    `group`.
+    Every rank submits its sends and receives, then all call `run()`, those with nothing to copy too; a rank
+    that cannot calls `abandon()` instead, or its peers wait. The two ends of a transfer carry the same
+    `task_id`, of which one exists between two ranks in one direction. Ranks are ranks of `group`.
+
+    The services of this package move any dtype, any strides on both ends, scalars and empty tensors; shapes
+    may differ where the number of elements is equal, which go in row-major order. They copy after the
+    streams on which CUDA tensors were submitted, and count what they write as an operation of torch in
+    place does (`Tensor._version`), after a failure that may have written as well. Task ids, sizes and
+    dtypes of both ends are compared before anything is written. A ValueError with both values on every rank
+    are: a copy without partner or whose ends differ, a task id that comes twice, a rank outside the group, a
+    tensor that cannot be moved (sparse, quantized, a DTensor, a lazily conjugated one), one whose storage was
+    freed or cut, and destinations that share memory with themselves or, where contiguous, with each other.
+    The service goes on with the next batch.
+
+    A mistake that `submit_send` or `submit_recv` can see raises at once and spoils the batch: `run()` raises
+    the same again, or the rank goes its own way with `abandon()`. A source must not change, and must not
+    overlap a destination of the same batch, until `run()` has returned.
 
     Args:
         group: A process group; None for the default group.
+
+    Example:
+        service = SymmetricCopyService()          # on every rank of the default group
+        try:
+            if service.rank == 0:
+                service.submit_send(weight[:, :128], dest_rank=1, task_id=7)
+            if service.rank == 1:
+                service.submit_recv(shard, src_rank=0, task_id=7)
+        except Exception as error:
+            service.abandon(str(error))           # run() of every other rank raises it, with this rank's number
+            raise
+        service.run()
+        service.close()
     """
 
     # Whether `execute_reshard_plan` must hold a barrier after `run()`.

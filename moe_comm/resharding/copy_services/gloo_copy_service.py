@@ -41,7 +41,15 @@ class GlooCopyService(DistributedCopyService):
     """Point-to-point messages of a CPU process group.
 
     Contiguous CPU tensors are sent and received where they are; others, and CUDA tensors, go
-    through a buffer in (pinned) host memory, at most 64 MiB or one tensor per pair at a time.
+    through a buffer in (pinned) host memory, at most 64 MiB or one tensor per pair at a time. At most 64
+    messages are in flight per pair and direction. Transfers without task ids are matched by their order per
+    pair, not within a rank. CUDA copies are ordered before later work of the current stream.
+
+    PeerFailedError names the ranks whose connections were closed: at once where Gloo tells a waiting message
+    of it, else (a rank killed within a message, or one that is waited for through others) after the group's
+    timeout. PeerTimeoutError names those waited for, no rank where ranks did not come to compare their ends;
+    a rank whose limit ran out closes its connections, too. Destinations of the batch may be written until
+    the group's timeout has passed; every later `run()` is a CommunicationError.
 
     Args:
         group: A process group with a CPU backend, of which this process is a member; it may be one

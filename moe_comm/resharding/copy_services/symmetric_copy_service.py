@@ -48,8 +48,10 @@ class SymmetricCopyService(QueuedCopyService):
     """Ranks of one machine copy straight between their tensors, or through slots of the heap.
 
     A destination in the heap (`Communicator.empty`) is written in place by its sender. Others
-    receive through slots, whatever their size. `run()` returns when this rank's destinations are
-    written and its sources have been read; it needs no barrier. Tensors may have any strides.
+    receive through slots, whatever their size: for each receiver, alone and of a set that receives the same
+    bytes, at most 6 such sets, and no more than goes through them. `run()` returns when this rank's destinations are
+    written and its sources have been read; it needs no barrier. Tensors may have any strides,
+    of at most 8 dimensions that cannot be merged.
     Transfers without task ids are matched by their order per pair.
 
     Collective: every rank makes it.

@@ -96,8 +96,10 @@ class Parallelism:
     Ranks are numbered as Megatron numbers them: tensor parallel fastest, then data (experts: expert
     parallel, then data), pipeline slowest.
 
+    A rank's place in its group is the part that it holds.
+
     Args:
-        num_ranks: Ranks that hold the model.
+        num_ranks: Ranks that hold the model; what the sizes leave over is data parallel.
         tp: Tensor parallel size.
         pp: Pipeline stages.
         ep: Expert parallel size.
@@ -105,6 +107,20 @@ class Parallelism:
 
     Raises:
         ValueError: The sizes do not divide `num_ranks`.
+
+    Example:
+        `Parallelism.parse("tp2.pp2.ep2.etp1", 8)` has these groups. Rank 3 holds the second half of what `tp`
+        shares and, of four experts, the last two of its layers. Without `etp1`, experts are cut as `tp` cuts::
+
+            rank | tp   | dp   | expt_tp | ep   | expt_dp | pp
+            0    | 0, 1 | 0, 2 | 0       | 0, 1 | 0, 2    | 0, 4
+            1    | 0, 1 | 1, 3 | 1       | 0, 1 | 1, 3    | 1, 5
+            2    | 2, 3 | 0, 2 | 2       | 2, 3 | 0, 2    | 2, 6
+            3    | 2, 3 | 1, 3 | 3       | 2, 3 | 1, 3    | 3, 7
+            4    | 4, 5 | 4, 6 | 4       | 4, 5 | 4, 6    | 0, 4
+            5    | 4, 5 | 5, 7 | 5       | 4, 5 | 5, 7    | 1, 5
+            6    | 6, 7 | 4, 6 | 6       | 6, 7 | 4, 6    | 2, 6
+            7    | 6, 7 | 5, 7 | 7       | 6, 7 | 5, 7    | 3, 7
     """
 
     num_ranks: int

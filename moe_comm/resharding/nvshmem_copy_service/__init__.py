@@ -5,6 +5,13 @@
 become slots, slots get an iteration, and `PipelineExecutor` moves them. PEs are ranks of one
 communicator. Has neither plans nor models.
 
+Tensors are on the CPU, PEs on one machine; a CUDA device is refused. Slots have 256 MiB, and a task of more
+than 1,000 times that raises ValueError. Streams and events are `HostStream` and `HostEvent`: every call has
+done its work when it returns. `set_streams` takes 7 or 8, `set_events` 2 lists or 3.
+`validation.generate_deterministic_data` repeats every 256 bytes and task ids, so that bytes displaced by 256
+pass; `generate_mixed_data` does not, and `validate_received_data(..., pattern="mixed")` compares with it.
+`PELogger` logs as `moe_comm.pe_<N>`, to files only where `logs_dir` is given.
+
 Knows: copy_services.
 """
 

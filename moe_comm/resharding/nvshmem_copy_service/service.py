@@ -47,7 +47,6 @@ class RemoteCopyService:
         ValueError: Both `group` and `communicator` are given.
 
     Example:
-        ```python
         service = RemoteCopyService(communicator=comm)
         service.init()
         if service.my_pe == 0:
@@ -56,7 +55,6 @@ class RemoteCopyService:
             service.register_receive(7, target, 0, target.nbytes, src_pe=0)
         service.schedule()
         service.run()
-        ```
     """
 
     def __init__(

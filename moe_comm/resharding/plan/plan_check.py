@@ -285,6 +285,16 @@ def format_plan(plan: ReshardPlan, max_ops: int = _MAX_PRINTED_OPS) -> str:
     Args:
         plan: With `rank` filled in.
         max_ops: Pieces to list; the rest is counted.
+
+    Example:
+        Rank 2 of 3 receives an `[8, 3]` tensor from two halves. `as (4, 6, 5)` behind a piece: its elements
+        count in the tensor viewed as that shape::
+
+            rank 2 of 3: 0 sends, 2 receives, 48 bytes
+                  0 -> 2                   24 bytes
+                  1 -> 2                   24 bytes
+              w[0:4],[0:3] <- rank 0 [0:4],[0:3] bfloat16 task 8796093022208
+              w[4:8],[0:3] <- rank 1 [0:4],[0:3] bfloat16 task 8796093022209
     """
     pairs = bytes_per_pair(plan)
     lines = [
