@@ -46,7 +46,21 @@ _CPU = torch.device("cpu")
 
 
 class RefitTarget(Protocol):
-    """Interface of an engine around a refit, by which it serves whole versions only."""
+    """Interface of an engine around a refit, by which it serves whole versions only.
+
+    Example:
+        # Of a `VllmCpuModel`, after `engine.accept(checkpoint)`:
+        # world.prepare(CheckpointViews(engine.views, engine), Target())
+        class Target:
+            def begin(self, version):
+                engine.accept(checkpoint)      # nothing that is served is written from here on
+            def commit(self, version):
+                engine.moved()
+                engine.commit(str(version))
+            def abort(self):                   # raise where the version before is not served
+                if engine.version != before:
+                    raise RuntimeError(f"version {engine.version} has been handed over")
+    """
 
     def begin(self, version: Version) -> None:
         """Get ready to be written."""
