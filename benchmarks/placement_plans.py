@@ -4,7 +4,7 @@ Run from the root of the repository, with vLLM where Python finds it (`make test
 
     PYTHONPATH=build/vllm python -m benchmarks.placement_plans --json out.json
 
-See docs/placement_plan.md.
+See docs/replicas.md#plans-from-loads.
 """
 
 from __future__ import annotations
