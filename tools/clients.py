@@ -34,19 +34,16 @@ COMMANDS = {
 HEAD = """\
 # What ran over this package
 
-Releases of frameworks, unchanged but for the way that a row names, with the tests that ran them; a date is of the newest run of a row. `tools/clients.py`
-writes this page from `benchmarks/results/clients`, which it fills from what pytest records; only what passed is there.
-`make` sets up what its targets need; the others run in its environment, with a checkout of DeepEP. The command of a row runs its test against the release that
-the Makefile names today; Megatron-Core's runs two.
-
 ```
 python -m pytest tests/multiprocess/test_torchtitan.py --junitxml build/clients.xml
-python tools/clients.py add build/clients.xml
-python tools/clients.py page
+python tools/clients.py add build/clients.xml     # what passed, into benchmarks/results/clients
+python tools/clients.py page                      # this page, from there
 ```
 
-No row is of a GPU. Of SGLang no release generates where these tests run ([sglang.md](sglang.md)): what has a row there is its
-loading of weights, with its other needs stood in for, and its tables of experts.
+Releases of frameworks, unchanged but for the ways that a row names, with the command that runs its test again, against the release that the
+Makefile names today (Megatron-Core's: two). `make` sets up what its targets need; the others run in its environment, with a checkout of DeepEP.
+Dates are of the newest run of a row. No row is of a GPU. No release of SGLang generates where these tests run ([sglang.md](sglang.md)): its rows
+are its loading of weights, with its other needs stood in for, and its tables of experts.
 
 """
 
@@ -119,25 +116,26 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def page(results: Path = RESULTS) -> str:
-    """Return the page for what was recorded: a row for all that one command runs in one way, newest date."""
+    """Return the page for what was recorded: a row for all that one command runs, newest date."""
     lines = ["| framework | release | way | what was run | cases | when, with | on | again |"]
     lines.append("|---|---|---|---|---:|---|---|---|")
     places: dict[str, int] = {}
     of_releases: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
     for row in sorted(_recorded(sorted(results.glob("*.json"))), key=_order):
         command = COMMANDS[row["framework"]].format(name=row["test"].partition("::")[2], **row)
-        of_releases[row["framework"], row["way"], f"`{command}`", row["release"]].append(row)
+        of_releases[row["framework"], f"`{command}`", row["release"]].append(row)
     # Releases in which a command ran the same share a row.
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
-    for (framework, way, command, _), rows in of_releases.items():
-        alike[framework, way, command, _joined(row["ran"] for row in rows)] += rows
-    for (framework, way, command, ran), rows in alike.items():
+    for (framework, command, _), rows in of_releases.items():
+        ways = "; ".join(dict.fromkeys(row["way"] for row in rows))
+        alike[framework, ways, command, _joined(row["ran"] for row in rows)] += rows
+    for (framework, ways, command, ran), rows in alike.items():
         on = [f"({places.setdefault(row['on'], len(places) + 1)})" for row in rows]
         told_on = ", ".join(dict.fromkeys(on))
         releases = ", ".join(dict.fromkeys(row["release"] for row in rows))
         when = max(f"{row['when']}, {row['version']}" for row in rows)
         cases = str(sum(row["cases"] for row in rows))
-        cells = [framework, releases, way, ran, cases, when, told_on, command]
+        cells = [framework, releases, ways, ran, cases, when, told_on, command]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     machines = [f"({place}) {on}" for on, place in places.items()]
     return HEAD + "\n".join(lines) + "\n\n" + "\n".join(machines) + "\n"

@@ -232,6 +232,8 @@ def test_clients_are_rows_of_what_passed(tmp_path: Path) -> None:
     page = add(client_case("test_c", "one rank: a step", release="0.5.0"))
     assert row not in page
     assert "| 0.5.0 | override | one rank: a step | 1 |" in page
+    page = add(client_case("test_d", "a loss"), client_case("test_d", "a loss", way="by hand"))
+    assert "| 0.3.0 | by hand; override | a loss | 2 |" in page
 
 
 def test_a_client_that_failed_is_no_row(tmp_path: Path) -> None:
