@@ -146,9 +146,8 @@ def test_readme_example_runs() -> None:
 
 
 def test_example_of_replicas_runs() -> None:
-    of_any_layers, of_moe_layers, *_ = code_blocks("docs/replicas.md", "python")
-    set_up, *_ = of_any_layers.partition("config =")
-    run = run_python("-c", set_up + of_moe_layers + "print(balancer.last_report.step)")
+    example, *_ = code_blocks("docs/replicas.md", "python")
+    run = run_python("-c", example + "print(balancer.last_report.step)")
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["20"]
 
