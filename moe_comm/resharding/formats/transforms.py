@@ -261,6 +261,15 @@ class FP8BlockReshardTransform(ScaledBufferTransform):
 
     Raises:
         ValueError, TypeError: An argument is none of these, or a buffer does not fit.
+
+    Example:
+        # While both models hold ordinary weights: the plan knows shapes and how they are cut.
+        prepare_swap_model_weights(trainer, engine, transform=None)
+        weights = {name: FP8BlockTensor.from_bf16(engine.get_parameter(name)) for name in names}
+        for name in names:
+            delattr(engine.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        transform = FP8BlockReshardTransform(names, weights)     # on ranks that only send: (names, {})
+        swap_model_weights(trainer, engine, "symmetric", transform=transform)
     """
 
     def __init__(
