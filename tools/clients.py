@@ -40,10 +40,9 @@ python tools/clients.py add build/clients.xml     # what passed, into benchmarks
 python tools/clients.py page                      # this page, from there
 ```
 
-Releases of frameworks, unchanged but for the ways that a row names, with the command that runs its test again, against the release that the
-Makefile names today (Megatron-Core's: two). `make` sets up what its targets need; the others run in its environment, with a checkout of DeepEP.
-Dates are of the newest run of a row. No row is of a GPU. No release of SGLang generates where these tests run ([sglang.md](sglang.md)): its rows
-are its loading of weights, with its other needs stood in for, and its tables of experts.
+Releases of frameworks, unchanged but for the ways that a row names, and the command that runs its test again, against the release that the Makefile
+names today (Megatron-Core's: two). `make` sets up what its targets need. Dates are of the newest run. No row is of a GPU. No release of SGLang
+generates where these tests run ([sglang.md](sglang.md)): its rows are its loading of weights, with other needs stood in for, and its tables of experts.
 
 """
 
