@@ -74,10 +74,10 @@ class CheckpointState:
         """Return the tensors and numbers by name, over the memory in which they are now. Collective.
 
         Returns:
-            dict: `{"model": {name: tensor}}`, each a `ChunkedTensor`. With an optimizer also `{"optim": {"state":
-            {name: {key: tensor}}, "param_groups": {name: {key: value}}}}`, the names of torch's
-            `get_optimizer_state_dict` with `flatten_optimizer_state_dict`. Single numbers, such as `step`, are
-            copies, which `load_state_dict` puts back. State that the optimizer lacks is made.
+            Under "model" a `ChunkedTensor` for each name. With an optimizer, under "optim" also
+            `"state"`, `{name -> {key -> tensor}}`, and `"param_groups"`, `{name -> {key -> value}}`, with the
+            names of torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict`. Single numbers, such as
+            `step`, are copies, which `load_state_dict` puts back. State that the optimizer lacks is made.
 
         Raises:
             PlanError: Ranks contradict each other, or do not say which part of a tensor they hold; on every
