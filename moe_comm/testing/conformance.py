@@ -1,6 +1,6 @@
 """One suite that holds every backend to the specification, bit for bit.
 
-`check_backend` runs it all; the single checks are for parametrized tests. `docs/conformance.md` shows
+`check_backend` runs it all; the single checks are for parametrized tests. `docs/testing.md` shows
 how a backend made elsewhere is held to it.
 """
 

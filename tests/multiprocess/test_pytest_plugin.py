@@ -93,7 +93,7 @@ def test_fixtures(pytester: pytest.Pytester) -> None:
 
 
 def test_the_page(pytester: pytest.Pytester) -> None:
-    (block,) = python_blocks(PAGE)
+    block, _ = python_blocks(PAGE)
     pytester.makepyfile(test_page=f"import torch\n\n{block}")
     result = pytester.runpytest("-p", "moe_comm_pytest", "-p", "no:xdist", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
