@@ -78,11 +78,9 @@ def markdown_tables(results: Mapping[str, Recorded]) -> str:
             of_machine.setdefault(machine, []).append(table)
     parts = []
     for machine, tables in of_machine.items():
-        versions = {
-            recorded.environment["version"] for table in tables for recorded, _ in sorted_in[table]
-        }
-        recorded_with = f"Recorded with moe_comm {', '.join(sorted(versions))}."
-        parts += [f"Machine: {machine}. {recorded_with}"]
+        found = {r.name: r.environment["version"] for table in tables for r, _ in sorted_in[table]}
+        versions, files = sorted(set(found.values())), ", ".join(f"`{name}`" for name in found)
+        parts += [f"Machine: {machine}. Recorded with moe_comm {', '.join(versions)}, in {files}."]
         parts += [table(sorted_in[table]) for table in tables]
     return "\n\n".join(parts)
 
@@ -141,7 +139,7 @@ class _Columns:
         peers = mpi_names(recorded for recorded, _ in rows)
         head = [heading.strip().format(mpi=peers) for heading in self._cells]
         body = ([cell(case) for cell in self._cells.values()] for _, case in rows)
-        return _table(self._title, head, body, rows)
+        return _table(self._title, head, body)
 
 
 def _operation(case: Case) -> str:
@@ -269,7 +267,7 @@ def _client_table(framework: str, rows: Sequence[Row]) -> str:
         timed = (recorded.case(f"{framework}_{phase}", client=client) for phase in phases)
         cells = (_ratio(one, peer) for one in timed)
         body.append((_shape(case), CLIENTS.get(client, client), *cells))
-    return _table(title, head, body, rows)
+    return _table(title, head, body)
 
 
 _CLIENT_TABLES = {name: functools.partial(_client_table, name) for name in FRAMEWORKS}
@@ -311,16 +309,8 @@ TABLES: tuple[Table, ...] = (
 )
 
 
-def _table(
-    title: str,
-    head: Sequence[str],
-    body: Iterable[Sequence[str]],
-    rows: Sequence[Row],
-) -> str:
-    files = dict.fromkeys(f"`{recorded.name}`" for recorded, _ in rows)
-    lines = [f"### {title}", "", f"Files: {', '.join(files)}.", ""]
-    lines.append(f"| {' | '.join(head)} |")
-    lines.append("|" + "---|" * len(head))
+def _table(title: str, head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [f"### {title}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += [f"| {' | '.join(cells)} |" for cells in body]
     return "\n".join(lines)
 
