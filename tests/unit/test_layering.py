@@ -253,7 +253,12 @@ PYTHON_LAYERS: list[set[str]] = [
         "moe_comm.ep.spec",
         "moe_comm.ep.tracing",
     },
-    {"moe_comm.ep.budget", "moe_comm.gone", "moe_comm.output_files"},
+    {
+        "moe_comm.ep.budget",
+        "moe_comm.ep.operations_in_flight",
+        "moe_comm.gone",
+        "moe_comm.output_files",
+    },
     {"moe_comm._nvshmem"},
     {"moe_comm._cuda", "moe_comm._host", "moe_comm._simt"},
 ]
@@ -302,6 +307,7 @@ SPEC_STANDS_ON = {
     "moe_comm.tensors.arithmetic",
     "moe_comm.ep.budget",
     "moe_comm.ep.config",
+    "moe_comm.ep.operations_in_flight",
     "moe_comm.ep.placement",
     "moe_comm.errors",
     "moe_comm.tensors.quantization",
