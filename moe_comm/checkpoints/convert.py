@@ -69,6 +69,8 @@ ConversionTarget = Literal["same", "bf16", "fp16", "fp32", "fp8_block128", "mxfp
 DEFAULT_QUANTIZED = r"_proj\.weight$"
 """Names of the weights that are quantized: of transformers, linear layers but for heads and routers."""
 
+_ROUTER_BIAS = re.compile(r"(e_score_correction|expert|router)_bias$")
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCK = 128
 _CHUNK_ELEMENTS = 4 << 20
@@ -189,7 +191,9 @@ def convert_checkpoint(
             wholes[name] = TensorSpec(spec.shape, torch.float8_e4m3fn)
             wholes[name + SCALE_SUFFIX] = TensorSpec(scale_shape(spec.shape, block), dtype)
         elif new_format.dtype is not None and spec.dtype in NUMBERS:
-            wholes[name] = TensorSpec(spec.shape, new_format.dtype)
+            is_rounded = new_format.dtype.itemsize < spec.dtype.itemsize
+            is_kept = is_rounded and _ROUTER_BIAS.search(name)  # it would choose other experts
+            wholes[name] = spec if is_kept else TensorSpec(spec.shape, new_format.dtype)
         else:
             # Values that were FP8 fit into bfloat16 whole.
             wholes[name] = TensorSpec(spec.shape, torch.bfloat16 if name in scales else spec.dtype)
