@@ -66,8 +66,8 @@ __all__ = [
 
 ConversionTarget = Literal["same", "bf16", "fp16", "fp32", "fp8_block128", "mxfp8"]
 
-DEFAULT_QUANTIZED = r"_proj\.weight$"
-"""Names of the weights that are quantized: of transformers, linear layers but for heads and routers."""
+DEFAULT_QUANTIZED = r"((?<!\.weights)_proj|\.experts\.\d+\.w[123])\.weight$"
+"""Names of the weights that are quantized: of transformers, linear layers but for heads, routers and indexers' weights."""
 
 _ROUTER_BIAS = re.compile(r"(e_score_correction|expert|router)_bias$")
 
@@ -206,8 +206,9 @@ def convert_checkpoint(
     try:
         save = secrets.token_hex(8)
         files = packed_files(wholes, dict.fromkeys(wholes, 0), max_file_bytes, file_metadata(save))
+        kept = _kept_modules(specs, wholes)
         for each in source.chain:
-            _take_over_files(each, new.path, new_format)
+            _take_over_files(each, new.path, new_format, kept)
         writer = FileWriter(new.path, files, 0)
         try:
             writer.make_files()
@@ -349,7 +350,21 @@ def _convert_box(
     ]
 
 
-def _take_over_files(source: Path, target: Path, new_format: NewFormat) -> None:
+def _kept_modules(specs: dict[str, TensorSpec], wholes: dict[str, TensorSpec]) -> list[str]:
+    """Modules below which no weight is quantized, but some could be. transformers does not know them otherwise."""
+    quantized = {name for name in specs if name + SCALE_SUFFIX in wholes}
+    modules = {"lm_head"}  # also where it is tied, and not in the files
+    for name, spec in specs.items():
+        if len(spec.shape) >= 2 and spec.dtype in NUMBERS:
+            module = re.sub(r"(\.experts)\.\d+\..*|\.[^.]*$", r"\1", name)
+            # Of experts that are stacked, files and transformers have other names for the last module.
+            modules |= {module, module.rpartition(".")[0]} if len(spec.shape) > 2 else {module}
+    return sorted(
+        modules - {name[: dot.start()] for name in quantized for dot in re.finditer(r"\.", name)}
+    )
+
+
+def _take_over_files(source: Path, target: Path, new_format: NewFormat, kept: list[str]) -> None:
     # Folders in it are of the checkpoint where a save has put them there.
     is_ours = (source / MANIFEST).exists()
     for path in sorted(source.rglob("*") if is_ours else source.iterdir()):
@@ -360,12 +375,12 @@ def _take_over_files(source: Path, target: Path, new_format: NewFormat) -> None:
         with failed(path, "cannot be copied"):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             if str(name) == _CONFIG and new_format.target != "same":
-                (target / name).write_text(_config(path, new_format))
+                (target / name).write_text(_config(path, new_format, kept))
             else:
                 shutil.copyfile(path, target / name)
 
 
-def _config(path: Path, new_format: NewFormat) -> str:
+def _config(path: Path, new_format: NewFormat, kept: list[str]) -> str:
     """What a configuration of transformers says of the new numbers."""
     config = read_json(path)
     old_format = config.pop("quantization_config", None)
@@ -384,6 +399,7 @@ def _config(path: Path, new_format: NewFormat) -> str:
             "quant_method": _METHOD,
             "activation_scheme": "dynamic",
             "weight_block_size": list(block),
+            "modules_to_not_convert": kept,
             # transformers 5.24 (FineGrainedFP8Config) reads MXFP8 under these words.
             **({} if dtype == torch.float32 else {"scale_fmt": "ue8m0"}),
         }

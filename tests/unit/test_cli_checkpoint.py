@@ -245,6 +245,7 @@ def test_convert_to_fp8_is_what_quantizing_the_whole_weight_gives(
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["head", "lm_head"],
     }
     if target == "mxfp8":
         words |= {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
@@ -261,6 +262,31 @@ def test_convert_to_fp8_is_what_quantizing_the_whole_weight_gives(
             dequantize = dequantize_mxfp8 if target == "mxfp8" else dequantize_fp8_block
             assert torch.equal(back[name], dequantize(data, scale, dtype=torch.float32)), name
     assert run("verify", tmp_path / "back").exit_code == 0
+
+
+def test_convert_names_the_modules_that_are_not_quantized(tmp_path: Path) -> None:
+    left = ["attn.weights_proj", "lm_head", "mlp.gate", "moe", "moe.input_linear"]
+    matrices = [
+        "attn.q_proj",
+        "attn.weights_proj",
+        "mlp.gate",
+        "mlp.experts.0.w1",
+        "mlp.experts.1.w2",
+    ]
+    tensors = {f"{name}.weight": torch.ones(8, 8) for name in matrices}
+    tensors |= {"attn.decay": torch.ones(1, 8), "moe.input_linear.weight": torch.ones(2, 8, 8)}
+    source, out = tmp_path / "model", tmp_path / "out"
+    source.mkdir()
+    write_plain(source / "model.safetensors", tensors, {"format": "pt"})
+    (source / "config.json").write_text("{}")
+    for version, options, more in (
+        ("all", [], []),
+        ("one", ["--quantized", "q_proj"], ["mlp.experts"]),
+    ):
+        done = run("convert", source, out, "--to", "fp8_block128", "--name", version, *options)
+        assert done.exit_code == 0, done.stderr
+        config = json.loads((out / version / "config.json").read_text())
+        assert config["quantization_config"]["modules_to_not_convert"] == sorted(left + more)
 
 
 def test_what_cannot_be_converted_is_named_and_leaves_nothing(
