@@ -15,6 +15,7 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from moe_comm.checkpoints import (
     compact_checkpoint,
@@ -43,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The checkpoint of every model, as `save_pretrained` writes it."""
     return {
         name: models.save_model(name, tmp_path_factory.mktemp(name))
-        for name in ("qwen3_moe", "gpt_oss", "qwen3", "deepseek_v3")
+        for name in ("qwen3_moe", "gpt_oss", "qwen3", "deepseek_v3", "mixtral")
     }
 
 
@@ -178,6 +179,24 @@ def test_transformers_reads_what_was_quantized(
     assert sum(not torch.equal(before[name], expected[name]) for name in before) > 5
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_transformers_makes_those_modules_fp8_that_were_quantized(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = open_checkpoint(find_checkpoint(Path(folders[name]), None))
+    target = conversion.NewFormat("fp8_block128")
+    for _ in conversion.convert_checkpoint(source, tmp_path, "v", target):
+        pass
+    # Without a GPU it makes none FP8, and dequantizes; it can make them all the same.
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda *given, **named: None
+    )
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "v", output_loading_info=True)
+    assert not any(report.values()), report
+    dtypes = {tensor.dtype for tensor in model.state_dict().values()}
+    assert {torch.float8_e4m3fn, torch.float32} <= dtypes
 
 
 def load_both(
