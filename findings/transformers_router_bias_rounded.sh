@@ -10,7 +10,8 @@
 #       MiniMax-M2, LongCat-Flash, Laguna                         bias bfloat16
 #   MiniMax-M2, 64 experts, 8 of them, biases of 1 and up to 50 steps of 0.001: 8 % of the tokens get other experts
 #   in a layer than by the float32 bias. save_pretrained then writes the rounded ones.
-#   model.to(torch.bfloat16) rounds them in every family.
+#   model.to(torch.bfloat16) rounds them in every family. Of Zaya's balancing_biases, float32 too, the last one of each
+#   layer is -1 after from_pretrained, whatever the file has.
 #
 # So biases of routers are compared by dtype and bits where a model passes through transformers. Ends with 1 where that
 # has changed.
@@ -79,6 +80,16 @@ for family, (expected, sizes) in FAMILIES.items():
         print(f"tokens with other experts: {others:.0%}")
         assert others > 0.05, others
     assert {bias.dtype for bias in biases(loaded.to(torch.bfloat16)).values()} == {torch.bfloat16}
+
+folder = pathlib.Path(sys.argv[1]) / "zaya"
+config = AutoConfig.for_model("zaya", **SIZES | {"num_experts_per_tok": 1, "pad_token_id": 0})
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+name, bias = next(each for each in model.named_buffers() if each[0].endswith("balancing_biases"))
+bias.fill_(0.5)
+model.save_pretrained(folder)
+assert load_file(folder / "model.safetensors")[name].eq(0.5).all()
+loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).get_buffer(name)
+assert loaded[:-1].eq(0.5).all() and loaded[-1] == -1, loaded
 PYTHON
 PYTHONPATH="$folder" "$python" "$folder/rounded.py" "$folder/models"
 echo "as described"
