@@ -250,6 +250,20 @@ py::object plan_placement(py::handle loads, py::handle present, const layout::Pl
             "], got rows of ",
             given.row_bytes(),
             " bytes");
+  MOE_CHECK(
+      present.is_none() || (held.element_bytes == 4 && held.num_rows == given.num_rows &&
+                            held.row_elements > 0 && held.row_elements % rules.num_ranks == 0),
+      "present must be int32 [",
+      given.num_rows,
+      ", a multiple of ",
+      rules.num_ranks,
+      "], got [",
+      held.num_rows,
+      ", ",
+      held.row_elements,
+      "] of ",
+      held.element_bytes,
+      " bytes each");
   const auto num_slots = static_cast<size_t>(int64_t{rules.num_ranks} * rules.num_slots);
   const auto num_experts = static_cast<size_t>(rules.num_experts);
   const auto num_held = static_cast<size_t>(present.is_none() ? 0 : held.row_elements);

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_comm import _host
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.planner import plan_placement
 from tests.helpers.replica_ranks import rows_by_rank
@@ -222,6 +223,30 @@ def test_copies_alone_go_where_experts_stay(exponent: float) -> None:
     dear = {"bytes_per_expert": 1, "price_per_byte": 1e7}
     assert plan_placement(loads, 8, 9, present=plans, num_kept_slots=8, **dear) == plans  # type: ignore[arg-type]
     assert plan_placement(loads, 8, 9, present=[home] * 3, num_kept_slots=8, **dear) == [home] * 3  # type: ignore[arg-type]
+
+
+def test_a_table_of_another_shape_is_refused() -> None:
+    given = _host.layout.plan_placement
+    loads = LOADS.double()
+    rules: dict[str, Any] = {
+        "num_experts": 4,
+        "num_ranks": 2,
+        "num_slots": 2,
+        "ranks_per_node": 2,
+        "move_price": 1.0,
+        "scatter": 0.3,
+        "num_kept": 0,
+    }
+    table = torch.tensor([[0, 1, 2, 3]] * 2, dtype=torch.int32)
+    assert given(loads, table, **rules).tolist() == table.tolist()
+    for wrong, words in (
+        (table[:1], r"got \[1, 4\] of 4 bytes each"),
+        (table[:, :3].contiguous(), r"got \[2, 3\] of 4 bytes each"),
+        (table[:, :0], r"got \[2, 0\] of 4 bytes each"),
+        (table.long(), r"got \[2, 4\] of 8 bytes each"),
+    ):
+        with pytest.raises(ValueError, match=r"must be int32 \[2, a multiple of 2\], " + words):
+            given(loads, wrong, **rules)
 
 
 def test_slots_that_are_kept_hold_every_expert() -> None:
