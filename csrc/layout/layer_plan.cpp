@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <compare>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <queue>
@@ -32,6 +31,26 @@ struct Numbered {
   auto operator<=>(const Numbered&) const = default;
 
   uint64_t bits;
+};
+
+/// The least of numbers that change one by one: a tree of the lesser of two.
+class LeastNumber {
+ public:
+  explicit LeastNumber(size_t num_numbers)
+      : num_leaves_(std::bit_ceil(num_numbers)), nodes_(2 * num_leaves_, none()) {}
+  /// What is above every number.
+  static Numbered none() { return {std::numeric_limits<double>::infinity(), 0}; }
+
+  void set(Numbered number, int32_t idx) {
+    size_t at = num_leaves_ + static_cast<size_t>(idx);
+    for (nodes_[at] = number; at > 1; at /= 2)
+      nodes_[at / 2].bits = std::min(nodes_[at].bits, nodes_[at ^ 1].bits);
+  }
+  int32_t idx() const { return nodes_[1].idx(); }
+
+ private:
+  size_t num_leaves_;
+  std::vector<Numbered> nodes_;
 };
 
 }  // namespace
@@ -72,23 +91,29 @@ namespace {
 /// One plan of a layer in the making.
 class LayerPlan {
  public:
-  LayerPlan(const PlanRules& rules, const LayerLoads& layer, double reluctance)
+  LayerPlan(const PlanRules& rules, const LayerLoads& layer, double reluctance, int64_t most_moves)
       : rules_(rules),
         layer_(layer),
         reluctance_(reluctance),
         num_copies_(layer.loads.size(), 1),
         share_(layer.loads.begin(), layer.loads.end()),
         slots_(at(rules.num_ranks * rules.num_slots), -1),
-        ranks_(at(rules.num_ranks)) {
+        ranks_(at(rules.num_ranks)),
+        lightest_(ranks_.size()) {
     choose_copies();
     separate_ranks();
     for (int32_t rank_idx = 0; rank_idx < rules.num_ranks; ++rank_idx)
-      lightest_.emplace(0.0, rank_idx);
-    for (const int32_t expert_idx : by_share())
+      lightest_.set({0.0, rank_idx}, rank_idx);
+    for (const int32_t expert_idx : by_share()) {
       if (num_copies_[at(expert_idx)] == 1)
         put(expert_idx, rank_for(expert_idx));
       else
         place_copies(expert_idx);
+      if (num_moves_ > most_moves) {
+        slots_.clear();
+        return;
+      }
+    }
     even_out();
     fill_up();
   }
@@ -107,15 +132,20 @@ class LayerPlan {
   static size_t at(int64_t idx) { return static_cast<size_t>(idx); }
   int32_t* slots_of(int rank_idx) { return slots_.data() + rank_idx * rules_.num_slots; }
   bool is_full(int rank_idx) const { return ranks_[at(rank_idx)].num_filled == rules_.num_slots; }
+  bool is_moved(int rank_idx, int32_t expert_idx) const {
+    return !layer_.is_planned_anew() && !layer_.is_held(rank_idx, expert_idx);
+  }
   /// Price of an expert on a rank, in load.
   double price(int rank_idx, int32_t expert_idx) const {
-    return !layer_.is_planned_anew() && !layer_.is_held(rank_idx, expert_idx) ? reluctance_ : 0.0;
+    return is_moved(rank_idx, expert_idx) ? reluctance_ : 0.0;
   }
   void put(int32_t expert_idx, int rank_idx) {
     Rank& rank = ranks_[at(rank_idx)];
     slots_of(rank_idx)[rank.num_filled++] = expert_idx;
     rank.load += share_[at(expert_idx)];
-    lightest_.emplace(rank.load, rank_idx);
+    num_moves_ += is_moved(rank_idx, expert_idx) ? 1 : 0;
+    lightest_.set(is_full(rank_idx) ? LeastNumber::none() : Numbered(rank.load, rank_idx),
+                  rank_idx);
   }
 
   /// Makes copies of the experts with most load per copy for all slots there are.
@@ -160,12 +190,7 @@ class LayerPlan {
 
   /// @return the rank with a free slot where an expert without copies costs least.
   int rank_for(int32_t expert_idx) {
-    int best_rank = lightest_.top().idx();
-    while (is_full(best_rank) ||
-           lightest_.top() < Numbered(ranks_[at(best_rank)].load, best_rank)) {
-      lightest_.pop();
-      best_rank = lightest_.top().idx();
-    }
+    int best_rank = lightest_.idx();
     if (layer_.is_planned_anew())
       return best_rank;
     double least = ranks_[at(best_rank)].load + price(best_rank, expert_idx);
@@ -231,23 +256,39 @@ class LayerPlan {
   /// Swaps experts without copies between the rank with most load and those with least.
   void even_out() {
     constexpr int kNumOthers = 4;
-    std::vector<int32_t> by_load(at(rules_.num_ranks));
-    const auto is_less = [&](int32_t one, int32_t other) {
-      return ranks_[at(one)].load < ranks_[at(other)].load;
-    };
     for (int left = 2 * rules_.num_ranks; left > 0; --left) {
-      std::iota(by_load.begin(), by_load.end(), 0);
-      const int32_t fullest = *std::max_element(by_load.begin(), by_load.end(), is_less);
+      int fullest = 0;
+      for (int rank_idx = 1; rank_idx < rules_.num_ranks; ++rank_idx)
+        if (ranks_[at(rank_idx)].load > ranks_[at(fullest)].load)
+          fullest = rank_idx;
       if (ranks_[at(fullest)].load <= layer_.mean * (1 + kEvenEnough))
         return;
-      const int num_others = std::min(kNumOthers, rules_.num_ranks);
-      std::partial_sort(by_load.begin(), by_load.begin() + num_others, by_load.end(), is_less);
+      int other = -1;
       bool has_swapped = false;
-      for (int i = 0; i < num_others && !has_swapped; ++i)
-        has_swapped = swap_between(fullest, by_load[at(i)]);
+      for (int i = 0; i < std::min(kNumOthers, rules_.num_ranks) && !has_swapped; ++i) {
+        other = next_lightest(other);
+        has_swapped = swap_between(fullest, other);
+      }
       if (!has_swapped)
         return;
     }
+  }
+
+  /// The rank with least load; or with the least after that of another, of equal ones in ascending
+  /// order.
+  int next_lightest(int after) const {
+    int found = -1;
+    double least = std::numeric_limits<double>::infinity();
+    for (int rank_idx = 0; rank_idx < rules_.num_ranks; ++rank_idx) {
+      const double load = ranks_[at(rank_idx)].load;
+      const bool is_after = after < 0 || load > ranks_[at(after)].load ||
+                            (load == ranks_[at(after)].load && rank_idx > after);
+      if (load < least && is_after) {
+        least = load;
+        found = rank_idx;
+      }
+    }
+    return found;
   }
 
   bool swap_between(int full_rank, int other_rank) {
@@ -313,14 +354,17 @@ class LayerPlan {
   SlotExperts slots_;                ///< of every rank the first Rank::num_filled are in use
   std::vector<Rank> ranks_;
   int num_components_ = 0;
-  /// Holds the load of every rank that has a free slot, and former ones, which are less.
-  std::priority_queue<Numbered, std::vector<Numbered>, std::greater<>> lightest_;
+  int64_t num_moves_ = 0;
+  LeastNumber lightest_;  ///< loads of ranks that have a free slot
 };
 
 }  // namespace
 
-SlotExperts plan_layer(const PlanRules& rules, const LayerLoads& layer, double reluctance) {
-  return std::move(LayerPlan(rules, layer, reluctance).slots());
+SlotExperts plan_layer(const PlanRules& rules,
+                       const LayerLoads& layer,
+                       double reluctance,
+                       int64_t most_moves) {
+  return std::move(LayerPlan(rules, layer, reluctance, most_moves).slots());
 }
 
 }  // namespace moe::layout

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -59,6 +60,11 @@ struct LayerLoads {
 /// left.
 ///
 /// Example: 2 ranks of 2 slots, loads [6, 2, 2]: expert 0 has a slot on each, [0, 1, 0, 2].
-SlotExperts plan_layer(const PlanRules& rules, const LayerLoads& layer, double reluctance);
+///
+/// @param most_moves  Where more experts would move, the result is empty.
+SlotExperts plan_layer(const PlanRules& rules,
+                       const LayerLoads& layer,
+                       double reluctance,
+                       int64_t most_moves = std::numeric_limits<int64_t>::max());
 
 }  // namespace moe::layout

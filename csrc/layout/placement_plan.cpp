@@ -1,6 +1,7 @@
 #include "layout/placement_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -8,15 +9,15 @@
 #include <utility>
 
 #include "layout/balanced_replicas.h"
+#include "layout/shared_loads.h"
 
 namespace moe::layout {
 
 namespace {
 
-constexpr int kNumScatters = 8;
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
-/// Reluctances to move an expert, in means of a rank's load, beside its price.
-constexpr double kReluctances[] = {0.0, 0.1};
+/// Reluctance to move an expert, in means of a rank's load, beside its price.
+constexpr double kReluctance = 0.1;
 
 /// Equally likely numbers in [0, 1), the same on every machine.
 class Uniform {
@@ -42,11 +43,17 @@ void keep_slots(std::span<int32_t> slots, std::span<const int32_t> present) {
   }
 }
 
-/// Outcome of a plan.
-struct Outcome {
-  double cost = 0;  ///< the largest load of a rank, a mean over scatters, and the price of moves
-  std::vector<int64_t> slot_rows;  ///< [kNumScatters, num_ranks * num_slots]
-  std::vector<int64_t> rank_rows;  ///< [kNumScatters, num_ranks]: their sums
+/// A change of a plan: other experts in one slot or two.
+struct Change {
+  struct OfSlot {
+    size_t slot;
+    int32_t expert_idx;
+  };
+
+  std::array<OfSlot, 2> of_slots;
+  size_t num_slots;
+
+  std::span<const OfSlot> changed() const { return std::span(of_slots).first(num_slots); }
 };
 
 /// Holds plans of one layer against its scattered loads.
@@ -54,48 +61,77 @@ class LayerTrials {
  public:
   /// @param scatters  [kNumScatters, num_experts]
   LayerTrials(const PlanRules& rules, const LayerLoads& layer, const std::vector<double>& scatters)
-      : rules_(rules), layer_(layer), load_of_row_(layer.mean / kMeanRows) {
+      : rules_(rules),
+        layer_(layer),
+        load_of_row_(layer.mean / kMeanRows),
+        rows_(kNumScatters * layer.loads.size()),
+        loads_(layer.loads.size()) {
     if (!std::isnormal(load_of_row_))
       load_of_row_ = 1;  // no load, or too little to divide by
     for (int32_t rank_idx = 0; rank_idx < rules.num_ranks; ++rank_idx)
       slot_rank_.insert(slot_rank_.end(), static_cast<size_t>(rules.num_slots), rank_idx);
     const double rows_of_load = 1 / load_of_row_;
     const double* scatter = scatters.data();
-    for (int i = 0; i < kNumScatters; ++i) {
+    for (size_t i = 0; i < kNumScatters; ++i) {
       int64_t num_rows = 0;
-      for (const double load : layer.loads) {
-        rows_.push_back(static_cast<int64_t>(load * *scatter++ * rows_of_load));
-        num_rows += rows_.back();
+      for (size_t e = 0; e < layer.loads.size(); ++e) {
+        const auto rows = static_cast<int64_t>(layer.loads[e] * *scatter++ * rows_of_load);
+        rows_[i * layer.loads.size() + e] = rows;
+        num_rows += rows;
+        loads_[e][i] = static_cast<float>(rows);
       }
       mean_rows_[i] = num_rows / rules.num_ranks;
     }
   }
 
-  /// @param limit  What costs more may come out as anything more.
-  Outcome outcome(const SlotExperts& slots, double limit = kInfinite) const;
+  /// @return the cost of a plan, once all is shared out as well as it can be: the largest load of a
+  /// rank, a mean over scatters, and the price of moves. What is above @p limit may come out as
+  /// anything more.
+  double cost(const SlotExperts& slots, double limit = kInfinite) const;
 
   /// Puts a copy into one empty slot after the other: of what has most rows on the fullest rank
   /// that has something to give, to the rank with least load that can take it.
   SlotExperts filled(SlotExperts slots) const;
 
-  /// Changes a plan by what takes most off its cost, as long as anything does.
-  /// @return its cost.
-  double improve(SlotExperts& slots, Outcome of_slots) const;
+  /// @return a cost that a plan does not exceed, by a few rounds of sharing.
+  double most_cost(const SlotExperts& slots) const {
+    return most_cost(shared(slots), num_moves(slots));
+  }
+
+  /// Changes a plan by what takes something off its cost at a look, as long as anything does.
+  void improve(SlotExperts& slots) const;
 
  private:
   static constexpr double kMeanRows = 1 << 20;  // rows are whole: about a million make the mean
 
-  /// The cost of @p slots, which changes of @p former have made, whose rows are nearly shared out
-  /// as well as they can be.
-  double cost_of_change(const SlotExperts& slots,
-                        double limit,
-                        const SlotExperts& former,
-                        const Outcome& of_former) const;
-  std::vector<SlotExperts> changes(const SlotExperts& slots, const Outcome& of_slots) const;
+  SharedLoads shared(const SlotExperts& slots) const {
+    constexpr int kNumRounds = 6;
+    SharedLoads loads(rules_, slots, loads_);
+    loads.level(kNumRounds);
+    return loads;
+  }
+  std::vector<Change> changes(const SlotExperts& slots, const SharedLoads& loads) const;
 
-  /// @param share_out  Returns the largest load of a rank in a scatter, in rows.
-  template <typename ShareOut>
-  double cost(const SlotExperts& slots, double limit, ShareOut&& share_out) const;
+  int64_t is_moved(size_t slot, int32_t expert_idx) const {
+    return expert_idx >= 0 && !layer_.is_held(slot_rank_[slot], expert_idx) ? 1 : 0;
+  }
+  int64_t num_moves(const SlotExperts& slots) const {
+    int64_t found = 0;
+    for (size_t slot = 0; slot < slots.size() && rules_.move_price > 0; ++slot)
+      found += is_moved(slot, slots[slot]);
+    return found;
+  }
+  /// The cost of a plan.
+  /// @param num_rows  Rows of the fullest rank in all scatters.
+  double cost_of(int64_t num_rows, int64_t num_moves) const {
+    return static_cast<double>(num_rows) * (load_of_row_ / kNumScatters) +
+           static_cast<double>(num_moves) * rules_.move_price;
+  }
+  double most_cost(const SharedLoads& loads, int64_t num_moves) const {
+    constexpr double kRounding = 1e-5;
+    return loads.largest() * (1 + kRounding) * load_of_row_ / kNumScatters +
+           static_cast<double>(num_moves) * rules_.move_price;
+  }
   ReplicaSlots replicas_of(const SlotExperts& slots) const {
     return {slot_rank_, slots, rules_.num_ranks, rules_.num_experts};
   }
@@ -104,68 +140,21 @@ class LayerTrials {
   const LayerLoads& layer_;
   double load_of_row_;
   std::vector<int32_t> slot_rank_;
-  std::vector<int64_t> rows_;        ///< [kNumScatters, num_experts]
-  int64_t mean_rows_[kNumScatters];  ///< of a rank
+  std::vector<int64_t> rows_;                    ///< [kNumScatters, num_experts]
+  std::array<int64_t, kNumScatters> mean_rows_;  ///< of a rank
+  std::vector<ScatterLoads> loads_;              ///< [num_experts]: the rows
 };
 
-template <typename ShareOut>
-double LayerTrials::cost(const SlotExperts& slots, double limit, ShareOut&& share_out) const {
-  double price = 0;
-  for (size_t slot = 0; slot < slots.size() && rules_.move_price > 0; ++slot)
-    if (slots[slot] >= 0 && !layer_.is_held(slot_rank_[slot], slots[slot]))
-      price += rules_.move_price;
-  int64_t largest_rows = std::accumulate(mean_rows_, mean_rows_ + kNumScatters, int64_t{0});
-  const auto cost = [&] {
-    return static_cast<double>(largest_rows) * (load_of_row_ / kNumScatters) + price;
-  };
-  for (size_t i = 0; i < kNumScatters && cost() <= limit; ++i)
-    largest_rows += share_out(i) - mean_rows_[i];
-  return cost();
-}
-
-Outcome LayerTrials::outcome(const SlotExperts& slots, double limit) const {
-  const auto num_ranks = static_cast<size_t>(rules_.num_ranks);
-  const ReplicaSlots replicas = replicas_of(slots);
-  Outcome result;
-  result.slot_rows.resize(kNumScatters * slots.size());
-  result.rank_rows.resize(kNumScatters * num_ranks);
-  result.cost = cost(slots, limit, [&](size_t i) {
-    int64_t* const slot_rows = result.slot_rows.data() + i * slots.size();
-    int64_t* const rank_rows = result.rank_rows.data() + i * num_ranks;
-    replicas.split_evenly(rows_.data() + i * layer_.loads.size(), slot_rows);
-    replicas.add_by_rank(slot_rows, rank_rows);
-    return replicas.level(slot_rows, rank_rows);
-  });
-  return result;
-}
-
-double LayerTrials::cost_of_change(const SlotExperts& slots,
-                                   double limit,
-                                   const SlotExperts& former,
-                                   const Outcome& of_former) const {
-  const auto num_ranks = static_cast<size_t>(rules_.num_ranks);
-  std::vector<size_t> changed;
-  for (size_t slot = 0; slot < slots.size(); ++slot)
-    if (former[slot] != slots[slot])
-      changed.push_back(slot);
+double LayerTrials::cost(const SlotExperts& slots, double limit) const {
+  const int64_t moves = num_moves(slots);
   const ReplicaSlots replicas = replicas_of(slots);
   std::vector<int64_t> slot_rows(slots.size());
-  std::vector<int64_t> rank_rows(num_ranks);
-  return cost(slots, limit, [&](size_t i) {
-    const int64_t* const former_rows = of_former.slot_rows.data() + i * slots.size();
-    std::copy_n(former_rows, slots.size(), slot_rows.begin());
-    std::copy_n(of_former.rank_rows.data() + i * num_ranks, num_ranks, rank_rows.begin());
-    const auto add = [&](size_t slot, int64_t num_rows) {
-      slot_rows[slot] += num_rows;
-      rank_rows[static_cast<size_t>(slot_rank_[slot])] += num_rows;
-    };
-    for (const size_t slot : changed)
-      add(slot, -former_rows[slot]);
-    for (const size_t slot : changed)
-      if (const int32_t expert_idx = former[slot]; expert_idx >= 0)
-        add(static_cast<size_t>(replicas.of_expert(expert_idx).front()), former_rows[slot]);
-    return replicas.level(slot_rows.data(), rank_rows.data());
-  });
+  int64_t num_rows = std::accumulate(mean_rows_.begin(), mean_rows_.end(), int64_t{0});
+  for (size_t i = 0; i < kNumScatters && cost_of(num_rows, moves) <= limit; ++i) {
+    replicas.split_evenly(rows_.data() + i * layer_.loads.size(), slot_rows.data());
+    num_rows += replicas.level(slot_rows.data()) - mean_rows_[i];
+  }
+  return cost_of(num_rows, moves);
 }
 
 SlotExperts LayerTrials::filled(SlotExperts slots) const {
@@ -216,102 +205,116 @@ SlotExperts LayerTrials::filled(SlotExperts slots) const {
   return slots;
 }
 
-/// Plans that take load off the fullest rank: a copy of an expert that has much of it there, on a
-/// rank with little load in the place of a copy that is used least, or a swap of experts without
-/// copies.
-std::vector<SlotExperts> LayerTrials::changes(const SlotExperts& slots,
-                                              const Outcome& of_slots) const {
-  constexpr size_t kNumExperts = 2;
+/// Changes that take load off the fullest rank: a copy of the expert that has most there, on a rank
+/// with little load in the place of a copy that is used least, or a swap of experts without copies.
+std::vector<Change> LayerTrials::changes(const SlotExperts& slots, const SharedLoads& loads) const {
   constexpr size_t kNumRanks = 3;
   const auto num_slots = static_cast<size_t>(rules_.num_slots);
-  // Rows of all scatters.
-  std::vector<int64_t> slot_load(slots.size());
-  std::vector<int64_t> rank_load(static_cast<size_t>(rules_.num_ranks));
-  for (size_t i = 0; i < kNumScatters; ++i) {
-    const auto add = [i](const std::vector<int64_t>& rows, std::vector<int64_t>& loads) {
-      for (size_t at = 0; at < loads.size(); ++at)
-        loads[at] += rows[i * loads.size() + at];
-    };
-    add(of_slots.slot_rows, slot_load);
-    add(of_slots.rank_rows, rank_load);
-  }
-  std::vector<int32_t> num_copies(layer_.loads.size());
-  for (const int32_t expert_idx : slots)
-    if (expert_idx >= 0)
-      ++num_copies[static_cast<size_t>(expert_idx)];
-  const auto is_copied = [&](size_t slot) {
-    return slots[slot] < 0 || num_copies[static_cast<size_t>(slots[slot])] > 1;
+  const auto load_of = [&](size_t slot) {
+    return slots[slot] < 0 ? 0.0f : loads.of_slot(slots[slot], slot_rank_[slot]);
   };
+  const auto loads_of = [&](size_t rank_idx) {
+    std::vector<float> found;
+    for (size_t slot = rank_idx * num_slots; slot < (rank_idx + 1) * num_slots; ++slot)
+      found.push_back(load_of(slot));
+    return found;
+  };
+  const auto is_copied = [&](size_t slot) {
+    return slots[slot] < 0 || loads.is_copied(slots[slot]);
+  };
+  std::vector<float> rank_load;
+  for (int32_t rank_idx = 0; rank_idx < rules_.num_ranks; ++rank_idx)
+    rank_load.push_back(loads.of_rank(rank_idx));
+  const auto fullest = static_cast<size_t>(std::ranges::max_element(rank_load) - rank_load.begin());
   std::vector<size_t> ranks(rank_load.size());
   std::iota(ranks.begin(), ranks.end(), size_t{0});
-  std::stable_sort(ranks.begin(), ranks.end(), [&](size_t one, size_t other) {
-    return rank_load[one] < rank_load[other];
-  });
-  std::vector<size_t> own(num_slots);
-  std::iota(own.begin(), own.end(), ranks.back() * num_slots);
-  std::stable_sort(own.begin(), own.end(), [&](size_t one, size_t other) {
-    return slot_load[one] > slot_load[other];
-  });
+  const size_t num_others = std::min(kNumRanks, ranks.size() - 1);
+  std::ranges::partial_sort(
+      ranks, ranks.begin() + static_cast<ptrdiff_t>(num_others), {}, [&](size_t rank_idx) {
+        return std::pair(rank_load[rank_idx], rank_idx);
+      });
+  const std::vector<float> own = loads_of(fullest);
+  const size_t full = fullest * num_slots;
+  const size_t most_used = full + static_cast<size_t>(std::ranges::max_element(own) - own.begin());
 
-  std::vector<SlotExperts> result;
-  for (const size_t rank_idx : std::span(ranks).first(std::min(kNumRanks, ranks.size() - 1))) {
+  std::vector<Change> result;
+  for (const size_t rank_idx : std::span(ranks).first(num_others)) {
     const size_t begin = rank_idx * num_slots;
-    size_t least_used = begin + num_slots;
-    for (size_t slot = begin + static_cast<size_t>(rules_.num_kept); slot < begin + num_slots;
-         ++slot)
-      if (is_copied(slot) &&
-          (least_used == begin + num_slots || slot_load[slot] < slot_load[least_used]))
-        least_used = slot;
+    const std::vector<float> theirs = loads_of(rank_idx);
+    size_t least_used = num_slots;
+    for (auto i = static_cast<size_t>(rules_.num_kept); i < num_slots; ++i)
+      if (is_copied(begin + i) && (least_used == num_slots || theirs[i] < theirs[least_used]))
+        least_used = i;
     const auto first = slots.begin() + static_cast<ptrdiff_t>(begin);
-    for (const size_t mine : std::span(own).first(std::min(kNumExperts, num_slots)))
-      if (least_used < begin + num_slots && slots[mine] >= 0 &&
-          std::find(first, first + rules_.num_slots, slots[mine]) == first + rules_.num_slots) {
-        result.push_back(slots);
-        result.back()[least_used] = slots[mine];
-      }
+    if (least_used < num_slots && slots[most_used] >= 0 &&
+        std::find(first, first + rules_.num_slots, slots[most_used]) == first + rules_.num_slots)
+      result.push_back({{{{begin + least_used, slots[most_used]}}}, 1});
 
     if (rules_.num_kept > 0)
       continue;  // what has no copy stays where it is
-    const int64_t gap = rank_load[ranks.back()] - rank_load[rank_idx];
-    int64_t most = 0;
-    std::pair<size_t, size_t> swapped;
-    for (const size_t mine : own)
-      for (size_t theirs = begin; theirs < begin + num_slots; ++theirs) {
-        const int64_t difference = slot_load[mine] - slot_load[theirs];
-        const int64_t gain = std::min(difference, gap - difference);
-        if (gain > most && !is_copied(mine) && !is_copied(theirs)) {
+    const float gap = rank_load[fullest] - rank_load[rank_idx];
+    float most = 0;
+    Change swap{};
+    for (size_t i = 0; i < num_slots; ++i)
+      for (size_t k = 0; k < num_slots && !is_copied(full + i); ++k) {
+        const float difference = own[i] - theirs[k];
+        const float gain = std::min(difference, gap - difference);
+        if (gain > most && !is_copied(begin + k)) {
           most = gain;
-          swapped = {mine, theirs};
+          swap = {{{{full + i, slots[begin + k]}, {begin + k, slots[full + i]}}}, 2};
         }
       }
-    if (most > 0) {
-      result.push_back(slots);
-      std::swap(result.back()[swapped.first], result.back()[swapped.second]);
-    }
+    if (most > 0)
+      result.push_back(swap);
   }
   return result;
 }
 
-double LayerTrials::improve(SlotExperts& slots, Outcome of_slots) const {
-  double least = of_slots.cost;
+void LayerTrials::improve(SlotExperts& slots) const {
+  SharedLoads loads = shared(slots);
+  double least = most_cost(loads, num_moves(slots));
   for (int left = 2 * rules_.num_ranks; left > 0; --left) {
     // A change moves an expert at least, and nothing gets below the mean.
     if (least - layer_.mean <= rules_.move_price)
-      break;
-    const SlotExperts former = slots;
-    for (SlotExperts& changed : changes(former, of_slots)) {
-      const double cost = cost_of_change(changed, least, former, of_slots);
-      if (cost < least) {
-        least = cost;
-        slots = std::move(changed);
-      }
-    }
-    if (slots == former)
-      break;
-    // From equal shares: what is left of the former plan's does not say which slots are of use.
-    of_slots = outcome(slots);
+      return;
+    const bool is_changed = std::ranges::any_of(changes(slots, loads), [&](const Change& change) {
+      SlotExperts changed = slots;
+      for (const auto& [slot, expert_idx] : change.changed())
+        changed[slot] = expert_idx;
+      SharedLoads of_changed = shared(changed);
+      const double cost = most_cost(of_changed, num_moves(changed));
+      if (cost >= least)
+        return false;
+      least = cost;
+      slots = std::move(changed);
+      loads = std::move(of_changed);
+      return true;
+    });
+    if (!is_changed)
+      return;
   }
-  return least;
+}
+
+/// A plan that goes by what lies where only in being more or less reluctant to move it.
+/// @param limit  Where such a plan costs more, the result may be empty.
+SlotExperts plan_reluctantly(const PlanRules& rules,
+                             const LayerLoads& layer,
+                             const LayerTrials& trials,
+                             double limit) {
+  // Nothing gets below the mean.
+  const double most_moves =
+      rules.move_price > 0 ? (limit - layer.mean) / rules.move_price : kInfinite;
+  const auto plan = [&](double reluctance) {
+    return plan_layer(rules,
+                      layer,
+                      rules.move_price + reluctance,
+                      static_cast<int64_t>(std::min(most_moves, 0x1p62)));
+  };
+  SlotExperts reluctant = plan(kReluctance * layer.mean);
+  SlotExperts willing = plan(0);
+  if (willing.empty() || reluctant.empty())
+    return willing.empty() ? reluctant : willing;
+  return trials.most_cost(willing) < trials.most_cost(reluctant) ? willing : reluctant;
 }
 
 }  // namespace
@@ -341,42 +344,37 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
   const auto num_slots = static_cast<size_t>(rules_.num_slots);
   const size_t num_present = present.size() / num_ranks;
   const LayerTrials trials(rules_, layer, scatters_);
-  SlotExperts best;
-  double least = kInfinite;
   SlotExperts kept;
   if (num_present <= num_slots && std::ranges::find(layer.num_held, 0) == layer.num_held.end()) {
     kept.assign(num_ranks * num_slots, -1);
     for (size_t i = 0; i < present.size(); ++i)
       kept[i / num_present * num_slots + i % num_present] = present[i];
   }
+  SlotExperts best;
+  SlotExperts other;
+  if (!kept.empty() && (rules_.num_kept > 0 || rules_.move_price > 0)) {
+    best = kept;
+    trials.improve(best);
+  }
   if (rules_.num_kept > 0) {
-    best = kept;
-    least = trials.improve(best, trials.outcome(kept));
-    SlotExperts bare = kept;
-    for (size_t slot = 0; slot < bare.size(); ++slot)
+    other = kept;
+    for (size_t slot = 0; slot < other.size(); ++slot)
       if (slot % num_slots >= static_cast<size_t>(rules_.num_kept))
-        bare[slot] = -1;
-    for (SlotExperts slots : {bare, trials.filled(bare)})
-      if (const double cost = trials.improve(slots, trials.outcome(slots)); cost < least) {
-        least = cost;
-        best = std::move(slots);
-      }
-  } else if (!kept.empty() && rules_.move_price > 0) {
-    best = kept;
-    least = trials.improve(best, trials.outcome(kept));
+        other[slot] = -1;
+    other = trials.filled(std::move(other));
+    trials.improve(other);
+  } else {
+    other =
+        plan_reluctantly(rules_, layer, trials, best.empty() ? kInfinite : trials.most_cost(best));
   }
-  for (const double reluctance : rules_.num_kept > 0 ? std::span<const double>() : kReluctances) {
-    SlotExperts slots = plan_layer(rules_, layer, rules_.move_price + reluctance * layer.mean);
-    const double cost = trials.outcome(slots, least).cost;
-    if (cost < least) {
-      least = cost;
-      best = std::move(slots);
-    }
+  if (best.empty() || (!other.empty() && trials.most_cost(other) < trials.most_cost(best)))
+    best = std::move(other);
+  // The present one seldom wins, and need not be seen through.
+  if (!kept.empty() && kept != best) {
+    const double most = trials.most_cost(best);
+    if (trials.cost(kept, most) <= most && trials.cost(kept) <= trials.cost(best))
+      best = std::move(kept);
   }
-  // It seldom wins where moves cost nothing, and is seen through the sooner for coming last.
-  if (!kept.empty() && rules_.num_kept == 0 && rules_.move_price == 0 &&
-      trials.outcome(kept, least).cost <= least)
-    best = std::move(kept);
   for (size_t rank_idx = 0; rank_idx < num_ranks && num_present > 0; ++rank_idx)
     keep_slots(std::span(best).subspan(rank_idx * num_slots, num_slots),
                present.subspan(rank_idx * num_present, num_present));

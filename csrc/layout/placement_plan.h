@@ -11,11 +11,12 @@ namespace moe::layout {
 /// Plans that make the largest load of a rank small, however loads scatter, once the rows of every
 /// expert are shared out between its slots as RankLeveling does.
 ///
-/// Without a present placement, that is plan_layer(). Else the plan with the smallest sum of the
-/// largest load, on the mean over several scatters, and the price of its moves, among: the present
-/// one; what single moves and swaps that are each worth their price make of it; and those of
-/// plan_layer() with several reluctances to move. Where slots keep their experts, the plan with the
-/// smallest sum among what single moves make of the present one, and of no copies at all.
+/// Without a present placement, that is plan_layer(). Else a plan with a small sum of the largest
+/// load, on the mean over several scatters, and the price of its moves, among: what single moves
+/// and swaps that are each worth their price, as SharedLoads sees it, make of the present one; and
+/// those of plan_layer() with several reluctances to move. Where slots keep their experts, among
+/// what single moves make of the present one, and of no copies at all. Never one that costs more
+/// than the present one.
 class PlacementPlanner {
  public:
   /// @param rules  Checked by the caller.

@@ -230,7 +230,7 @@ def test_a_layer_that_some_ranks_have_switched_is_switched_on_all() -> None:
 def test_plans_are_those_of_the_price_and_the_scatter() -> None:
     def body(comm: Communicator) -> None:
         plans = []
-        for price, scatter in ((0.0, 0.0), (0.0, 2.0), (0.2, 0.0), (10.0, 0.0)):
+        for price, scatter in ((0.0, 0.0), (0.2, 2.0), (0.2, 0.0), (10.0, 0.0)):
             layer = Layer.of(comm, start_placement(2))
             with ExpertBalancer(comm, price_per_byte=price, scatter=scatter) as balancer:
                 balancer.add_layer(layer.buffer, layer.weights)

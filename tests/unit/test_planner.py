@@ -225,6 +225,41 @@ def test_copies_alone_go_where_experts_stay(exponent: float) -> None:
     assert plan_placement(loads, 8, 9, present=[home] * 3, num_kept_slots=8, **dear) == [home] * 3  # type: ignore[arg-type]
 
 
+def test_copies_alone_even_out_many_experts() -> None:
+    loads = zipf(0.9, 256, 4, 5)
+    home = Placement.in_blocks(256, 32, 1)
+    plans = plan_placement(loads, 32, 9, present=[home] * 4, num_kept_slots=8)
+    fullest = [shared_out(plan, of_layer) for plan, of_layer in zip(plans, loads, strict=True)]
+    assert sum(fullest) / 4 < 1.045 * 1e6 / 32
+
+
+@pytest.mark.parametrize("price", [0.0005, 0.002])
+def test_at_a_price_later_loads_cost_less_than_to_stay_or_to_plan_anew(price: float) -> None:
+    true = zipf(0.6, 64, 6, seed=1)
+    present = plan_placement(scattered(true, 50), 8, 9)
+    now = scattered(true, 51, deviation=0.8)
+    plans = {
+        "present": present,
+        "anew": plan_placement(now, 8, 9),
+        "planned": plan_placement(
+            now,
+            8,
+            9,
+            present=present,
+            bytes_per_expert=1,
+            price_per_byte=price * float(now.sum()) / 6 / 8,
+        ),
+    }
+    cost = dict.fromkeys(plans, 0.0)
+    for name, of_layers in plans.items():
+        for layer, plan in enumerate(of_layers):
+            cost[name] += price * moves(present[layer], plan) / 6
+            for seed in range(10):
+                later = scattered(now[layer], 100 + seed)
+                cost[name] += (shared_out(plan, later) * 8 / float(later.sum()) - 1) / 60
+    assert cost["planned"] < 0.8 * min(cost["present"], cost["anew"])
+
+
 def test_a_table_of_another_shape_is_refused() -> None:
     given = _host.layout.plan_placement
     loads = LOADS.double()
