@@ -66,15 +66,19 @@ def outlive(context: RankContext) -> None:
         die()
     assert isinstance(error_of(lambda: buffer.dispatch(x, topk_idx)), PeerFailedError)
     comm.recover()
-    for layout in (Layout.EXPERT_MAJOR, Layout.LOW_LATENCY):
+    for layout in Layout:
         result = buffer.dispatch(x, topk_idx, layout=layout)
-        found = buffer.combine(result.x, result.handle)
+        rows = result.x.clone()
+        if layout is Layout.RANK_MAJOR:
+            rows *= (result.topk_idx >= 0).sum(1, keepdim=True)
+        found = buffer.combine(rows, result.handle)
         assert torch.equal(found, (NUM_TOPK * x.float()).to(x.dtype))
     if context.rank_idx == 1:
         topk_idx[3, 1] = 5
-    refused = error_of(lambda: buffer.dispatch(x, topk_idx))
-    assert isinstance(refused, ValueError), repr(refused)
-    assert "rank 1: 1 tokens are routed to experts of rank 2, which has failed" in str(refused)
+    for layout in (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR):
+        refused = error_of(lambda layout=layout: buffer.dispatch(x, topk_idx, layout=layout))
+        assert isinstance(refused, ValueError), repr(refused)
+        assert "rank 1: 1 tokens are routed to experts of rank 2, which has failed" in str(refused)
     result = buffer.dispatch(x, topk_idx, layout=Layout.LOW_LATENCY)
     found = buffer.combine(result.x, result.handle)
     num_kept = (topk_idx != 5).sum(dim=1, keepdim=True)
