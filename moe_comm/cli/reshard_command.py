@@ -223,7 +223,7 @@ def explain(
 
     Both are made on the meta device, rank by rank in this process: no weights are
     loaded and no other process is started. A model is a folder with a configuration
-    of transformers, its name on the hub, or a class of transformers; or module:name of
+    of transformers, its owner/name on the hub, or a class of transformers; or module:name of
     yours, called with a rank and the number of ranks, which returns CheckpointViews, a
     module, or an engine whose load_weights then says where everything goes.
     """

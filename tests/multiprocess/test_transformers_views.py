@@ -356,6 +356,8 @@ def test_the_class_that_is_named_is_explained(tmp_path: Path) -> None:
         assert names == {"model", head}, text
     message = "no causal language model of T5Config; name the class of the model"
     assert message in output_of("reshard", "explain", "T5Config", "T5Config", exit_code=1)
+    said = output_of("reshard", "explain", "Qwen3Confg", "Qwen3Config", exit_code=1)
+    assert "(near it: Qwen3Config, " in said
 
 
 @pytest.mark.parametrize(

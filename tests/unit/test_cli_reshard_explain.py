@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -206,3 +207,30 @@ def test_a_name_without_transformers(
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     said = output_of("reshard", "explain", "Qwen/Qwen3-30B-A3B", f"{MODELS}:trainer", exit_code=1)
     assert f"moe-comm reshard: Qwen/Qwen3-30B-A3B: {message}" in said
+
+
+def test_a_misspelt_class_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def from_pretrained(text: str, local_files_only: bool = False) -> Any:
+        asked.append((text, local_files_only))
+        raise OSError(f"no {text}")
+
+    fake: Any = types.ModuleType("transformers")
+    fake.__dict__.update(
+        __version__="5.24.0",
+        AutoConfig=types.SimpleNamespace(from_pretrained=from_pretrained),
+        DistributedConfig=dict,
+        PreTrainedModel=torch.nn.Module,
+        PretrainedConfig=dict,
+        Qwen3MoeConfig=dict,
+        Qwen3MoeForCausalLM=torch.nn.Module,
+        logging=types.SimpleNamespace(set_verbosity_error=lambda: None),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    said = output_of("reshard", "explain", "Qwen3MoeConfg", f"{MODELS}:trainer", exit_code=1)
+    assert "Qwen3MoeConfg: no folder here, and no class of a model or configuration" in said
+    assert "near it: Qwen3MoeConfig)" in said
+    assert asked == [("Qwen3MoeConfg", True)]
+    output_of("reshard", "explain", "owner/moe", f"{MODELS}:trainer", exit_code=1)
+    assert asked[1:] == [("owner/moe", True), ("owner/moe", False)]

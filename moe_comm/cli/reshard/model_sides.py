@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import inspect
 import os
@@ -57,8 +58,8 @@ class ModelSide:
     """One side of a refit by the words of the command line.
 
     Args:
-        text: A folder with a configuration of transformers, its name on the hub, or a class of
-            transformers; or `module:name`, of what makes a rank's part, called with the rank, their
+        text: A folder with a configuration of transformers, its owner/name on the hub, or a class
+            of transformers; or `module:name`, of what makes a rank's part, called with the rank, their
             number, and `layout` where that is given.
         layout: Such as "tp2.ep4"; for transformers what is left over is FSDP.
         num_ranks: Ranks of this side.
@@ -220,7 +221,7 @@ def _kind_and_config(transformers: Any, text: str) -> tuple[Any, Any]:
     if isinstance(named, type) and issubclass(named, transformers.PretrainedConfig):
         config = named()
     else:
-        config = transformers.AutoConfig.from_pretrained(text)
+        config = _config_at(transformers, text)
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name), config
@@ -230,6 +231,31 @@ def _kind_and_config(transformers: Any, text: str) -> tuple[Any, Any]:
             "the model, such as Qwen3VLMoeForConditionalGeneration"
         )
     return transformers.AutoModelForCausalLM, config
+
+
+def _config_at(transformers: Any, text: str) -> Any:
+    """Return the configuration in a folder, of this machine's copy of the hub or, by a name with an owner, of the hub.
+
+    Raises:
+        ValueError: It is none of these; a word without an owner is taken for a class that is misspelt.
+        OSError: The hub has no such name, or does not answer.
+    """
+    read = transformers.AutoConfig.from_pretrained
+    if os.path.isdir(text):
+        return read(text)
+    try:
+        return read(text, local_files_only=True)
+    except OSError:
+        if "/" in text:
+            return read(text)
+    classes = [
+        name for name in dir(transformers) if name.endswith(("Config", "Model")) or "For" in name
+    ]
+    near = ", ".join(difflib.get_close_matches(text, classes))
+    raise ValueError(
+        f"{text}: no folder here, and no class of a model or configuration in transformers "
+        f"{transformers.__version__}{f' (near it: {near})' if near else ''}; a name on the hub is owner/name"
+    )
 
 
 @contextlib.contextmanager
