@@ -464,3 +464,89 @@ def test_parameters_may_share_a_storage() -> None:
     filled(found.views, tensors)
     assert torch.equal(first, tensors["a"])
     assert torch.equal(second, tensors["b"])
+
+
+def test_a_value_may_fill_several_parameters() -> None:
+    first, second = torch.zeros(1), torch.zeros(1)
+
+    def load(weights: Weights) -> None:
+        for _, loaded in weights:
+            number = loaded.item()
+            for parameter in (first, second):
+                parameter.fill_(number)
+
+    found = loader_views(load, {"s": torch.ones(())}, [("first", first), ("second", second)])
+    assert not found.padding
+    filled(found.views, {"s": torch.tensor(3.0)})
+    assert (first.item(), second.item()) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("use", "operation"),
+    [
+        (lambda number: 1 / number, "__rtruediv__"),
+        (lambda number: number * 2, "__mul__"),
+        (lambda number: -number, "__neg__"),
+        (lambda number: 1.0 if number == 1.0 else 2.0, "__eq__"),
+        (lambda number: 1.0 if number > 0.5 else 2.0, "__gt__"),
+        (lambda number: max(number, 0.5), "__gt__|__lt__"),
+        (lambda number: 1.0 if number else 2.0, "__bool__"),
+        (float, "__float__"),
+        (int, "__int__|__trunc__"),
+    ],
+)
+def test_what_a_loader_makes_of_a_value_is_refused(
+    use: Callable[[float], float], operation: str
+) -> None:
+    first, second = torch.zeros(1), torch.zeros(1)
+
+    def load(weights: Weights) -> None:
+        for _, loaded in weights:
+            first.fill_(loaded.item())
+            second.fill_(use(loaded.item()))
+
+    targets = [("first", first), ("second", second)]
+    with pytest.raises(NotImplementedError, match=rf"^s: .* asks for ({operation}) of its value"):
+        loader_views(load, {"s": torch.ones(())}, targets)
+    with pytest.raises(NotImplementedError, match=r"^w: .*_local_scalar_dense"):
+        one(into(lambda w: torch.full((1,), float(w))), (1,), 1)
+    assert torch.ones(1).item() == 1.0
+
+
+class Replaces(torch.nn.Module):
+    """Its loader gives it another parameter, or a parameter other memory."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.w = torch.nn.Parameter(torch.full((2,), 7.0))
+
+    def load(self, weights: Weights) -> None:
+        for name, loaded in weights:
+            if self.way == "parameter":
+                self.w = torch.nn.Parameter(loaded)
+            elif self.way == "state":
+                self.load_state_dict({name: loaded}, assign=True)
+            else:
+                self.w.data = torch.empty(2)
+                with contextlib.suppress(NotImplementedError):
+                    self.w.data.copy_(loaded)
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("parameter", "another parameter in the place of w"),
+        ("state", "another parameter in the place of w"),
+        ("memory", r"a copy into a tensor of shape \(2,\), no parameter"),
+    ],
+)
+def test_an_engine_keeps_its_parameters_where_a_loader_replaces_them(way: str, says: str) -> None:
+    engine = Replaces(way)
+    before, address = engine.w, engine.w.data_ptr()
+    with pytest.raises(NotImplementedError, match=f"^w: the loader asks for {says}"):
+        loader_views(engine.load, {"w": torch.zeros(2)}, list(engine.named_parameters()))
+    assert engine.w is before
+    assert engine.w.data_ptr() == address
+    assert engine.w.eq(7.0).all()
+    engine.w = torch.nn.Parameter(torch.zeros(2))  # elsewhere nobody is refused

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -210,6 +211,34 @@ def _contiguous(shape: Shape) -> _Geometry:
     return _Geometry(shape, tuple(reversed(strides)), 0)
 
 
+class _Reading(float):
+    """Number that stands for a tensor of one element, with which a loader may fill a parameter, and no more.
+
+    Args:
+        number: It is known again by it.
+        refuse: Gives the error of whatever else is asked of it.
+    """
+
+    refuse: Callable[[str], Exception]
+
+    def __new__(cls, number: float, refuse: Callable[[str], Exception]) -> _Reading:
+        made = super().__new__(cls, number)
+        made.refuse = refuse
+        return made
+
+
+def _refuse_reading(operation: str) -> Callable[..., Any]:
+    def refuse(number: _Reading, *_: object) -> Any:
+        raise number.refuse(operation)
+
+    return refuse
+
+
+_COMPARISONS = {"__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"}
+for _operation in _COMPARISONS | set(dir(float)) - set(dir(object)):
+    setattr(_Reading, _operation, _refuse_reading(f"{_operation} of its value"))
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a loader: lets views pass, writes copies down, refuses the rest.
 
@@ -225,11 +254,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins: dict[int, _Origin] = {}
         self._scalars: dict[float, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
+        self._given = [(name, tensor, tensor.detach()) for name, tensor in targets]
         self._targets: dict[int, list[_Target]] = {}
-        for name, tensor in targets:
+        for name, tensor, detached in self._given:
             if tensor.numel():
                 first = int(tensor.storage_offset())
-                target = _Target(name, tensor.detach(), first, first + num_spanned(tensor))
+                target = _Target(name, detached, first, first + num_spanned(tensor))
                 self._targets.setdefault(storage_id(tensor), []).append(target)
 
     @classmethod
@@ -253,9 +283,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for self.current, tensor in named:
             yield self.current, tensor
 
+    def put_back(self) -> None:
+        """Give targets the memory that they had, and refuse a loader that gave them other."""
+        for name, tensor, kept in self._given:
+            if (storage_id(tensor), _geometry(tensor)) != (storage_id(kept), _geometry(kept)):
+                if tensor.device == kept.device:
+                    tensor.data = kept
+                self._refuse(name, "other memory for the parameter")
+
     @contextlib.contextmanager
     def in_this_thread(self) -> Iterator[None]:
-        """Run here what this thread gives to a pool; another thread, where nothing is seen, is refused."""
+        """Run here what this thread gives to a pool; another thread, where nothing is seen, is refused.
+
+        So is another parameter in the place of a target. A value that is read is a `_Reading`.
+        """
         here = threading.get_ident()
 
         def submit_here(
@@ -276,15 +317,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise self._refuse(self.current, f"a thread of its own ({thread.name})")
             start(thread)
 
+        def read_here(tensor: torch.Tensor) -> Any:
+            if threading.get_ident() == here and tensor.dtype.is_floating_point:
+                origin = self._origin(tensor)
+                if origin is not None and tensor.numel() == 1:
+                    return self._reading(tensor, origin.name)
+            return item(tensor)
+
+        def keep_target(module: torch.nn.Module, name: str, _: object) -> None:
+            replaced = module._parameters.get(name)
+            if threading.get_ident() == here and replaced is not None and self._target(replaced):
+                raise self._refuse(self.current, f"another parameter in the place of {name}")
+
         with _of_pools:
             submit, start = ThreadPoolExecutor.submit, threading.Thread.start
+            item = torch.Tensor.item
+            hook = register_module_parameter_registration_hook(keep_target)
             try:
                 ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign,assignment]
                 threading.Thread.start = start_none  # type: ignore[method-assign,assignment]
+                torch.Tensor.item = read_here  # type: ignore[method-assign,assignment]
                 yield
             finally:
                 ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
                 threading.Thread.start = start  # type: ignore[method-assign]
+                torch.Tensor.item = item  # type: ignore[method-assign]
+                hook.remove()
 
     def __torch_dispatch__(
         self,
@@ -308,8 +366,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._view(func, read, args[1], origin)
         if func in _COPIES:
             return self._copied(read, kwargs or {}, origin)
-        if func is aten._local_scalar_dense.default and read.dtype.is_floating_point:
-            return self._scalar(read)
         raise self._refuse(origin.name, f"{func} of it")
 
     def _origin(self, tensor: Any) -> _Origin | None:
@@ -357,11 +413,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keep(copied, origin._replace(cast=dtype, orders=orders))
         return copied
 
-    def _scalar(self, read: torch.Tensor) -> float:
+    def _reading(self, read: torch.Tensor, name: str) -> _Reading:
         """Return a number that is known again when a tensor is filled with it."""
-        number = 1e300 * (1 + len(self._scalars) * 2**-40)
+        number = 2.0**100 + len(self._scalars) * 2.0**80  # a float32
         self._scalars[number] = read
-        return number
+        return _Reading(number, functools.partial(self._refuse, name))
 
     def _target(self, written: torch.Tensor) -> _Target | None:
         offset = written.storage_offset()
@@ -411,7 +467,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = target.name if target is not None else self.current
             raise self._refuse(self.current, f"{func} into {name}, with values that are not its")
         constant = float(args[1]) if len(args) > 1 else 0.0
-        read = self._scalars.pop(constant, None)
+        read = self._scalars.get(constant)
         if read is not None:
             origin = self._origin(read)
             assert origin is not None
@@ -648,6 +704,8 @@ def loader_views(
             raise recorder.refusal or ValueError(
                 f"{recorder.current}: the loader refuses it: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            recorder.put_back()
     if recorder.refusal is not None:
         raise recorder.refusal
     by_target: dict[str, list[_Copy]] = {}
