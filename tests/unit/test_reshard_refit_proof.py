@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from moe_comm.resharding import (
+    CheckpointView,
+    CheckpointViews,
     ReshardTransform,
     SymmetricCopyService,
     is_stale,
     place_in_heap,
     refit,
 )
+from moe_comm.resharding.describe.intervals import whole
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.formats import scaled_buffers, transforms
 from moe_comm.resharding.formats.number_formats import (
@@ -24,6 +27,7 @@ from moe_comm.resharding.formats.number_formats import (
 )
 from moe_comm.resharding.formats.transforms import FP8BlockReshardTransform, MXFP8ReshardTransform
 from moe_comm.resharding.hold import refit_pass
+from moe_comm.resharding.hold.deltas import Deltas
 from moe_comm.resharding.hold.verification import RefitProof, verify_refit
 from moe_comm.resharding.plan.transfer_op import TransferOp
 from moe_comm.tensors.quantization import ScaleFormat
@@ -436,10 +440,10 @@ def test_what_was_hashed_as_it_was_copied_is_not_read_again(
     """Unless a caller asks later: then a source that has changed since is told."""
     prove = refit_pass.prove_refit
 
-    def changed(plan: Any, source: Any, *args: Any) -> Any:
+    def changed(plan: Any, source: Any, *args: Any, **options: Any) -> Any:
         with torch.no_grad():
             source.left += 1
-        proof = prove(plan, source, *args)
+        proof = prove(plan, source, *args, **options)
         plans[plan.rank] = plan
         return proof
 
@@ -468,10 +472,10 @@ def test_copies_that_are_unfaithful_are_told_on_every_rank(
     prove = refit_pass.prove_refit
     spoils: list[int] = []
 
-    def spoiled(plan: Any, source: Any, target: Any, *args: Any) -> Any:
+    def spoiled(plan: Any, source: Any, target: Any, *args: Any, **options: Any) -> Any:
         if plan.rank in spoils:
             target.left.data.view(torch.uint8)[31, 7] ^= 64
-        return prove(plan, source, target, *args)
+        return prove(plan, source, target, *args, **options)
 
     monkeypatch.setattr(refit_pass, "prove_refit", spoiled)
 
@@ -505,3 +509,67 @@ def test_copies_that_are_unfaithful_are_told_on_every_rank(
     assert first[1].startswith(f"RefitError: {who}")
     assert "the source has checksum" in first[1]
     assert ("right" in first[1]) == (fault == "swapped")
+
+
+# ---------------------------------------------------------------------------------------------
+# A trainer that steps while its weights are read: no version is whole then.
+
+
+@pytest.mark.parametrize("deltas", [None, "blocks"])
+@pytest.mark.parametrize("views", [False, True], ids=["module", "views"])
+def test_a_source_that_is_written_while_it_is_read_is_told_on_every_rank(
+    deltas: Any, views: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[torch.nn.Parameter] = []
+
+    def stepping(place: Any, name: str, rank_of: Callable[..., int]) -> None:
+        run = getattr(place, name)
+
+        def run_and_step(*args: Any, **options: Any) -> Any:
+            done = run(*args, **options)
+            with torch.no_grad():
+                while rank_of(*args) == 0 and steps:
+                    steps.pop().add_(1)
+            return done
+
+        monkeypatch.setattr(place, name, run_and_step)
+
+    stepping(refit_pass, "execute", lambda plan, *_: plan.rank)
+    stepping(Deltas, "run", lambda _, delta: delta.plan.rank)
+
+    def rank(context: RankContext) -> list[str]:
+        source = target = None
+        if context.rank_idx == 0:
+            source = ShardedNet(Parallelism(1), 0, PAIR | {"head": ((4,), None)})
+        else:
+            target = ShardedNet(Parallelism(1), 0, PAIR, rank_offset=context.rank_idx)
+        sides: list[Any] = [source, target]
+        if views and source is not None:
+            sides[0] = CheckpointViews(
+                [
+                    CheckpointView(
+                        name, tuple(part.shape), tuple(map(whole, part.shape)), part.data
+                    )
+                    for name, part in source.named_parameters()
+                ],
+                source,
+            )
+        held = refit.Refit(*sides, "symmetric", context.group, verify="checksum", deltas=deltas)
+        texts = []
+        for seed, name in enumerate(("", "right", "head", "norm", "")):
+            if source is not None:
+                source.fill(seed)
+                steps.extend([source.get_parameter(name)] if name else [])
+            texts.append(error_of(held.run))
+            if target is not None:
+                assert is_stale(target) == bool(texts[-1])
+                assert is_stale(target) or target.wrong(seed) == []
+        return texts
+
+    texts = threads(rank, 3)
+    assert texts[1:] == texts[:-1]
+    assert [bool(text) for text in texts[0]] == [False, True, False, True, False]
+    told = "of the source was written while the refit read it (torch had counted "
+    whose = " (of the owner) " if views else " "
+    assert texts[0][1].startswith(f"RefitError: rank 0: right{whose}{told}")
+    assert texts[0][3].startswith(f"RefitError: rank 0: norm{whose}{told}")

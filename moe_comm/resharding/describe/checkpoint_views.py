@@ -171,7 +171,7 @@ class CheckpointViews(TensorSide):
             self._places.append((numbers[storage], int(tensor.storage_offset())))
         self._owner_state = owner_state
         self._viewed = owned.keys() & numbers
-        self._owned = [each for key in self._viewed for each in owned[key]]
+        self._owned = {name: each for key in self._viewed for name, each in owned[key].items()}
         self._expert_maps = ExpertMaps(self.module)
         self._watched = watched
         self._table = TensorTable(watched)
@@ -187,8 +187,8 @@ class CheckpointViews(TensorSide):
         self._state = ModuleState(weakref.ref(tensors), tensors, cuts)
 
     @property
-    def owned(self) -> list[torch.Tensor]:
-        """Tensors of the owner that the views lie in. For a caller that has just got the state."""
+    def owned(self) -> dict[str, torch.Tensor]:
+        """Tensors of the owner that the views lie in, by its names. For a caller that has just got the state."""
         return self._owned
 
     def state(self) -> ModuleState:
@@ -258,14 +258,14 @@ class CheckpointViews(TensorSide):
         return [tie for tie in ties if len(tie) > 1]
 
 
-def _storages_of(state: ModuleState) -> dict[int, list[torch.Tensor]]:
-    """Return a module's tensors by ids that tell their storages from all others that are alive."""
-    storages: dict[int, list[torch.Tensor]] = {}
-    for tensor in state.tensors.values():
+def _storages_of(state: ModuleState) -> dict[int, dict[str, torch.Tensor]]:
+    """Return a module's tensors by ids that tell their storages from all others that are alive, and by names."""
+    storages: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in state.tensors.items():
         # Other kinds of tensors need not have a storage of their own.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             local = local_tensor(tensor)
-            storages.setdefault(storage_id(local), []).append(local)
+            storages.setdefault(storage_id(local), {})[name] = local
     return storages
 
 

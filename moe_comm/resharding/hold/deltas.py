@@ -19,7 +19,6 @@ from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.plain_data import travels
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
-from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.module_tensors import ModuleState, RefitSide
 from moe_comm.resharding.hold.block_masks import BlockMasks, Changed
 from moe_comm.resharding.hold.piece_table import ListedPieces, PieceTable, list_pieces
@@ -522,11 +521,7 @@ def _look_of(delta: Delta) -> tuple[Any, ...]:
     if target is None:
         return ()
     state: ModuleState = delta.states[1]
-    # Views by `Tensor.data` do not see what is written to the parameters that they lie in.
-    owned = target.owned if isinstance(target, CheckpointViews) else ()
-    tensors = (each for each in (*state.tensors.values(), *owned) if not each.is_inference())
-    versions = tuple(map(operator.attrgetter("_version"), tensors))
-    return state, stale.num_writes(target), versions
+    return state, stale.num_writes(target), stale.counted_by_torch(target, state)
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:

@@ -13,7 +13,7 @@ from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.batched_copy import PreparedCopies
 from moe_comm.resharding.copy_services.distributed_copy_service import DistributedCopyService
 from moe_comm.resharding.describe.metadata import ParameterMetadata
-from moe_comm.resharding.describe.module_tensors import ModuleState, module_state
+from moe_comm.resharding.describe.module_tensors import ModuleState, local_tensor, module_state
 from moe_comm.resharding.formats.mxfp8_weights import mxfp8_backend_of
 from moe_comm.resharding.hold.deltas import Changed, Delta, DeltaReport
 from moe_comm.resharding.hold.plan_cache import (
@@ -42,6 +42,7 @@ from moe_comm.resharding.move.execution import execute
 from moe_comm.resharding.plan.planner import build_local_reshard_plan
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import as_reshard_transform
+from moe_comm.tensors.memory import storage_id
 
 __all__ = ["RefitCall", "RefitPass"]
 
@@ -50,6 +51,32 @@ def _lines(**asked: object) -> str:
     """Return the text that ranks compare: a line for each argument."""
     lines = (f"{name}={shown(value)}".replace("\n", " ") for name, value in asked.items())
     return "\n".join(lines)
+
+
+def _text_of_writes(
+    plan: ReshardPlan,
+    models: Models,
+    states: tuple[ModuleState, ModuleState],
+    before: tuple[int, ...],
+) -> str:
+    """Says which sources that are sent torch has counted writes of since; "" for none. A target's are the refit's."""
+    found = stale.written_since(models.source, states[0], before)
+    if found:
+        sources, targets = states[0].tensors, states[1].tensors.values()
+        sent = {piece.param_name for op in plan.send_ops for piece in op.pieces}
+        read = {storage_id(local_tensor(sources[name])) for name in sent}
+        read -= {storage_id(local_tensor(each)) for each in targets}
+        for name, (tensor, *_) in list(found.items()):
+            if storage_id(local_tensor(tensor)) not in read:
+                del found[name]
+    if not found:
+        return ""
+    name, (_, then, now) = next(iter(found.items()))
+    more = f", as were {len(found) - 1} others" if len(found) > 1 else ""
+    return (
+        f"{name} of the source was written while the refit read it (torch had counted {then} writes of it, "
+        f"and then {now}){more}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,14 +332,16 @@ class RefitPass:
         if self.options.verify != "checksum":
             execute(*asked, strict=True)
             return
-        problem = FirstError()
+        problem, written = FirstError(), ""
         copies: list[PreparedCopies] = []
+        before = stale.counted_by_torch(models.source, states[0])
         with problem:
             copies = execute(*asked, strict=True, with_checksums=True)
+            written = _text_of_writes(plan, models, states, before)
         # Others may have come further than this rank, and would wait for its checksums.
         ranks = RefitRanks(group, service)
         ranks.agree_that_it_ran(problem)
-        prove_refit(plan, *modules, ranks, transform, copies)
+        prove_refit(plan, *modules, ranks, transform, copies, written=written)
 
     def _move_changes(
         self,
@@ -341,12 +370,18 @@ class RefitPass:
             most_bytes=self.options.execution_batch_bytes,
             changed=changed,
         )
-        problem = FirstError()
+        problem, written = FirstError(), ""
+        is_proven = self.options.verify == "checksum"
+        before = stale.counted_by_torch(models.source, states[0]) if is_proven else ()
         with problem:
             report = deltas.run(delta)
-        if self.options.verify == "checksum":
+            if is_proven:
+                written = _text_of_writes(plan, models, states, before)
+        if is_proven:
             ranks.agree_that_it_ran(problem)
-            prove_refit(plan, *modules, ranks, delta.transform, hashed=deltas.checksums)
+            prove_refit(
+                plan, *modules, ranks, delta.transform, hashed=deltas.checksums, written=written
+            )
         problem.raise_own()
         deltas.commit(delta)
         return report

@@ -177,6 +177,7 @@ def prove_refit(
     transform: ReshardTransform | None,
     copies: Sequence[PreparedCopies] = (),
     hashed: Callable[[PieceTable], npt.NDArray[np.uint64] | None] | None = None,
+    written: str = "",
 ) -> RefitProof:
     """`verify_refit` for a caller that has just run the plan.
 
@@ -188,6 +189,7 @@ def prove_refit(
         transform: As there.
         copies: What ran. Sources that it has hashed are not read again where they still are.
         hashed: The checksums of a table of sources, where what ran has them.
+        written: Says which sources something has written while it ran; "" for none.
     """
     chosen = plan.transform if transform is None else transform
     hooks = None if chosen is None else as_reshard_transform(chosen)
@@ -219,15 +221,17 @@ def prove_refit(
             _unknown(sent.others),
             _unknown(received.others),
             _own_blocks(hooks, received.others),
+            (written, sorted({op.peer_rank for op in plan.send_ops})) if written else None,
         ),
     )
     _raise_stale([its for its, *_ in gathered])
+    _raise_written([its for *_, its in gathered], bootstrap.rank_idx, dst_module)
     blocks: _Blocks = {
-        rank: (its[0], frozenset(its[1])) for rank, (*_, its) in enumerate(gathered) if its
+        rank: (its[0], frozenset(its[1])) for rank, (*_, its, _) in enumerate(gathered) if its
     }
     if blocks:
         _expect_blocks(plan, sources(), hooks, blocks, bootstrap, sent.pieces())
-    skipped = {key for _, _, keys, _ in gathered for key in keys}
+    skipped = {key for _, _, keys, *_ in gathered for key in keys}
     skipped |= {key for _, keys, *_ in gathered for key in keys if _format_at(blocks, key) is None}
     odd_pairs = _mismatched_pairs(bootstrap, sent, received, skipped)
     if odd_pairs:
@@ -450,6 +454,20 @@ def _raise_stale(gathered: list[str | None]) -> None:
             "; ".join(f"the target on rank {i} is stale: {why}" for i, why in reasons.items()),
             ranks=tuple(reasons),
         )
+
+
+def _raise_written(
+    gathered: list[tuple[str, list[int]] | None], rank_idx: int, dst_module: RefitSide | None
+) -> None:
+    """Raise what source ranks say of writes, with the ranks that got some of what was written."""
+    told = [(rank, *its) for rank, its in enumerate(gathered) if its is not None]
+    if not told:
+        return
+    text = "; ".join(f"rank {rank}: {what}" for rank, what, _ in told)
+    ranks = sorted({rank for *_, readers in told for rank in readers})
+    if rank_idx in ranks and dst_module is not None:
+        stale.mark_stale(dst_module, f"verification failed: {text}")
+    raise RefitError(text, ranks=ranks)
 
 
 def _mismatched_pairs(

@@ -1,21 +1,34 @@
-"""Marks on models that a failed refit left neither old nor new."""
+"""Marks on models that a failed refit left neither old nor new, and signs that something has written a model."""
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
 
-from moe_comm.resharding.describe.module_tensors import RefitSide, module_of, modules_with
+import torch
+
+from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
+from moe_comm.resharding.describe.module_tensors import (
+    ModuleState,
+    RefitSide,
+    module_of,
+    modules_with,
+)
 
 __all__ = [
     "clear_stale",
     "count_write",
+    "counted_by_torch",
     "is_stale",
     "mark_stale",
     "mark_torn",
     "num_writes",
     "stale_reason",
+    "written_since",
 ]
+
+_VERSION = operator.attrgetter("_version")
 
 # In the module's own dictionary, so that a copy of a stale model is stale.
 _REASON = "_stale_reason"
@@ -32,6 +45,43 @@ def count_write(model: RefitSide) -> None:
 def num_writes(model: RefitSide) -> int:
     """Number of calls of `count_write` for `model`."""
     return _num_writes.get(module_of(model), 0)
+
+
+def _watched(side: RefitSide | None, state: ModuleState) -> dict[str, torch.Tensor]:
+    """Tensors of a side; views by `Tensor.data` do not see what is written to the parameters that they lie in."""
+    owned = side.owned if isinstance(side, CheckpointViews) else {}
+    return state.tensors | {f"{name} (of the owner)": each for name, each in owned.items()}
+
+
+def counted_by_torch(side: RefitSide | None, state: ModuleState) -> tuple[int, ...]:
+    """Numbers of in-place writes that torch has counted, of each tensor of a side.
+
+    Args:
+        side: The side; None for none.
+        state: As it is now.
+    """
+    tensors = _watched(side, state).values()
+    try:
+        return tuple(map(_VERSION, tensors))
+    except RuntimeError:  # of tensors of inference, nothing is counted
+        return tuple(0 if each.is_inference() else each._version for each in tensors)
+
+
+def written_since(
+    side: RefitSide | None, state: ModuleState, before: tuple[int, ...]
+) -> dict[str, tuple[torch.Tensor, int, int]]:
+    """Tensors of a side that torch has counted writes of, and the numbers of these then and now.
+
+    Args:
+        side: As of `counted_by_torch`.
+        state: As there; the same as then.
+        before: What that returned.
+    """
+    now = counted_by_torch(side, state)
+    if now == before:
+        return {}
+    named = zip(_watched(side, state).items(), before, now, strict=True)
+    return {name: (each, then, count) for (name, each), then, count in named if then != count}
 
 
 def mark_stale(model: RefitSide, reason: str, *, is_known: bool = False) -> None:
