@@ -30,7 +30,9 @@ from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.resharding.hold.piece_table import PieceTable, list_pieces
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
+from moe_comm.resharding.move.staging import Staging
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
+from moe_comm.resharding.plan.plan_check import num_elements_of
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
@@ -39,6 +41,8 @@ from moe_comm.tensors.memory import check_memory
 __all__ = ["RefitProof", "prove_refit", "verify_refit"]
 
 _MAX_LINES = 6
+# Of each element two dtypes, of 8 bytes at most and a line between them.
+_MOST_CAST_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +382,10 @@ def _source_pieces(
 ) -> dict[_Key, _Piece]:
     """Return the pieces that destinations should hold of this rank's sources, but for those in blocks."""
     pieces = {}
+    ops = list(ops)
+    staging = Staging(_MOST_CAST_BYTES * max(map(num_elements_of, ops), default=0))
     for op in ops:
+        staging.clear()
         key = key_of(op)
         if _is_transformed(hooks, op.param_name):
             assert hooks is not None
@@ -389,7 +396,7 @@ def _source_pieces(
         check_memory(f"{op.param_name} of the source", source)
         piece = piece_of(source, op)
         for dtype in (op.wire_dtype, op.peer_dtype):
-            piece = piece if dtype is None else piece.to(dtype)
+            piece = piece if dtype is None else staging.cast(piece, dtype)
         pieces[key] = _proven_by_checksum(op, {"": piece})
     return pieces
 

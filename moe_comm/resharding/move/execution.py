@@ -31,8 +31,10 @@ from moe_comm.resharding.describe.module_tensors import (
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
+from moe_comm.resharding.move.staging import Staging
 from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
+from moe_comm.resharding.plan.plan_check import num_elements_of
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 # Tensors of one piece, after the first, take ids that no piece has: see `_task_ids`.
 _TENSOR_SHIFT = 58
 _MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
+# Of each element a conversion and a contiguous copy, of 8 bytes at most.
+_MOST_PIECE_BYTES = 16
 
 
 def _copy(received: torch.Tensor, place: torch.Tensor) -> None:
@@ -272,6 +276,7 @@ class PlanExecution:
         service: Any,
         reduced: Mapping[str, torch.Tensor],
         pending_quantized: dict[int, tuple[Any, ...]],
+        staging: Staging,
     ) -> None:
         """Give all pieces to the service, which prepares them where it can run them again.
 
@@ -280,13 +285,14 @@ class PlanExecution:
             service: The transport.
             reduced: What `begin` returned.
             pending_quantized: Parameters that are assembled, also by other batches.
+            staging: For pieces that wait or are converted, until this has run.
         """
         self._pending_quantized = pending_quantized
         sources, destinations = (state.tensors for state in self._states)
         # Mock services have neither attribute nor constructor of the base class.
         self._takes_strided = getattr(type(service), "takes_strided_tensors", False) is True
-        self._submit_sends(plan, service, sources, reduced)
-        self._submit_recvs(plan, service, destinations)
+        self._submit_sends(plan, service, sources, reduced, staging)
+        self._submit_recvs(plan, service, destinations, staging)
         can_repeat = all(hasattr(type(service), name) for name in ("prepare", "run_prepared"))
         self.is_repeatable &= can_repeat and not self.skipped
         if self.is_repeatable:
@@ -337,6 +343,7 @@ class PlanExecution:
         service: CopyService,
         tensors: Mapping[str, torch.Tensor],
         reduced: Mapping[str, torch.Tensor],
+        staging: Staging,
     ) -> None:
         sources = Sources(plan, tensors, reduced, self._is_transformed)
         for op in plan.send_ops:
@@ -351,26 +358,30 @@ class PlanExecution:
             else:
                 piece = piece_of(sources.get(op.param_name), op)
                 if op.wire_dtype is not None and piece.dtype != op.wire_dtype:
-                    piece = piece.to(op.wire_dtype)
+                    piece = staging.cast(piece, op.wire_dtype)
                     self.is_repeatable = False
                 check_resolved(f"{op.param_name} of the source module", piece)
                 self.is_repeatable &= not sources.is_fresh(op.param_name)
                 pieces = [piece]
             for piece, task_id in zip(pieces, _task_ids(op.task_id, len(pieces)), strict=True):
-                service.submit_send(self._sendable(piece), op.peer_rank, task_id=task_id)
+                service.submit_send(self._sendable(piece, staging), op.peer_rank, task_id=task_id)
 
     def _can_copy(self, tensor: torch.Tensor) -> bool:
         """Return whether the service takes a tensor with the strides that it has."""
         return tensor.is_contiguous() or (self._takes_strided and tensor.dim() <= MAX_DIMS)
 
-    def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sendable(self, tensor: torch.Tensor, staging: Staging) -> torch.Tensor:
         if self._can_copy(tensor):
             return tensor
         self.is_repeatable = False
-        return tensor.contiguous()
+        return staging.contiguous(tensor)
 
     def _submit_recvs(
-        self, plan: ReshardPlan, service: CopyService, tensors: Mapping[str, torch.Tensor]
+        self,
+        plan: ReshardPlan,
+        service: CopyService,
+        tensors: Mapping[str, torch.Tensor],
+        staging: Staging,
     ) -> None:
         name_at: dict[tuple[Any, ...], str] = {}
         for op in plan.recv_ops:
@@ -379,10 +390,10 @@ class PlanExecution:
                 buffers = self._transform.prepare_recv_of(op)
                 for buffer in buffers:
                     check_memory(f"a buffer that the transform receives {op.param_name} in", buffer)
-                targets = [self._target_of_buffer(buffer) for buffer in buffers]
+                targets = [self._target_of_buffer(buffer, staging) for buffer in buffers]
                 self._writebacks.append(functools.partial(_finalize, self._transform, op, buffers))
             elif (destination := tensors.get(op.param_name)) is not None:
-                target = self._target_of_piece(op, destination, name_at)
+                target = self._target_of_piece(op, destination, name_at, staging)
                 check_resolved(f"{op.param_name} of the destination module", target)
                 targets = [target]
             else:
@@ -391,16 +402,20 @@ class PlanExecution:
             for target, task_id in zip(targets, _task_ids(op.task_id, len(targets)), strict=True):
                 service.submit_recv(target, op.peer_rank, task_id=task_id)
 
-    def _target_of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _target_of_buffer(self, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         """Return the tensor that receives a buffer of a transform."""
         if self._can_copy(buffer):
             return buffer
-        staging = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-        self._writebacks.append(functools.partial(_copy, staging, buffer))
-        return staging
+        staged = staging.empty(buffer.shape, buffer.dtype, buffer.device)
+        self._writebacks.append(functools.partial(_copy, staged, buffer))
+        return staged
 
     def _target_of_piece(
-        self, op: TransferOp, destination: torch.Tensor, name_at: dict[tuple[Any, ...], str]
+        self,
+        op: TransferOp,
+        destination: torch.Tensor,
+        name_at: dict[tuple[Any, ...], str],
+        staging: Staging,
     ) -> torch.Tensor:
         """Return the tensor that receives a piece: its destination where that takes it, else fresh memory.
 
@@ -408,6 +423,7 @@ class PlanExecution:
             op: The transfer.
             destination: The parameter.
             name_at: By place, the first name that is received there. Gets an entry.
+            staging: Has the fresh memory.
         """
         is_quantized = is_mxfp8_tensor(destination)
         if is_quantized:
@@ -425,9 +441,9 @@ class PlanExecution:
             self._is_direct |= not is_quantized
             return piece
         self.is_repeatable = False
-        staging = torch.empty(piece.shape, dtype=wire_dtype, device=piece.device)
-        self._writebacks.append(functools.partial(_copy, staging, piece))
-        return staging
+        staged = staging.empty(piece.shape, wire_dtype, piece.device)
+        self._writebacks.append(functools.partial(_copy, staged, piece))
+        return staged
 
     def run(
         self,
@@ -596,6 +612,7 @@ def execute(
             reduced = PlanExecution(plan, states, hooks).begin(plan, strict=strict)
     pending_quantized: dict[int, tuple[Any, ...]] = {}
     later = _later_quantized(batches, states[1])
+    staging = Staging(_most_staged_bytes(batches) if None in known else 0)
     has_written = has_skipped = False
     for number, (batch, execution) in enumerate(zip(batches, known, strict=True)):
         owners = (service, batch, *modules)
@@ -604,7 +621,7 @@ def execute(
             if execution is None:
                 with _telling_peers(service), torch.no_grad():
                     execution = PlanExecution(batch, states, hooks)
-                    execution.submit(batch, service, reduced, pending_quantized)
+                    execution.submit(batch, service, reduced, pending_quantized, staging)
                     if execution.is_repeatable:
                         _executions.put(key, execution, owners)
             if execution.skipped:
@@ -629,6 +646,7 @@ def execute(
         # Its staged tensors go before the next batch stages more.
         del execution
         known[number] = None
+        staging.clear()
     if dst_module is not None and plan.recv_ops and not has_skipped:
         stale.clear_stale(dst_module, look_again=False)
     logger.info("Reshard complete")
@@ -689,6 +707,17 @@ def _known_execution(
         return execution
     _executions.drop(key)
     return None
+
+
+def _most_staged_bytes(batches: list[ReshardPlan]) -> int:
+    """Bound of what any of several batches converts and makes contiguous; 0 for one, whose memory goes piece by piece."""
+    if len(batches) < 2:
+        return 0
+    counts = (
+        sum(_MOST_PIECE_BYTES + num_elements_of(op) for op in (*batch.send_ops, *batch.recv_ops))
+        for batch in batches
+    )
+    return _MOST_PIECE_BYTES * max(counts)
 
 
 def _later_quantized(batches: list[ReshardPlan], state: ModuleState) -> list[set[int]]:
