@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from moe_comm.checkpoints.chains import open_checkpoint
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.load import load_checkpoint
-from moe_comm.checkpoints.stored_checkpoint import find_checkpoint
+from moe_comm.checkpoints.stored_checkpoint import INDEX, SINGLE_FILE, find_checkpoint
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
 from moe_comm.resharding.describe.transformers_views import empty_model, transformers_views
 
@@ -42,7 +43,7 @@ def load_pretrained(
         auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
         folder: See `load_checkpoint`.
         version: Likewise.
-        config: Of the model, copied; None for the `config.json` of the version.
+        config: Of the model, copied; None for the `config.json` of the version, or of the newest below a delta.
         distributed_config: Of transformers; its sizes are those of the default process group. None for the
             whole model on every rank.
         dtype: Of the weights but those that the model keeps in float32; None for the configuration's.
@@ -63,11 +64,14 @@ def load_pretrained(
     ranks = CheckpointRanks("load", None)
     transformers: Any = None
     path = Path(folder)
+    chain: tuple[Path, ...] = ()
     with ranks.problem:
         transformers = importlib.import_module("transformers")
         path = find_checkpoint(path, version)
+        is_whole = (path / INDEX).exists() or (path / SINGLE_FILE).exists()
+        chain = (path,) if is_whole else open_checkpoint(path).chain
         if config is None:
-            config = transformers.AutoConfig.from_pretrained(path)
+            config = transformers.AutoConfig.from_pretrained(_newest(chain, "config.json"))
     # Before transformers makes groups, in which ranks would wait for one that has failed.
     ranks.agree()
     config = copy.deepcopy(config)
@@ -79,6 +83,12 @@ def load_pretrained(
     # The version whose configuration this is, also where a newer one has come meanwhile.
     version = None if path == Path(folder) else path.name
     load_checkpoint(transformers_views(model), folder, version, strict=strict, checksums=checksums)
-    if model.can_generate() and (path / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    generation = _newest(chain, "generation_config.json")
+    if model.can_generate() and (generation / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(generation)
     return model.eval()
+
+
+def _newest(chain: tuple[Path, ...], name: str) -> Path:
+    """Return the newest version of a chain that has a file; the newest of all where none has."""
+    return next((each for each in reversed(chain) if (each / name).exists()), chain[-1])

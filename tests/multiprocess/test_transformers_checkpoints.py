@@ -120,7 +120,13 @@ def train_and_save(context: RankContext, folder: str, out: str) -> None:
     """Save a model, and what changed of it at two of three layers' parts, twice."""
     model = models.load(folder, "all_to_all", context, Layout(4))
     views = transformers_views(model)
-    save_checkpoint(views, out, "step-0", add_files=model.config.save_pretrained)
+    model.generation_config.max_new_tokens = 3
+
+    def settings(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+
+    save_checkpoint(views, out, "step-0", add_files=settings)
     for step in (1, 2):
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
@@ -133,7 +139,7 @@ def train_and_save(context: RankContext, folder: str, out: str) -> None:
     "transformers",
     way="`compact_checkpoint()`",
     ran="qwen3_moe, deltas of 4 ranks under expert parallelism and FSDP2 made whole: `from_pretrained` reads the "
-    "weights of the last one, and refuses a delta",
+    "weights of the last one, and refuses a delta, of which `load_pretrained` makes the same model",
 )
 def test_transformers_reads_compacted_deltas(folders: dict[str, str], tmp_path: Path) -> None:
     run_fresh(train_and_save, 4, folders["qwen3_moe"], str(tmp_path))
@@ -148,7 +154,11 @@ def test_transformers_reads_compacted_deltas(folders: dict[str, str], tmp_path: 
     assert not any(report.values()), report
     first = AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.float32)
     found, expected = model.state_dict(), first.state_dict()
+    ours = load_pretrained(AutoModelForCausalLM, tmp_path, "step-2", dtype=torch.float32)
+    assert ours.generation_config.to_dict() == model.generation_config.to_dict()
+    assert ours.generation_config.max_new_tokens == 3
     assert found.keys() == expected.keys()
+    assert all(torch.equal(ours.state_dict()[name], found[name]) for name in expected)
     assert sum("layers.0" in name for name in expected) > 5
     for name, tensor in expected.items():
         changed = tensor * 2 * 3 if "layers.0" in name else tensor
