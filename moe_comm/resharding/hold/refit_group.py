@@ -200,7 +200,7 @@ class RefitGroup:
             group = self.key if isinstance(self.key, dist.ProcessGroup) else None
             raise failure_of(
                 group,
-                "the ranks of a refit could not agree to begin",
+                "the ranks could not agree whether to go on",
                 error,
                 operation="refit",
                 phase="rows",
