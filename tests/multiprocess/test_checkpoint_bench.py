@@ -65,7 +65,10 @@ def test_every_way_is_checked_and_timed(tmp_path: Path) -> None:
         (("--from", "ep2"), "N * M = 4 ranks, got ep2"),
         (("--to", "tp2.pp2"), "N * M = 4 ranks, got tp2.pp2"),
         (("--to", "ep4", "--experts", "6"), "does not divide"),
-        (("--folder", "/nowhere"), "--folder /nowhere: expected a folder"),
+        (
+            ("--folder", "/nowhere"),
+            "--folder /nowhere: expected a folder that can be written to, got a name that is not",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_processes(
