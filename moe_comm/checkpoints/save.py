@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_comm.arguments import as_int
+from moe_comm.arguments import as_int, shown
 from moe_comm.checkpoints.block_files import blocks_name, write_block_file
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.deltas import Base, changed_parts, check_builds_on, open_base
@@ -149,6 +149,8 @@ def save_checkpoint(
                     f"with base {base}"
                 )
         as_int("max_file_bytes", max_file_bytes, 1)
+        if add_files is not None and not callable(add_files):
+            raise TypeError(f"add_files must be callable, got {shown(add_files)}")
         models = unwrap_models(model, None)
         source = models.source
         if source is not None and (reason := stale.stale_reason(source)):

@@ -423,6 +423,8 @@ def test_one_file_beside_an_index_is_of_another_checkpoint(folder: Path) -> None
 
     text = refused_save(ValueError, halves(numbers(a=(4, 8))), folder, "w", add_files=weights)
     assert "add_files must leave weights to this save, got model.safetensors" in text
+    text = refused_save(TypeError, halves(numbers(a=(4, 8))), folder, "w", add_files="config.json")
+    assert "add_files must be callable, got 'config.json'" in text
     assert not (folder / "w").exists()
 
 
