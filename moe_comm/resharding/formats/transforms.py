@@ -263,6 +263,8 @@ class FP8BlockReshardTransform(ScaledBufferTransform):
         ValueError, TypeError: An argument is none of these, or a buffer does not fit.
 
     Example:
+        from moe_comm.resharding.formats.number_formats import FP8BlockTensor
+
         # While both models hold ordinary weights: the plan knows shapes and how they are cut.
         prepare_swap_model_weights(trainer, engine, transform=None)
         weights = {name: FP8BlockTensor.from_bf16(engine.get_parameter(name)) for name in names}
