@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moe_comm import compat as compat
+from moe_comm._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moe_comm.names import *

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from moe_comm._version import __version__
 from moe_comm.cli.bench.environment import (
     cpu_model,
     instruction_set,
@@ -36,6 +37,7 @@ SELF_TEST_TIMEOUT_S = 30.0
 def examine() -> list[Finding]:
     """Look at everything; the last finding is a dispatch and combine on the default backend."""
     return [
+        Finding.here("moe_comm", __version__, is_required=True),
         _python(),
         Finding.here("torch", torch.__version__, is_required=True),
         _native_module(),

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+import moe_comm
 from moe_comm.cli import doctor
 from tests.helpers.command_line import output_of
 from tests.helpers.fresh_python import run_python
@@ -32,6 +33,7 @@ def test_doctor_says_that_the_default_backend_works() -> None:
     found = {finding["name"]: finding for finding in document["findings"]}
     assert found["default backend"]["is_present"]
     assert found["native module"]["detail"].startswith("uses ")
+    assert found["moe_comm"]["detail"] == moe_comm.__version__
 
 
 def test_doctor_fails_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
