@@ -71,11 +71,8 @@ def bench_checkpoint(
                 f"--peers must be of {', '.join(CHECKPOINT_PEERS)}, got {', '.join(unknown)}"
             )
         if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-            found = "one that can only be read" if folder.is_dir() else "a file"
-            raise ValueError(
-                f"--folder {folder}: expected a folder that can be written to, got "
-                f"{found if folder.exists() else 'a name that is not there'}"
-            )
+            found = "a file or no right to write" if folder.exists() else "nothing there"
+            raise ValueError(f"--folder {folder}: expected a folder to write to, got {found}")
         shape = shape_of_bytes(parse_bytes(size), torch.bfloat16, experts)
         tensor_parallel = 2 if ranks % 2 == 0 else 1
         layouts = (

@@ -67,7 +67,7 @@ def test_every_way_is_checked_and_timed(tmp_path: Path) -> None:
         (("--to", "ep4", "--experts", "6"), "does not divide"),
         (
             ("--folder", "/nowhere"),
-            "--folder /nowhere: expected a folder that can be written to, got a name that is not",
+            "--folder /nowhere: expected a folder to write to, got nothing there",
         ),
     ],
 )
