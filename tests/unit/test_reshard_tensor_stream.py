@@ -185,6 +185,13 @@ def test_a_bucket_that_holds_nothing_is_refused() -> None:
         TensorStream(None, 8)
 
 
+def test_a_stream_without_a_group_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match="group must be a process group or a backend of one, got None"
+    ):
+        TensorStream(None)
+
+
 # ---------------------------------------------------------------------------------------------
 # TRL
 

@@ -35,6 +35,9 @@ class TensorStream:
         root: The rank that sends.
         device: Of the buckets, such as the group's backend can send.
 
+    Raises:
+        TypeError, ValueError: There is no group, or a bucket holds nothing.
+
     Attributes:
         version: What came with the last stream that arrived whole; None before.
         bucket_bytes: As given, in whole pieces of 16.
@@ -50,6 +53,10 @@ class TensorStream:
     ) -> None:
         if bucket_bytes < _ALIGNMENT:
             raise ValueError(f"bucket_bytes must be >= {_ALIGNMENT}, got {bucket_bytes}")
+        if not callable(getattr(group, "broadcast", None)):
+            raise TypeError(
+                f"group must be a process group or a backend of one, got {shown(group)}"
+            )
         self.version: str | None = None
         self._group, self._root, self._device = group, root, torch.device(device)
         self.bucket_bytes = bucket_bytes // _ALIGNMENT * _ALIGNMENT
