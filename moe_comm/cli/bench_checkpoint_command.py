@@ -38,27 +38,31 @@ def bench_checkpoint(
         str | None,
         typer.Option("--to", help="Layout that is loaded [default: tp2.ep of the rest]."),
     ] = None,
-    size: Annotated[str, typer.Option("--bytes", help="Of the whole model, in bfloat16.")] = "2GiB",
+    size: Annotated[
+        str, typer.Option("--bytes", help="Size of the whole model, in bfloat16.")
+    ] = "2GiB",
     experts: Annotated[
-        int, typer.Option(min=1, help="Of each of the model's layers.")
+        int, typer.Option(min=1, help="Experts of each of the model's layers.")
     ] = NUM_EXPERTS,
     folder: Annotated[
         Path | None,
         typer.Option(
             metavar="<folder>",
-            help="Where a folder for the files is made, and removed [default: TMPDIR].",
+            help="Folder for a folder of files, made and removed [default: TMPDIR].",
         ),
     ] = None,
     peers: Annotated[
         str,
-        typer.Option(help=f"To compare with, of {','.join(CHECKPOINT_PEERS)}; empty for none."),
+        typer.Option(
+            help=f"Ways to compare with, of {', '.join(CHECKPOINT_PEERS)}; empty for none."
+        ),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all ways take turns.")] = 9,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
 ) -> None:
-    """Save a model, and load it into another layout, between processes of this machine and its files.
+    """Save a model, then load it into another layout.
 
     Plain files of as many bytes, by plain `write` and `read`, are timed right before and after.
     """

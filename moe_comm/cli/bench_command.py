@@ -91,7 +91,7 @@ def dispatch_combine(
     dtype: Annotated[DtypeName, typer.Option(help="Element type of rows.")] = "bf16",
     backend: Annotated[BackendName, typer.Option(help="Backend to measure.")] = "host",
     peers: Annotated[
-        str, typer.Option(help=f"Pipelines to compare with, of {','.join(PEERS)}; empty for none.")
+        str, typer.Option(help=f"Pipelines to compare with, of {', '.join(PEERS)}; empty for none.")
     ] = "",
     skew: Annotated[
         float, typer.Option(min=0.0, help="Zipf exponent of expert popularity; 0 is uniform.")
@@ -111,7 +111,7 @@ def dispatch_combine(
     ] = None,
     replica_rule: Annotated[
         BalancingRule | None,
-        typer.Option(help="Which replica takes a row [default: balanced]."),
+        typer.Option(help="Rule for the replica that takes a row [default: balanced]."),
     ] = None,
     versus_given: Annotated[
         bool,
@@ -131,7 +131,9 @@ def dispatch_combine(
     ] = "none",
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(help="Of the scale factors [default: the format's first]."),
+        typer.Option(
+            help="Format of scale factors [default: the first that --quantization allows]."
+        ),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
@@ -146,7 +148,9 @@ def dispatch_combine(
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     operations: Annotated[
         str,
-        typer.Option(help=f"Of {','.join(OPERATIONS)} [default: what suits the size]."),
+        typer.Option(
+            help=f"Operations, of {', '.join(OPERATIONS)} [default: what suits the size]."
+        ),
     ] = "",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")
@@ -161,14 +165,14 @@ def dispatch_combine(
     pin: Annotated[
         bool, typer.Option(help="Bind rank r to core r modulo the number of cores, peers too.")
     ] = False,
-    huge_page_x: Annotated[bool, typer.Option(help="Put x in 2 MiB pages too.")] = False,
+    huge_page_x: Annotated[bool, typer.Option(help="x in 2 MiB pages.")] = False,
     local_ranks: Annotated[
         int | None,
         typer.Option(
             min=1, help="Ranks of a node: as if this machine were several [default: all]."
         ),
     ] = None,
-    rail: Annotated[RailName, typer.Option(help="What joins nodes.")] = "auto",
+    rail: Annotated[RailName, typer.Option(help="Transport between nodes.")] = "auto",
     node_reduction: Annotated[
         bool,
         typer.Option(
@@ -190,13 +194,13 @@ def dispatch_combine(
     mode: Annotated[
         RankMode, typer.Option(help="Ranks are processes, or threads of one process.")
     ] = "processes",
-    seed: Annotated[int, typer.Option(min=0, help="Of data and routing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of data and routing.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help=f"{PLOT_HELP} Of a sweep, .svg: PLOT-light.svg and -dark.svg."),
+        typer.Option(help=f"{PLOT_HELP} A sweep takes .svg, and writes a light and a dark one."),
     ] = None,
 ) -> None:
     """Dispatch and combine between ranks on this machine.

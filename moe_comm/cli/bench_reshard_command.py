@@ -65,17 +65,19 @@ def bench_reshard(
         int | None,
         typer.Option(min=1, help="Processes of the destination alone, in place of --ranks."),
     ] = None,
-    size: Annotated[str, typer.Option("--bytes", help="Of one whole model; see --dtype.")] = "2GiB",
+    size: Annotated[
+        str, typer.Option("--bytes", help="Size of one whole model; see --dtype.")
+    ] = "2GiB",
     experts: Annotated[
-        int, typer.Option(min=1, help="Of each of the model's layers.")
+        int, typer.Option(min=1, help="Experts of each of the model's layers.")
     ] = NUM_EXPERTS,
     tensors: Annotated[
         int | None, typer.Option(min=1, help="Move so many equal tensors instead of a model.")
     ] = None,
-    tensor_bytes: Annotated[str, typer.Option(help="Of one of these tensors.")] = "4KiB",
-    dtype: Annotated[DtypeName, typer.Option(help="Of the source's weights.")] = "bf16",
+    tensor_bytes: Annotated[str, typer.Option(help="Size of each of --tensors.")] = "4KiB",
+    dtype: Annotated[DtypeName, typer.Option(help="Dtype of the source's weights.")] = "bf16",
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
+        DtypeName | None, typer.Option(help="Dtype of the destination's [default: the source's].")
     ] = None,
     memory: Annotated[
         str,
@@ -97,7 +99,7 @@ def bench_reshard(
     ] = "symmetric",
     peers: Annotated[
         str,
-        typer.Option(help=f"To compare with, of {','.join(RESHARD_PEERS)}; empty for none."),
+        typer.Option(help=f"Ways to compare with, of {', '.join(RESHARD_PEERS)}; empty for none."),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     threads: Annotated[
@@ -107,13 +109,13 @@ def bench_reshard(
     pin: Annotated[
         bool, typer.Option(help="Bind rank r to core r modulo the number of cores.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help=PLOT_HELP)] = None,
 ) -> None:
-    """Move weights from one layout to another between processes of this machine.
+    """Move weights from one layout to another on this machine.
 
     What is timed is a refit after the first one of the same models, as `swap_model_weights` does it.
     """

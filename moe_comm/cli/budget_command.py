@@ -50,10 +50,10 @@ def budget(
         int, typer.Option(min=1, help="Microbatches whose backward is still to come.")
     ] = 1,
     recompute: Annotated[
-        bool, typer.Option(help="MoE layers are recomputed in the backward, dispatch included.")
+        bool, typer.Option(help="The backward recomputes MoE layers, dispatch included.")
     ] = False,
     weights_in_combine: Annotated[
-        bool, typer.Option(help="Combine applies the router's weights (else the experts do).")
+        bool, typer.Option(help="Combine applies router weights, not the experts.")
     ] = True,
     alignment: Annotated[
         int, typer.Option(min=1, help="Rows per local expert are padded to a multiple.")
@@ -61,14 +61,16 @@ def budget(
     imbalance: Annotated[
         float, typer.Option(min=1.0, help="Rows of the busiest rank over the mean.")
     ] = 1.0,
-    worst_case: Annotated[bool, typer.Option(help="Every token goes to one rank.")] = False,
+    worst_case: Annotated[bool, typer.Option(help="All tokens go to the same rank.")] = False,
     layout: Annotated[LayoutName, typer.Option(help="Order of rows.")] = "expert-major",
     quantization: Annotated[
         QuantizationName, typer.Option(help="Rows are quantized while they are dispatched.")
     ] = "none",
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(help="Of the scale factors [default: the format's first]."),
+        typer.Option(
+            help="Format of scale factors [default: the first that --quantization allows]."
+        ),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")

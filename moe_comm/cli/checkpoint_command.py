@@ -42,7 +42,7 @@ Folder: TypeAlias = Annotated[
     Path, typer.Argument(help="Folder of versions, or of one checkpoint of safetensors files.")
 ]
 Version: TypeAlias = Annotated[
-    str | None, typer.Option("--version", help="Which of the versions [default: the latest].")
+    str | None, typer.Option("--version", help="Version to read [default: the latest].")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -66,7 +66,10 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint has: versions, files, tensors, dtypes. Reads headers, no weights."""
+    """Say which versions, files, tensors and dtypes a checkpoint has.
+
+    Reads headers, no weights.
+    """
     with in_a_sentence("checkpoint"):
         found = open_checkpoint(find_checkpoint(folder, version))
         said = _summary(folder, found, with_tensors=tensors)
@@ -144,9 +147,9 @@ def _number(number: int, noun: str) -> str:
 
 @checkpoint_app.command("verify", epilog=example("moe-comm checkpoint verify runs/moe"))
 def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> None:
-    """Read a whole checkpoint and compare its checksums; exit with 1 where something is wrong.
+    """Read a whole checkpoint and compare its checksums.
 
-    Files, names, sizes and offsets are checked first, those of folders without
+    Exit code 1 where something is wrong. Files, names, sizes and offsets are checked first, those of folders without
     checksums too. A delta is read through all that it builds on.
     """
     with in_a_sentence("checkpoint"):
@@ -187,20 +190,20 @@ def convert(
     out: Annotated[
         Path, typer.Argument(help="Folder of versions: the new one is put beside what it has.")
     ],
-    to: Annotated[ConversionTarget, typer.Option(help="What weights become.")] = "same",
+    to: Annotated[ConversionTarget, typer.Option(help="Numbers that weights become.")] = "same",
     version: Version = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the new version [default: that of the folder read].")
+        str | None, typer.Option(help="Name of the new version [default: that of the folder read].")
     ] = None,
     quantized: Annotated[
         str, typer.Option(help="Regular expression of the weights that are quantized.")
     ] = DEFAULT_QUANTIZED,
-    max_file_bytes: Annotated[str, typer.Option(help="Of tensors in a file.")] = "5GB",
+    max_file_bytes: Annotated[str, typer.Option(help="Most bytes of tensors in a file.")] = "5GB",
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint anew in other files and numbers, a few rows at a time.
+    """Write a checkpoint anew in other files and numbers.
 
-    A new version is whole or not there; what is beside the tensors is taken over.
+    Reads a few rows at a time. A new version is whole or not there; what is beside the tensors is taken over.
     """
     with in_a_sentence("checkpoint"):
         found = open_checkpoint(find_checkpoint(folder, version))
@@ -220,9 +223,10 @@ def compact(
     folder: Folder,
     version: Version = None,
     name: Annotated[
-        str | None, typer.Option(help='Of the whole version [default: the delta\'s with "-whole"].')
+        str | None,
+        typer.Option(help='Name of the whole version [default: the delta\'s with "-whole"].'),
     ] = None,
-    max_file_bytes: Annotated[str, typer.Option(help="Of tensors in a file.")] = "5GB",
+    max_file_bytes: Annotated[str, typer.Option(help="Most bytes of tensors in a file.")] = "5GB",
     as_json: AsJson = False,
 ) -> None:
     """Write a delta and what it builds on as a whole version beside it.

@@ -54,13 +54,13 @@ def model(
         int | None, typer.Option(min=1, help="Most nodes that a token's experts lie on.")
     ] = None,
     node_reduction: Annotated[
-        bool, typer.Option(help="Nodes add a token's rows before combine sends them: other bits.")
+        bool, typer.Option(help="Nodes add a token's rows before combine: other bits.")
     ] = False,
     rank_reduction: Annotated[
-        bool, typer.Option(help="On one node ranks add a token's rows first: other bits.")
+        bool, typer.Option(help="On one node ranks add a token's rows: other bits.")
     ] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Pieces of what a rank sends to a node.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of the routing that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the routing.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Predict dispatch and combine on a cluster: time, bytes per link, heap, count rows."""

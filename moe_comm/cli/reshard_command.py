@@ -91,9 +91,9 @@ def plan(
     fused_experts: Annotated[
         bool | None, typer.Option(help="A rank's experts lie in one tensor.")
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Of the source's parameters.")] = "bf16",
+    dtype: Annotated[DtypeName, typer.Option(help="Dtype of the source's parameters.")] = "bf16",
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's [default: the source's].")
+        DtypeName | None, typer.Option(help="Dtype of the destination's [default: the source's].")
     ] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Plan this rank alone and list its pieces.")
@@ -120,7 +120,7 @@ def plan(
     plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say what a reshard moves between whom, in how many steps, and how long that must take.
+    """Say what a reshard moves, between whom, and how long that takes.
 
     Metadata of every rank is made, no tensor is; every plan is verified.
     """
@@ -205,10 +205,10 @@ def explain(
     disjoint: Disjoint = False,
     dtype: Annotated[
         DtypeName | None,
-        typer.Option(help="Of the source's weights [default: its configuration's]."),
+        typer.Option(help="Dtype of the source's weights [default: its configuration's]."),
     ] = None,
     destination_dtype: Annotated[
-        DtypeName | None, typer.Option(help="Of the destination's, likewise.")
+        DtypeName | None, typer.Option(help="Dtype of the destination's, likewise.")
     ] = None,
     strict: Annotated[
         bool, typer.Option(help="Tensors that no destination takes are an error, too.")
@@ -219,7 +219,7 @@ def explain(
     plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say what of one model becomes what of another, and what is missing.
+    """Say which tensors of two models match, and which are missing.
 
     Both are made on the meta device, rank by rank in this process: no weights are
     loaded and no other process is started. A model is a folder with a configuration

@@ -40,7 +40,7 @@ trace_app = typer.Typer(
 )
 
 OUT_HELP = "Perfetto file to write."
-WAITS_HELP = f"{PLOT_HELP} Of waits: a rank a row, whom it waited for a column."
+WAITS_HELP = f"{PLOT_HELP} Waits: a waiting rank a row, the rank waited for a column."
 
 
 @trace_app.command(
@@ -58,7 +58,7 @@ def convert(
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
     plot: Annotated[Path | None, typer.Option(help=WAITS_HELP)] = None,
 ) -> None:
-    """Turn the trace files of all ranks of a run into one Perfetto file and a table."""
+    """Turn trace files of all ranks into one Perfetto file and a table."""
     with in_a_sentence("trace"):
         check_plot(plot)
         check_output("--out", out)
@@ -78,7 +78,7 @@ def run(
     out: Annotated[Path, typer.Option(help=OUT_HELP)] = Path("trace.perfetto.json"),
     plot: Annotated[Path | None, typer.Option(help=WAITS_HELP)] = None,
 ) -> None:
-    """Run dispatch and combine on the host backend and record every phase of every rank."""
+    """Run dispatch and combine on the host backend, and trace them."""
     with in_a_sentence("trace"):
         check_plot(plot)
         check_output("--out", out)

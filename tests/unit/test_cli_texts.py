@@ -70,15 +70,19 @@ def test_help_of_the_script_is_that_of_the_commands() -> None:
     assert done.output == help_text()
 
 
+@pytest.mark.parametrize("num_columns", [80, 120])
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=COMMAND_IDS)
-def test_help_is_whole_on_80_columns(path: tuple[str, ...], command: Any) -> None:
-    done = run(*path, "--help", env=NARROW)
+def test_help_is_whole(path: tuple[str, ...], command: Any, num_columns: int) -> None:
+    done = run(*path, "--help", terminal_width=num_columns - 2)  # as on a terminal
     assert done.exit_code == 0
     lines = done.output.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert not [line for line in lines if re.search(r"--[a-z-]*-$", line)], "an option is cut"
+    assert max(map(len, lines)) <= num_columns
+    assert not [line for line in lines if line.endswith("-")], "a word is cut"
     assert "…" not in done.output
+    assert not re.search(r"\w\.\.\.$", done.output, re.MULTILINE), "a summary is cut"
     for parameter in command.params:
+        told = str(getattr(parameter, "help", None) or "").split()
+        assert {word for word in told if "-" not in word} <= set(done.output.split())
         for name in (*parameter.opts, *parameter.secondary_opts):
             assert parameter.param_type_name == "argument" or name in re.findall(
                 r"--?[a-z0-9-]+", done.output
