@@ -24,8 +24,8 @@ def draw_operation(palette: Palette) -> str:
     _line(canvas, 262, "Rank 2 dies while it moves rows", heard, died_at=heard + JUDGE + 10)
     canvas.notes(
         448,
-        "say: one row to every peer: which call this is, its arguments' hash, a status, the offered window, counts of rows.",
-        "hear: wait for the rows of all. judge: the same rows give the same verdict on every rank; what is wrong is raised here, before data moves.",
+        "say: a control row to every peer: which call this is, its arguments' hash, a status, the offered window, counts of rows.",
+        "hear: wait for those of all. judge: the same control rows give the same verdict on every rank; mistakes are raised here, before data moves.",
         "move: rows straight to their places. done: wait until every peer has written here. Each wait has a limit, and names who is missing.",
     )
     return canvas.svg(
@@ -78,7 +78,7 @@ def _line(canvas: Canvas, top: float, title: str, heard: float, died_at: float |
         canvas.arrow([(_x(moved[0]), top + 18 + HEIGHT), (_x(end), source)], 0)
     bottom = source + HEIGHT + 18
     canvas.arrow([(_x(heard), top + 8), (_x(heard), bottom)], dashes="3 3", has_head=False)
-    canvas.label(_x(heard) + 6, bottom, "here rows of all have come", size=11, is_muted=True)
+    canvas.label(_x(heard) + 6, bottom, "all control rows are here", size=11, is_muted=True)
 
 
 def _phase(
