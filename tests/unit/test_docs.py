@@ -152,6 +152,63 @@ def test_example_of_replicas_runs() -> None:
     assert run.stdout.split() == ["20"]
 
 
+def test_examples_of_deep_ep_run() -> None:
+    """On one rank, as printed; what callers have is made before."""
+    first, second = code_blocks("docs/deep_ep.md", "python")
+    made = (
+        "import torch\n"
+        "group, num_experts, num_ranks, loss = None, 4, 1, torch.full((1,), 2.0)\n"
+        "topk_idx, topk_weights = torch.tensor([[0, 1], [2, -1]]), torch.rand(2, 2)\n"
+        "x = torch.randn(2, 64, dtype=torch.bfloat16)\n"
+    )
+    combine = "y, weights, event"
+    assert combine in first
+    first = first.replace(combine, f"expert_out = recv_x * 2\n{combine}")
+    check = "assert torch.equal(y, x * 2) and mine.shape == (4096,) and total.item() == 2\nprint('done')\n"
+    run = run_python("-c", made + first + second + check)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["done"]
+
+
+CALLED = {
+    "moe_comm": "moe_comm",
+    "comm": "moe_comm.Communicator",
+    "deep_ep": "moe_comm.compat.deep_ep",
+}
+
+
+def object_named(name: str) -> Any:
+    """The module, class or function of a dotted name; attributes of instances are of their class."""
+    module, *attributes = name.split(".")
+    found: Any = importlib.import_module(module)
+    for attribute in attributes:
+        if not hasattr(found, attribute) and inspect.ismodule(found):
+            importlib.import_module(f"{found.__name__}.{attribute}")
+        found = getattr(found, attribute)
+    return found
+
+
+def test_calls_in_examples_have_their_arguments() -> None:
+    """What examples of Python call of the package exists, and takes the keywords given."""
+    num_keywords = 0
+    for document in DOCUMENTS:
+        for block in code_blocks(document, "python"):
+            for node in ast.walk(ast.parse(block)):
+                if not isinstance(node, ast.Call):
+                    continue
+                root, _, rest = ast.unparse(node.func).partition(".")
+                if root not in CALLED or not re.fullmatch(r"[\w.]+", rest):
+                    continue
+                called = object_named(f"{CALLED[root]}.{rest}")
+                taken = inspect.signature(called).parameters
+                if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+                    continue
+                given = {str(keyword.arg) for keyword in node.keywords if keyword.arg}
+                assert given <= set(taken), (document, ast.unparse(node))
+                num_keywords += len(given)
+    assert num_keywords > 30
+
+
 def test_names_in_the_readme_exist() -> None:
     """All that the table tells a reader to write can be imported."""
     text = (ROOT / "README.md").read_text()
