@@ -193,7 +193,7 @@ def _decode_table(rows: Sequence[Row]) -> str:
             "dispatch + combine from Python, p50": _p50_us,
             "against Gloo": _against("gloo"),
             "against {mpi}": _against("mpi"),
-            "differentiable: more per dispatch": overhead,
+            "more per differentiable dispatch": overhead,
         },
     )(rows)
 
@@ -205,7 +205,7 @@ def _part(name: str) -> Callable[[Case], str]:
 # Tokens of the sizes that have a row; a sweep has every power of two.
 _SWEEP_ROWS = (1, 8, 64, 512, 4096)
 _sweep_table = _Columns(
-    "What a call is made of",
+    "Parts of a call",
     {
         _SHAPE: _shape,
         "dispatch + combine, p50": _p50_us,
@@ -349,7 +349,8 @@ def _weights(case: Case) -> str:
         if case.get("stacked_experts"):
             what += f" of layers of {shape['num_experts']} stacked experts"
     if case["disjoint"]:
-        where = f"{case['source_ranks']} ranks to {case['destination_ranks']} others"
+        others = "other" if case["destination_ranks"] == 1 else "others"
+        where = f"{case['source_ranks']} ranks to {case['destination_ranks']} {others}"
     else:
         where = f"{case['ranks']} ranks"
     return f"{what}, {case['from']} to {case['to']}, {where}"

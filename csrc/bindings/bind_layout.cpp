@@ -22,8 +22,8 @@
 #include "layout/wire_format.h"
 #include "layout/workspace.h"
 
-// The arithmetic of csrc/layout for what is decided in Python. Tensors lie in host memory, and are
-// read and written in place.
+// Arithmetic of csrc/layout for decisions made in Python. Tensors lie in host memory, and are read
+// and written in place.
 
 namespace moe::bindings {
 
@@ -59,7 +59,7 @@ Placement make_placement(py::handle expert_rank, int num_ranks) {
   return Placement(std::move(owners), num_ranks);
 }
 
-/// The counts of slots for those of logical experts.
+/// Turns counts of logical experts into counts of slots.
 py::object share_rows(py::handle asked, const Replicas& replicas, const Placement& placement) {
   CountMatrix shared = count_matrix(asked, placement);
   layout::share_rows(replicas, placement, &shared);
@@ -67,7 +67,7 @@ py::object share_rows(py::handle asked, const Replicas& replicas, const Placemen
   return vector_tensor(std::move(shared.counts), {placement.num_ranks, num_columns}, kInt32);
 }
 
-/// @param counts  What share_rows() gave.
+/// @param counts  Result of share_rows().
 py::object choose_slots(py::handle topk_idx,
                         py::handle counts,
                         const Replicas& replicas,
@@ -186,7 +186,7 @@ py::object assign_slots(py::handle topk_idx,
   return vector_tensor(std::move(slots), {choices.num_rows, num_slots}, kInt64);
 }
 
-/// @param slots  What assign_slots() gave for the other arguments.
+/// @param slots  Result of assign_slots() for the other arguments.
 py::tuple row_streams(py::handle topk_idx,
                       py::handle slots,
                       py::handle counts,
@@ -221,7 +221,7 @@ py::tuple row_streams(py::handle topk_idx,
       vector_tensor(std::move(of_choices), {choices.num_rows, choices.row_elements}, kInt64));
 }
 
-/// Rows of the fullest rank, once those of every expert are shared out between its slots.
+/// Returns the rows of the fullest rank, where every expert's rows are split between its slots.
 /// @param expert_rows  int64 [num_experts]
 int64_t fullest_rank(py::handle expert_rows,
                      std::vector<int32_t> slot_rank,
@@ -296,7 +296,7 @@ layout::ScaleMap scale_map(int row_layout,
                                 is_column_major);
 }
 
-/// Binds sizes of what every rank has once: rows, workspaces, the memory between nodes.
+/// Binds sizes of what every rank has once: control rows, workspaces, memory between nodes.
 void bind_region_sizes(py::module_& sizes) {
   sizes.attr("SLOT_ROW_BITS") = layout::Slot::kRowBits;
   sizes.attr("ROW_HEADER_BYTES") = sizeof(layout::Row);
@@ -330,7 +330,7 @@ void bind_region_sizes(py::module_& sizes) {
                 "num_max_topk, max_row_bytes, node_reduction, num_max_shared"));
 }
 
-/// Binds sizes of what holds the rows of an operation.
+/// Binds sizes of windows, which hold the rows of an operation, and of their parts.
 void bind_window_sizes(py::module_& sizes) {
   sizes.def(
       "rank_sums_bytes",
@@ -391,8 +391,8 @@ void bind_window_sizes(py::module_& sizes) {
                 "scale_bytes, is_column_major, weight_bytes, num_topk, spans_devices"));
 }
 
-/// Binds formats as Python knows them; moe_comm/tensors/quantization.py has the same sizes of rows,
-/// for those that are symbolic.
+/// Binds formats as Python knows them; moe_comm/tensors/quantization.py computes the same sizes of
+/// rows where hidden is symbolic.
 void bind_wire_formats(py::module_& module) {
   using layout::ScaleRecord;
   using layout::WireFormat;

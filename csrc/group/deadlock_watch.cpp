@@ -14,7 +14,7 @@ namespace {
 // Most waits are over before anybody has to hear of them.
 constexpr int64_t kShowNs = 50'000'000;
 constexpr int64_t kAskEveryNs = 250'000'000;
-// Longer circles than that have more ranks than text has room for; their limit is another.
+// A longer circle has more ranks than its text has room for; its waits end by their time limit.
 constexpr int32_t kMostHops = 256;
 constexpr size_t kMostTextBytes = 4096;
 
@@ -44,7 +44,7 @@ struct Probe : ProbeHead {
   }
 };
 
-/// Sends @p probe to whom @p wait is for.
+/// Sends @p probe to the rank that @p wait waits for.
 void send(const EntryWait& wait, Probe probe) {
   probe.buffer_number = wait.buffer_number;
   probe.epoch = wait.epoch;
@@ -118,8 +118,8 @@ void DeadlockWatch::check(int64_t now_ns, const std::function<bool(int)>& is_mis
 }
 
 void DeadlockWatch::give_up(const std::string& circle, const std::function<bool(int)>& is_missing) {
-  // Ranks that have left the order that most ranks keep; of two equal halves, the one without the
-  // lowest rank.
+  // Blames the ranks that have left the order that most ranks keep; of two equal halves, the one
+  // without the lowest rank.
   std::vector<int> missing;
   std::vector<int> present;
   for (int rank_idx = 0; rank_idx < peers_.num_ranks(); ++rank_idx)

@@ -2,7 +2,7 @@
 
 namespace moe::bindings {
 
-/// Exceptions of this module become those of moe_comm.errors, ValueError, TypeError and OSError.
+/// Makes exceptions of this module those of moe_comm.errors, ValueError, TypeError and OSError.
 void register_errors();
 
 }  // namespace moe::bindings

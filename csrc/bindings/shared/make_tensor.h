@@ -28,16 +28,16 @@ struct TensorForm {
   int64_t shape[kMostDims] = {};
   int64_t strides[kMostDims] = {};  ///< in elements
 
-  /// Elements lie in order.
+  /// Contiguous elements, the last dimension fastest.
   TensorForm(std::initializer_list<int64_t> sizes, int32_t type);
   TensorForm(std::initializer_list<int64_t> sizes,
              std::initializer_list<int64_t> steps,
              int32_t type);
 };
 
-/// A torch tensor over memory that @p owner keeps alive, without a copy.
+/// Makes a torch tensor over memory that @p owner keeps alive, without a copy.
 ///
-/// Makes a tensor whose end only drops @p owner, which needs no GIL and may be on any thread.
+/// The end of the tensor only drops @p owner, which needs no GIL and may be on any thread.
 pybind11::object make_tensor(std::shared_ptr<void> owner,
                              void* data,
                              const TensorForm& form,

@@ -46,8 +46,8 @@ class ReshardOptions(RankOptions):
     """Options of a measurement.
 
     Peers are the same plan over another transport; whole tensors by name over Gloo, each from a rank that
-    holds it to every rank that does; the same refit with its proof; the same where 1 % of the blocks changed,
-    found by checksums or told by a mask.
+    holds it to every rank that does; the same refit, verified by checksums; and deltas where 1 % of the blocks
+    changed, found by checksums or told by a mask.
     """
 
     known_peers = RESHARD_PEERS
@@ -59,12 +59,12 @@ class ReshardCase:
 
     Args:
         layouts: Model, source and destination.
-        memory: Of `MEMORIES`: destinations lie in the symmetric heap, or where torch puts them, with
+        memory: One of `MEMORIES`: destinations lie in the symmetric heap, or where torch puts them, with
             their pages shared or not.
-        transport: Of `TRANSPORTS`: what is measured.
+        transport: One of `TRANSPORTS`, which is measured.
         is_stacked: Destinations hold a layer's experts in one tensor, as engines do, and describe
             them by views.
-        seed: Of the weights.
+        seed: Seed of the weights.
     """
 
     layouts: PlanningCase
@@ -82,7 +82,7 @@ class ReshardCase:
 
     @property
     def num_ranks(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.layouts.num_ranks
 
     def num_elements(self) -> int:
@@ -94,7 +94,7 @@ class ReshardCase:
         )
 
     def num_bytes(self) -> int:
-        """Read and written: every destination element once on each side, in the sides' dtypes.
+        """Bytes read and written: every destination element once on each side, in the sides' dtypes.
 
         Persistent buffers, a few float32 numbers, are counted like parameters.
         """
@@ -123,12 +123,12 @@ class ReshardCase:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the module."""
+    """Return the name of a dtype, without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def shape_of_bytes(num_bytes: int, dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> MoEShape:
-    """A model of 4 layers with so many experts and about so many bytes, never more.
+    """Return a model of 4 layers with so many experts and about so many bytes, never more.
 
     Raises:
         ValueError: No such model is that small.
