@@ -14,18 +14,18 @@ inline StoreMode store_mode(bool is_streaming) {
   return is_streaming ? StoreMode::kStreaming : StoreMode::kCached;
 }
 
-/// Of the result of an operation: the caller often holds the last one while the next is written.
+/// Mode for results: the caller often holds the last one while the next is written.
 inline StoreMode store_mode_of_results(int64_t num_bytes, int64_t cache_bytes) {
   return store_mode(num_bytes > cache_bytes / 2);
 }
 
-/// Of copies.
-/// @param num_bytes  What all who copy at a time go over.
+/// Mode for copies.
+/// @param num_bytes  Bytes that all who copy at a time go over.
 inline StoreMode store_mode_of_copies(int64_t num_bytes, int64_t cache_bytes) {
   return store_mode(num_bytes > cache_bytes);
 }
 
-/// Of what is read from a file: past what a caller goes over again at once.
+/// Mode for reads of a file: past the caches where a caller does not go over them again at once.
 inline StoreMode store_mode_of_reads(int64_t num_bytes) {
   return store_mode(num_bytes > int64_t{4} << 20);
 }

@@ -27,7 +27,7 @@ inline WaitLadder wait_ladder_on_core_of_peer(bool has_spare_cores) {
   return has_spare_cores ? WaitLadder{0, 4} : WaitLadder{0, 500};
 }
 
-/// Whether threads tell ranks apart.
+/// True where threads tell ranks apart.
 inline constexpr bool kRanksHaveThreads = true;
 
 /// Bits of the number of an exchange between survivors, which wraps.

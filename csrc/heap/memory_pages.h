@@ -22,8 +22,8 @@ struct MemoryRange {
 /// The pages that lie whole in a range.
 MemoryRange whole_pages(const MemoryRange& range);
 
-/// Whether every page of @p pages, in ascending order, is private to this process, writable, and
-/// of no file. Reads /proc/self/maps once.
+/// Checks that every page of @p pages, in ascending order, is private to this process, writable,
+/// and of no file. Reads /proc/self/maps once.
 /// @throws InvalidArgument  of the first that is not.
 void check_private_memory(const std::vector<MemoryRange>& pages);
 

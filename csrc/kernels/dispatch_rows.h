@@ -344,8 +344,8 @@ class RowWalk {
   const WarpMemory& memory_;
   int32_t next_token_;
   int32_t part_;  ///< of rows: the first piece that this warp moves
-  /// Whether it moves the last piece of rows, behind which it writes what else stands beside them,
-  /// by choices that the same warp has found.
+  /// True where this warp moves the last piece of rows, and writes behind it what else stands
+  /// beside them, by choices that it has found itself.
   bool is_first_;
   int set_idx_ = 0;
   Piece piece_;

@@ -11,7 +11,7 @@ namespace moe::kernels {
 /// (kernels/rail_peers.h) has the same functions across nodes.
 class NodePeers {
  public:
-  /// Whether sets go along with rows; else they are read where a row says.
+  /// Sets go along with rows; else they are read where a row says.
   static constexpr bool kSendsSets = false;
 
   MOE_DEVICE explicit NodePeers(const Buffer& buffer) : buffer_(buffer) {}

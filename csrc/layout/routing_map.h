@@ -5,7 +5,7 @@
 
 namespace moe::layout {
 
-/// Whether tokens go to experts, as routers say it: a byte of 0 or 1 for every pair.
+/// Choices as routers make them: a byte of 0 or 1 for every token and expert.
 struct RoutingMap {
   const uint8_t* is_chosen;  ///< [num_tokens, num_experts]
   int64_t num_tokens;

@@ -51,7 +51,7 @@ class Comparison {
                ", which does not send it"));
   }
 
-  /// Whether both ends are the same but for their places.
+  /// Compares both ends in all but their places.
   void compare(const CopyItem& send, const ReceiveEntry& entry) {
     if (std::memcmp(send.dtype, entry.dtype, sizeof(entry.dtype)) != 0)
       add(send.task_id,

@@ -10,7 +10,7 @@ struct CpuEngine {
   using Endpoint = ops::Endpoint;
   using Exchange = ops::Exchange;
   using Plan = ops::Plan;
-  /// Whether the host reads choices; else kernels choose replicas.
+  /// The host reads choices; else kernels choose replicas.
   static constexpr bool kReadsChoices = true;
 };
 

@@ -18,7 +18,7 @@ namespace moe::ops {
 /// need not be.
 inline constexpr int64_t kRowUnit = 16;
 
-/// Whether results are copied out of the heap.
+/// Rule for copying results out of the heap.
 enum class CopyOut { kAuto, kAlways, kNever };
 
 /// The options of a dispatch: a DispatchOptions of moe_comm/ep/options.py but for how rows are

@@ -52,8 +52,8 @@ class Endpoint : public EndpointBase {
   };
   InternodeBytes internode_bytes() const;
 
-  /// Whether @p total_bytes written by all ranks outgrow their share of the caches, so that
-  /// streaming stores pay.
+  /// Streaming stores where @p total_bytes written by all ranks outgrow their share of the caches,
+  /// so that they pay.
   cpu::StoreMode store_mode(int64_t total_bytes) const;
 
   /// Threads split a loop only where it moves enough to pay for waking them.

@@ -43,7 +43,7 @@ class Exchange : public BufferOperation {
   /// Waits for every active peer's row and copies them. Throws, on every rank alike, what some rank
   /// found wrong or where rows disagree; the epoch is then consumed and the buffer stays usable.
   Rows collect(bool with_counts);
-  /// Whether collect() may be put off until the operation has been handed out.
+  /// True where collect() may be put off until the operation has been handed out.
   static constexpr bool kMayDefer = false;
 
   /// See layout::count_tokens(): those of every rank, from the sets that it offered with its row.

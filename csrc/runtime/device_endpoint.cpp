@@ -793,7 +793,7 @@ void DeviceEndpoint::drain_graphs() noexcept {
     if (has_graphs() && !is_host_caller())
       stream_->take(*baton_);
   } catch (...) {
-    // As there.
+    // A kernel failed, as in drain().
   }
   drain();
 }
@@ -801,7 +801,7 @@ void DeviceEndpoint::drain_graphs() noexcept {
 bool DeviceEndpoint::is_idle() const {
   if (!EndpointBase::is_idle())
     return false;
-  // Who asks wants it to become so.
+  // A caller that asks wants the endpoint to become idle.
   if (const auto phase = receive_phase())
     phase->start();
   if (!EndpointBase::is_idle() || !stream_->is_idle() || !have_graphs_ended())

@@ -280,7 +280,7 @@ class DeviceEndpoint : public ops::EndpointBase {
   std::shared_ptr<SymmetricMemory> memory_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> stream_;
-  /// Whether the stream may be captured, which has to be asked; else it is not.
+  /// True where the stream may be captured and has to be asked; else it is not captured.
   mutable std::atomic<bool> may_be_captured_;
   std::shared_ptr<Baton> baton_;                         ///< of operations beside graphs
   mutable std::shared_ptr<Stream> side_stream_;          ///< made when it is first needed

@@ -82,7 +82,7 @@ class Segment(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the box."""
+        """Sizes of the box."""
         return tuple(stop - start for start, stop in self.box)
 
     @property

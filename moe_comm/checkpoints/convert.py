@@ -381,7 +381,7 @@ def _take_over_files(source: Path, target: Path, new_format: NewFormat, kept: li
 
 
 def _config(path: Path, new_format: NewFormat, kept: list[str]) -> str:
-    """What a configuration of transformers says of the new numbers."""
+    """Return a configuration of transformers that tells of the new numbers."""
     config = read_json(path)
     old_format = config.pop("quantization_config", None)
     method = old_format.get("quant_method") if isinstance(old_format, dict) else old_format

@@ -53,12 +53,12 @@ class Rectangle(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the box alone."""
+        """Bytes of the box alone."""
         return math.prod(stop - start for start, stop in self.box) * self.dtype.itemsize
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the box."""
+        """Sizes of the box."""
         return tuple(stop - start for start, stop in self.box)
 
 
@@ -113,7 +113,7 @@ class _Rows(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the runs alone."""
+        """Bytes of the runs alone."""
         return self.num_runs * self.run_bytes
 
     @property

@@ -267,7 +267,7 @@ class NewVersion:
         for path in self._folder.glob(f".*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(f".{VERSIONS}.*"):
-            # As with folders, the next save tries again.
+            # The next save tries again, as with folders.
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -1,4 +1,4 @@
-"""Whether a process is a forked child of the one that made an object.
+"""Tells whether a process is a forked child of the one that made an object.
 
 `moe::heap::ForkGuard` is the same for native objects, and hears of forks outside Python, too.
 """

@@ -1,4 +1,4 @@
-"""Whether the elements of a tensor lie in memory that it has: asked before an address of it is taken."""
+"""Tells whether the elements of a tensor lie in memory that it has: asked before an address of it is taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors share bytes, by the places of their elements: the one answer that checks rest on."""
+"""Tells whether tensors share bytes, by the places of their elements: the one answer that checks rest on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether anybody may look at operators of torch, which then have to be called as such."""
+"""Tells whether anybody may look at operators of torch, which then have to be called as such."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from moe_comm.testing.target import Target
 
 __all__ = ["compare_dispatch", "run_case"]
 
-# Whether outputs may stay in the backend's own memory; every choice must give the same bits.
+# Rules for leaving outputs in the backend's own memory; each must give the same bits.
 _COPY_OUT: tuple[CopyOut, ...] = ("auto", False, True)
 
 

@@ -287,10 +287,10 @@ class Backend(abc.ABC):
     """
 
     name: str
-    # Whether these of `EpConfig` do what they say; else a buffer with them is refused.
+    # True where these options of `EpConfig` take effect; else a buffer with them is refused.
     has_node_reduction = False
     has_rank_reduction = False
-    # Whether `balance_replicas` does: "balanced" is refused else.
+    # True where `balance_replicas` takes effect; else "balanced" is refused.
     has_balanced_replicas = False
 
     def __init_subclass__(cls) -> None:

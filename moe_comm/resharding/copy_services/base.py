@@ -71,9 +71,9 @@ class CopyService(abc.ABC):
         service.close()
     """
 
-    # Whether `execute_reshard_plan` must hold a barrier after `run()`.
+    # True where `execute_reshard_plan` must hold a barrier after `run()`.
     requires_process_group_barrier = True
-    # Whether both ends may be strided views; otherwise the executor hands over contiguous tensors.
+    # True where both ends may be strided views; otherwise the executor hands over contiguous tensors.
     takes_strided_tensors = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

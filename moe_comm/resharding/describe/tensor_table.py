@@ -1,4 +1,4 @@
-"""Whether tensors are what and where they were: asked before a refit repeats what was prepared.
+"""Tells whether tensors are what and where they were: asked before a refit repeats what was prepared.
 
 Tensors and modules are given themselves or as weak references.
 """

@@ -49,7 +49,7 @@ class RefitTarget(Protocol):
     """Interface of an engine around a refit, by which it serves whole versions only.
 
     Example:
-        # Of a `VllmCpuModel`, after `engine.accept(checkpoint)`:
+        # With a `VllmCpuModel`, after `engine.accept(checkpoint)`:
         # world.prepare(CheckpointViews(engine.views, engine), Target())
         class Target:
             def begin(self, version):

@@ -1,4 +1,4 @@
-"""Whether plans are sound before they run, and what they move."""
+"""Tells whether plans are sound before they run, and what they move."""
 
 from __future__ import annotations
 

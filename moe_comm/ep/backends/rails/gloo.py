@@ -19,7 +19,7 @@ __all__ = ["GlooEngine", "gloo_problem"]
 
 # All ranks have just met: who does not connect by then has ended.
 CONNECT_TIMEOUT_S = 60.0
-# Whether a peer is late is for the operation to judge, not for the engine.
+# The operation judges whether a peer is late, not the engine.
 _NO_LIMIT = timedelta(days=30)
 # Messages that Gloo is told of before the first of them has ended.
 _MOST_UNDER_WAY = 16
