@@ -38,9 +38,7 @@ def bench_checkpoint(
         str | None,
         typer.Option("--to", help="Layout that is loaded [default: tp2.ep of the rest]."),
     ] = None,
-    size: Annotated[
-        str, typer.Option("--bytes", help="Size of the whole model, in bfloat16.")
-    ] = "2GiB",
+    size: Annotated[str, typer.Option("--bytes", help="Size of the model in bfloat16.")] = "2GiB",
     experts: Annotated[
         int, typer.Option(min=1, help="Experts of each of the model's layers.")
     ] = NUM_EXPERTS,
@@ -53,9 +51,7 @@ def bench_checkpoint(
     ] = None,
     peers: Annotated[
         str,
-        typer.Option(
-            help=f"Ways to compare with, of {', '.join(CHECKPOINT_PEERS)}; empty for none."
-        ),
+        typer.Option(help=f"Ways to compare, of {', '.join(CHECKPOINT_PEERS)}; empty for none."),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all ways take turns.")] = 9,
     json_path: Annotated[

@@ -131,9 +131,7 @@ def dispatch_combine(
     ] = "none",
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(
-            help="Format of scale factors [default: the first that --quantization allows]."
-        ),
+        typer.Option(help="Format of scale factors [default: the quantization's first]."),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")
@@ -148,9 +146,7 @@ def dispatch_combine(
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     operations: Annotated[
         str,
-        typer.Option(
-            help=f"Operations, of {', '.join(OPERATIONS)} [default: what suits the size]."
-        ),
+        typer.Option(help=f"Operations, of {', '.join(OPERATIONS)} [default: by the size]."),
     ] = "",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of every rank [default: cores / ranks].")

@@ -65,9 +65,7 @@ def bench_reshard(
         int | None,
         typer.Option(min=1, help="Processes of the destination alone, in place of --ranks."),
     ] = None,
-    size: Annotated[
-        str, typer.Option("--bytes", help="Size of one whole model; see --dtype.")
-    ] = "2GiB",
+    size: Annotated[str, typer.Option("--bytes", help="Size of a model; see --dtype.")] = "2GiB",
     experts: Annotated[
         int, typer.Option(min=1, help="Experts of each of the model's layers.")
     ] = NUM_EXPERTS,
@@ -99,7 +97,7 @@ def bench_reshard(
     ] = "symmetric",
     peers: Annotated[
         str,
-        typer.Option(help=f"Ways to compare with, of {', '.join(RESHARD_PEERS)}; empty for none."),
+        typer.Option(help=f"Ways to compare, of {', '.join(RESHARD_PEERS)}; empty for none."),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Pairs with agreeing roofs to collect.")] = 9,
     threads: Annotated[

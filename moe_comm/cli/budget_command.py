@@ -68,9 +68,7 @@ def budget(
     ] = "none",
     scale_format: Annotated[
         ScaleFormatName | None,
-        typer.Option(
-            help="Format of scale factors [default: the first that --quantization allows]."
-        ),
+        typer.Option(help="Format of scale factors [default: the quantization's first]."),
     ] = None,
     column_major_scales: Annotated[
         bool, typer.Option("--column-major-scales", help="Scale factors in columns.")

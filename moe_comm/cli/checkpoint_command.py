@@ -223,8 +223,7 @@ def compact(
     folder: Folder,
     version: Version = None,
     name: Annotated[
-        str | None,
-        typer.Option(help='Name of the whole version [default: the delta\'s with "-whole"].'),
+        str | None, typer.Option(help='Name to write [default: the delta\'s with "-whole"].')
     ] = None,
     max_file_bytes: Annotated[str, typer.Option(help="Most bytes of tensors in a file.")] = "5GB",
     as_json: AsJson = False,
