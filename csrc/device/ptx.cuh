@@ -31,7 +31,7 @@ struct alignas(16) Bytes16 {
   uint32_t words[4];
 };
 
-/// In shared memory.
+/// Barrier in shared memory.
 using MBarrier = uint64_t;
 
 /// cp.async.bulk begins with compute capability 9.0. What the host passes decides there.
@@ -496,7 +496,7 @@ MOE_DEVICE float bfloat16_to_float(uint16_t bits) {
   return bits_float(static_cast<uint32_t>(bits) << 16);
 }
 
-/// In integers, as the CPU backend does it (cpu/row_numbers_impl.h).
+/// Rounds in integers, as the CPU backend does (cpu/row_numbers_impl.h).
 MOE_DEVICE uint16_t float_to_bfloat16(float value) {
   const uint32_t bits = float_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u)

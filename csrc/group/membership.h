@@ -73,7 +73,7 @@ class Membership {
   bool take(int rank_idx, Topic topic, uint64_t sequence, std::string* payload) const {
     return link_->take(link_rank(rank_idx), channel(topic), sequence, payload);
   }
-  /// To every active peer.
+  /// Posts to every active peer.
   void post_to_peers(Topic topic, uint64_t sequence, const std::string& payload) const;
 
   /// Returns whether a rank takes part; false for ranks a recovery has excluded.

@@ -193,7 +193,7 @@ class ArrivalClock {
 /// A wait for a peer to enter an operation or a collective call.
 class ArrivalWatch {
  public:
-  /// For waits whose limit somebody else watches: a kernel.
+  /// Limit of waits whose limit somebody else watches: a kernel.
   static constexpr int64_t kNoLimit = INT64_MAX;
 
   /// @param site  The operation and its epoch; outlives this.

@@ -54,7 +54,7 @@ void check_versions(const std::vector<std::string>& addresses) {
              static_cast<int>(addresses.size()));
 }
 
-/// From other nodes.
+/// Checks that other nodes can reach every rank.
 void check_reachable(const std::vector<MeshAddress>& addresses) {
   for (size_t rank = 0; rank < addresses.size(); ++rank)
     MOE_CHECK(addresses[rank].tcp_port != 0 && addresses[rank].num_tcp_addresses > 0 &&

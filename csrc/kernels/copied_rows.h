@@ -110,7 +110,7 @@ class CopyWalk {
   }
 
  private:
-  /// From a row that a warp looks at to its next.
+  /// Distance from a row that a warp looks at to its next.
   static MOE_DEVICE uint32_t step() {
     return static_cast<uint32_t>(device::num_blocks() * device::num_warps());
   }

@@ -337,7 +337,7 @@ class ExchangeBlock {
     return sets.base + sets.offset(epoch, buffer_.depth, peers_.own_node());
   }
 
-  /// By all blocks.
+  /// Called by all blocks.
   MOE_DEVICE void write_sets() const {
     // Memory that a peer reads stays, though this rank has given up waiting for it.
     if (has_sets() && !has_left(buffer_))
@@ -411,7 +411,7 @@ class ExchangeBlock {
     });
   }
 
-  /// For a flag of every active rank.
+  /// Waits for a flag of every active rank.
   template <typename FlagOf>
   MOE_DEVICE bool await_all(layout::Phase phase,
                             uint64_t expected,

@@ -219,7 +219,7 @@ class RailPeers {
                     uint64_t{word.words[3]} << 32 | word.words[2]);
   }
 
-  /// By threads that are counted from @p first, @p num_threads in all.
+  /// Called by threads that are counted from @p first, @p num_threads in all.
   static MOE_DEVICE void copy_sets(
       std::byte* to, const std::byte* from, int64_t bytes, int first, int num_threads) {
 #pragma unroll 1

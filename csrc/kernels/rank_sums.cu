@@ -135,7 +135,7 @@ class RankRows {
   MOE_DEVICE RankRows(const RankSumsParams& params, int64_t row_bytes)
       : params_(params), row_bytes_(row_bytes) {}
 
-  /// In front of the first row of a token.
+  /// Called in front of the first row of a token.
   MOE_DEVICE void begin(const RankRequests<Scalar>& requests, int64_t token_idx) {
     group_ = 0;
     fetch(requests, token_idx);
@@ -160,7 +160,7 @@ class RankRows {
     left_ &= left_ - 1;
     return true;
   }
-  /// From the first row of this rank, in bytes.
+  /// Bytes from the first row of this rank.
   MOE_DEVICE int64_t offset() const { return device::shuffle(row_idx_, lane_) * row_bytes_; }
   MOE_DEVICE Scalar weight() const { return device::shuffle(weight_, lane_); }
 

@@ -56,7 +56,7 @@ struct RankSumsMap {
     return sums_offset + num_rows * row_bytes;
   }
 
-  /// From the sums that a peer offers, whatever its tokens.
+  /// Finds the header by the sums that a peer offers, whatever its tokens.
   static MOE_HOST_DEVICE const Header* header(const std::byte* sums) {
     return reinterpret_cast<const Header*>(sums - 64);
   }

@@ -77,7 +77,7 @@ class CombineSteps {
         sums_window_(sums_window(params)) {}
   ~CombineSteps() = default;
 
-  /// For rows that peers pull; see EndpointBase::take_window().
+  /// Allocates a window for rows that peers pull; see EndpointBase::take_window().
   std::shared_ptr<Window> allocate(uint64_t bytes) {
     if (plan_.layout() == layout::RowLayout::kLowLatency)
       if (auto window = endpoint_.take_window(bytes, false))

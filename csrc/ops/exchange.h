@@ -132,7 +132,7 @@ class Exchange : public BufferOperation {
   size_t count_bytes() const;  ///< of a row of the count matrix
   void check_closed();
   void exchange_rejection(const RowMessage& row) override;
-  /// For peers: this rank waits for a flag of @p peer_rank.
+  /// Shows peers that this rank waits for a flag of @p peer_rank.
   void show_wait(int peer_rank, layout::Phase phase, uint64_t flag_epoch);
   /// Books the time since @p start_ns as waited for @p peer_rank.
   void end_wait(int64_t start_ns, int peer_rank);

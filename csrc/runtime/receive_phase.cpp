@@ -55,7 +55,7 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
     endpoint_.progress().submit([self = shared_from_this()] { self->run(); }, interrupt_check);
   }
 
-  /// On the progress thread only; once.
+  /// Called on the progress thread only; once.
   void run() {
     if (std::exchange(has_run_, true))
       return;

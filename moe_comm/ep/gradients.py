@@ -76,7 +76,7 @@ def unite(words: Sequence[int]) -> int:
 
 
 def clash(words: Sequence[int], operation: str) -> ValueError | None:
-    """For every rank, where ranks that do the same could not run its backward; else None.
+    """Return an error for every rank, where ranks that do the same could not run its backward; else None.
 
     Args:
         words: Of every rank.

@@ -169,7 +169,7 @@ class DispatchResult:
         return self._output
 
     def _early(self) -> DispatchOutput:
-        """For what may be looked at before the rows have arrived."""
+        """Output for attributes that may be read before the rows have arrived."""
         if self._output is not None:
             return self._output
         early = self._operation.early
@@ -181,7 +181,7 @@ class DispatchResult:
         topk_weights: torch.Tensor | None,
         handle: DispatchHandle | None = None,
     ) -> None:
-        """From now on, what others have made of the rows, of their weights and, if given, the handle."""
+        """Replace the rows, their weights and, if given, the handle by those that others have made of them."""
         self._x = x
         self._topk_weights = topk_weights
         if handle is not None:
@@ -304,7 +304,7 @@ class DispatchResult:
 
     @property
     def handle(self) -> DispatchHandle:
-        """For `combine` and cached `dispatch`."""
+        """Handle for `combine` and cached `dispatch`."""
         if self._handle is None:
             assert self.maker is not None
             self._handle = DispatchHandle(self.arrived().plan, *self.maker)

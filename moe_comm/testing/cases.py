@@ -81,7 +81,7 @@ class Case:
 
     @property
     def config(self) -> EpConfig:
-        """For the buffer."""
+        """Configuration of the buffer."""
         if self.is_elastic:
             needs_tokens = self.layout is Layout.LOW_LATENCY
             return EpConfig(

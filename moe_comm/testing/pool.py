@@ -250,7 +250,7 @@ def _join_group(rank_idx: int, job: _Job) -> None:
 
 
 def _pickled(outcome: Outcome) -> bytes:
-    """By value: shared memory of a worker would live only as long as the worker."""
+    """Pickle by value: shared memory of a worker would live only as long as the worker."""
     try:
         data = pickle.dumps(outcome)
         pickle.loads(data)  # some exceptions can be written but not read

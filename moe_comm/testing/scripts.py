@@ -61,7 +61,7 @@ class _Round:
         self.num_combines = 0
 
     def dispatch(self, backend: Backend) -> None:
-        """With and without weights."""
+        """Dispatch with and without weights."""
         self.backend = backend
         inputs = self.data.inputs
         given = [rank.x_sf for rank in inputs if rank.x_sf is not None]
@@ -102,7 +102,7 @@ class _Round:
             self.plan = backend.import_plan(tensors)
 
     def combine(self) -> None:
-        """In place and of an ordinary tensor, weighted and not, with row weights and without rows."""
+        """Combine in place and from an ordinary tensor, weighted and not, with row weights and without rows."""
         by_choice = self.case.layout is not Layout.RANK_MAJOR
         for hidden, dtype, has_weights, has_row_weights in (
             (self.case.combine_hidden, self.case.combine_dtype, False, False),
@@ -170,7 +170,7 @@ class _Round:
         rows.fill_(float("nan"))
 
     def dispatch_cached(self) -> None:
-        """To the same places: rows like the first ones, then of another dtype, size and format."""
+        """Dispatch to the same places: rows like the first ones, then of another dtype, size and format."""
         quantization = self.case.quantization
         in_columns = dataclasses.replace(MXFP8, is_column_major=True)
         for hidden, dtype, has_weights, other in (

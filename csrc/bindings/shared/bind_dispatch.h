@@ -153,7 +153,7 @@ class SubmittedDispatch : public Submitted<ops::DispatchOutcome> {
   }
 
  private:
-  /// With its counts, where they come later.
+  /// Returns the plan with its counts, where they come later.
   const ops::PlanHeader& counted_plan() {
     const ops::PlanHeader& plan = *wait().plan;
     await_verdict(plan.verdict);

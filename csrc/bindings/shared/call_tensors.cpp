@@ -107,7 +107,8 @@ std::optional<TensorView> view_rows(const ops::EndpointBase& endpoint,
   return view;
 }
 
-/// To the places of the plan of @p options, whose layout, alignment and capacity hold.
+/// Views tensors of a dispatch to the places of the plan of @p options, whose layout, alignment and
+/// capacity hold.
 std::optional<DispatchTensors> see_cached_dispatch(const ops::EndpointBase& endpoint,
                                                    py::handle x,
                                                    py::handle topk_idx,

@@ -41,7 +41,7 @@ class Received(Protocol):
 
     @property
     def handle(self) -> Any:
-        """For combine."""
+        """Handle for combine."""
         ...
 
 

@@ -44,7 +44,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def makespan_us(intervals: Sequence[Interval]) -> float:
-    """From the first rank's start to the last rank's end.
+    """Time from the first rank's start to the last rank's end.
 
     At least the slowest rank's own time. Where ranks outnumber cores it stays right: there a rank may
     have finished its part before another one was given a core.

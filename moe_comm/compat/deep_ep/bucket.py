@@ -173,7 +173,7 @@ class BucketBuffer(BufferBase):
         return _NUM_SMS[op]
 
     def session(self) -> BucketSession:
-        """For `with`: inside, calls take tensors that lie anywhere."""
+        """Return a context for `with`, in which calls take tensors that lie anywhere."""
         return BucketSession(self)
 
     @ints_as_bools

@@ -229,7 +229,7 @@ class EPBuffer(BufferBase):
         )
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """By DeepEP's rule for one domain: `num_sms`, at most 9 and `num_allocated_qps`."""
+        """Return what DeepEP's rule says for one domain: `num_sms`, at most 9 and `num_allocated_qps`."""
         check_ints(0, num_sms=num_sms)
         return min(num_sms, 9, self.num_allocated_qps)
 

@@ -467,7 +467,7 @@ class Backend(abc.ABC):
         raise NotImplementedError(f"the {self.name} backend has no balanced replicas")
 
     def wait_statistics(self) -> tuple[list[int], list[int]]:
-        """By rank, nanoseconds this rank has waited for it since the buffer was made, and how often.
+        """Return nanoseconds that this rank has waited for each rank since the buffer was made, and how often.
 
         Local, from any thread. Empty lists where the backend cannot tell.
         """

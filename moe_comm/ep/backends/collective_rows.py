@@ -221,11 +221,11 @@ class RowMover:
         return local_topk_idx(choices, dst_rank, self._placement)
 
     def _widened(self, values: torch.Tensor, plan: CollectivePlan, *, fill: int) -> torch.Tensor:
-        """With as many columns as the rank of the most choices per token has."""
+        """Widen to as many columns as the rank of the most choices per token has."""
         return F.pad(values, (0, plan.num_recv_topk - values.shape[1]), value=fill)
 
     def _with_tail(self, values: torch.Tensor, plan: CollectivePlan, *, fill: int) -> torch.Tensor:
-        """With as many rows as the result has."""
+        """Lengthen to as many rows as the result has."""
         return F.pad(values, (0, 0, 0, plan.num_recv_tokens - values.shape[0]), value=fill)
 
     def _send_small(self, values: torch.Tensor, plan: CollectivePlan) -> torch.Tensor:

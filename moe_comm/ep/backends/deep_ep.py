@@ -270,5 +270,5 @@ def _gathered(rows: torch.Tensor, row_idx: torch.Tensor) -> torch.Tensor:
 
 
 def _with_tail(rows: torch.Tensor, num_more: int) -> torch.Tensor:
-    """With so many rows of zeros behind."""
+    """Append so many rows of zeros."""
     return F.pad(as_bytes(rows), (0, 0, 0, num_more)).view(rows.dtype) if num_more else rows

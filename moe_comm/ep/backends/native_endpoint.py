@@ -218,7 +218,7 @@ class NativeEndpoint(Protocol):
         ...
 
     def wait_statistics(self) -> tuple[list[int], list[int]]:
-        """By rank, nanoseconds waited for it, and how often."""
+        """Return nanoseconds waited for each rank, and how often."""
         ...
 
     def enable_trace(self) -> None:

@@ -323,7 +323,7 @@ def _split_evenly(tensor: _IndexTensor, size: int, dim: int = 0) -> list[_IndexT
 
 
 def _drop(tensor: _IndexTensor, dim: int) -> _IndexTensor:
-    """Without a dimension of size 1."""
+    """Drop a dimension of size 1."""
     at, number = tensor.first_factor(dim), len(tensor.factors[dim])
     parts = tensor.parts
     for _ in range(number):

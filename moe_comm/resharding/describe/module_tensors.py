@@ -268,7 +268,7 @@ class ModuleState:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name. For a caller that has just got this state from `module_state`."""
+        """Tensors by name, for a caller that has just got this state from `module_state`."""
         return self._by_name() or {}
 
     def is_alike(

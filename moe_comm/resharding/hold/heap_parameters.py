@@ -117,7 +117,7 @@ def _problem_with(tensor: torch.Tensor) -> str | None:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first to the last byte, whatever lies between."""
+    """Return the bytes from the first to the last element, gaps included."""
     return num_spanned(tensor) * tensor.element_size()
 
 

@@ -436,7 +436,7 @@ def _destination_pieces(
 
 
 def _numbered(tensors: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    """By names for messages."""
+    """Name tensors by their numbers, for messages."""
     if tensors is None:
         return None
     return {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}

@@ -135,7 +135,7 @@ class EventOverlap:
         self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """For `with event(release_handle): ...`."""
+        """Return a context for `with event(release_handle): ...`."""
         self._releases = release_handle
         return self
 
