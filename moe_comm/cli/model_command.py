@@ -63,7 +63,7 @@ def model(
     seed: Annotated[int, typer.Option(help="Seed of the routing.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Predict dispatch and combine on a cluster: time, bytes per link, heap, count rows."""
+    """Predict dispatch and combine on a cluster: time, bytes per link, heap, control rows."""
     with in_a_sentence("model"):
         machine = CLUSTERS[cluster]
         overrides = {"hbm_gbs": hbm_gbs, "nvlink_gbs": nvlink_gbs, "nic_gbs": nic_gbs}
@@ -140,7 +140,7 @@ def _table(predictions: list[OperationPrediction], cluster: Cluster) -> FoldedTa
         "memory MB",
         "NVLink MB",
         "NIC MB",
-        "count rows kB",
+        "control rows kB",
         "bound us",
         "bound by",
         "simulated us",
