@@ -145,7 +145,7 @@ def _table(predictions: list[OperationPrediction], cluster: Cluster) -> FoldedTa
         "bound by",
         "simulated us",
         "rows us",
-        "busy NIC/NVLink/memory",
+        "busy NIC/NVLink/HBM",
     ):
         table.add_column(name, justify="right")
     for one in predictions:
