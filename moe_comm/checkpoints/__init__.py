@@ -1,7 +1,7 @@
 """Checkpoints: models to and from disk, by what every rank holds of each whole tensor.
 
-- `save`, `load`: safetensors files by the names on disk, in versions that are whole or not there; `deltas` of what changed
-  in `blocks`, `chains` of these opened as one, `convert` to whole ones and other numbers.
+- `save`, `load`: safetensors files by the names on disk, in versions that are whole or not there, laid out by
+  `packed_files`; `deltas` of what changed in `blocks`, `chains` of these opened as one, `convert` to whole ones and other numbers.
 - `dcp`: what `torch.distributed.checkpoint` saves and loads, over `held_tensors`, `entries` and `chunked_tensor`;
   `load_planner` and `mapped_reader` go with it.
 """

@@ -17,12 +17,12 @@ import torch
 from moe_comm.arguments import as_int, shown
 from moe_comm.checkpoints.block_files import blocks_name
 from moe_comm.checkpoints.chains import is_delta, open_checkpoint, take_over_sums
+from moe_comm.checkpoints.packed_files import packed_files
 from moe_comm.checkpoints.save import (
     DEFAULT_FILE_BYTES,
     FileWriter,
     file_metadata,
     finish_version,
-    packed_files,
 )
 from moe_comm.checkpoints.scaled_weights import (
     SCALE_SUFFIX,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,21 +18,18 @@ from moe_comm.checkpoints.block_files import blocks_name, write_block_file
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.deltas import Base, changed_parts, check_builds_on, open_base
 from moe_comm.checkpoints.file_plans import FilePart, plan_save, whole_tensors, written_parts
+from moe_comm.checkpoints.packed_files import NewFile, owners_of, packed_files
 from moe_comm.checkpoints.rectangles import Rectangle, write_all, write_rectangle
 from moe_comm.checkpoints.stored_checkpoint import (
     INDEX,
     SAVE_KEY,
     SINGLE_FILE,
     CheckedPart,
-    file_name,
     manifest_text,
 )
 from moe_comm.checkpoints.tensor_file import (
-    StoredTensor,
     crc32c,
     dtype_name,
-    encode_header,
-    stored_bytes,
 )
 from moe_comm.checkpoints.versions import (
     MANIFEST,
@@ -56,34 +51,12 @@ from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 __all__ = [
     "DEFAULT_FILE_BYTES",
     "FileWriter",
-    "NewFile",
     "file_metadata",
     "finish_version",
-    "packed_files",
     "save_checkpoint",
 ]
 
 DEFAULT_FILE_BYTES = 5_000_000_000
-
-_NUMBER = re.compile(r"([0-9]+)")
-
-
-class NewFile(NamedTuple):
-    """A file that is to be written.
-
-    Args:
-        name: In its folder.
-        owner: The rank that makes it.
-        header: Its beginning.
-        tensors: Where each lies.
-        num_bytes: Of the whole file.
-    """
-
-    name: str
-    owner: int
-    header: bytes
-    tensors: dict[str, StoredTensor]
-    num_bytes: int
 
 
 def save_checkpoint(
@@ -198,7 +171,7 @@ def save_checkpoint(
         place, save, _ = told[0]
         files: list[NewFile] = []
         if below is None:
-            owners = _owners(wholes, [bytes_of_rank for _, _, bytes_of_rank in told])
+            owners = owners_of(wholes, [bytes_of_rank for _, _, bytes_of_rank in told])
             files = packed_files(wholes, owners, max_file_bytes, file_metadata(save))
         writer = FileWriter(Path(place), files, ranks.rank_idx)
         stack.callback(writer.close)
@@ -239,56 +212,9 @@ def _written_bytes(parts: Sequence[FilePart], wholes: Mapping[str, TensorSpec]) 
     return array("q", written.values()).tobytes()
 
 
-def _owners(wholes: Mapping[str, TensorSpec], said: Sequence[bytes]) -> dict[str, int]:
-    """Rank that writes most of each tensor."""
-    by_rank = [array("q", each) for each in said]
-    return {
-        name: max(range(len(by_rank)), key=lambda rank: (by_rank[rank][number], -rank))
-        for number, name in enumerate(wholes)
-    }
-
-
-def _natural(name: str) -> tuple[object, ...]:
-    """Sorts layer 2 before layer 10."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in _NUMBER.split(name))
-
-
 def file_metadata(save: str) -> dict[str, str]:
     """Return what every file of a save says of itself."""
     return {"format": "pt", SAVE_KEY: save}
-
-
-def packed_files(
-    wholes: Mapping[str, TensorSpec],
-    owners: Mapping[str, int],
-    max_file_bytes: int,
-    metadata: Mapping[str, str],
-) -> list[NewFile]:
-    """Lay out files: those of one rank beside each other, as it writes most of what is in them.
-
-    Args:
-        wholes: The tensors.
-        owners: Of each, the rank in whose files it is to be.
-        max_file_bytes: Of tensors in a file.
-        metadata: Of each file.
-    """
-    packed: list[tuple[int, list[str]]] = []
-    room = 0
-    for name in sorted(wholes, key=lambda name: (owners[name], _natural(name))):
-        num_bytes = stored_bytes(wholes[name].dtype, wholes[name].shape)
-        if not packed or packed[-1][0] != owners[name] or num_bytes > room:
-            packed.append((owners[name], []))
-            room = max_file_bytes
-        packed[-1][1].append(name)
-        room -= num_bytes
-    files = []
-    for number, (owner, names) in enumerate(packed):
-        header, tensors = encode_header(
-            {name: (wholes[name].dtype, wholes[name].shape) for name in names}, metadata
-        )
-        num_bytes = max((stored.stop for stored in tensors.values()), default=len(header))
-        files.append(NewFile(file_name(number, len(packed)), owner, header, tensors, num_bytes))
-    return files
 
 
 def _index_text(files: Sequence[NewFile]) -> bytes:

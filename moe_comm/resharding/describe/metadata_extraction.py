@@ -17,9 +17,9 @@ from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.module_tensors import (
     local_tensor,
     named_refit_tensors,
-    tied_names,
 )
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT, RankGroup, group_ranks
+from moe_comm.resharding.describe.tied_names import tied_names
 
 __all__ = [
     "WRAPPER_PARTS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import chain, islice, pairwise
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.describe.tensor_table import HeldObjects, TensorTable, any_has
+from moe_comm.resharding.describe.tied_names import local_tensor, memory_of, names_by_memory
 from moe_comm.tensors.memory import num_spanned
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
@@ -24,15 +25,12 @@ __all__ = [
     "get_refit_tensor_dict",
     "invalidate_refit_tensor_cache",
     "local_tensor",
-    "memory_of",
     "module_of",
     "module_state",
     "modules_with",
     "named_persistent_buffers",
     "named_refit_tensors",
-    "names_by_memory",
     "problem_with_places",
-    "tied_names",
 ]
 
 _CONTENTS = operator.attrgetter("_parameters", "_buffers", "_modules")
@@ -47,37 +45,6 @@ _CUT_ATTRIBUTES = (
     "expert_view",
     "shared_embedding",
 )
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, any other tensor itself; without its gradient history."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor.detach()
-    return tensor.detach()
-
-
-def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key of the memory of a tensor, equal for two that are one: the elements that a rank holds."""
-    local = local_tensor(tensor)
-    # Other kinds of tensors need not have a memory of their own.
-    has_memory = (
-        type(local) is torch.Tensor
-        and local.layout is torch.strided
-        and local.device.type != "meta"
-        and local.numel() > 0
-        and local.data_ptr() != 0
-    )
-    if not has_memory:
-        return id(tensor)
-    return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
-
-
-def names_by_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[str, ...], ...]:
-    """Names of each of these tensors that has several, or shares its memory."""
-    names: dict[Hashable, list[str]] = {}
-    for name, tensor in named:
-        names.setdefault(memory_of(tensor), []).append(name)
-    return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
 
 def problem_with_places(named: Mapping[str, torch.Tensor]) -> str | None:
@@ -123,16 +90,6 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and behind its last, whatever lies between."""
     start = tensor.data_ptr()
     return start, start + num_spanned(tensor) * tensor.element_size()
-
-
-def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
-    """All names of each parameter or persistent buffer that has several, or shares its memory."""
-    return names_by_memory(
-        (f"{path}.{name}" if path else name, tensor)
-        for path, owner in module.named_modules(remove_duplicate=False)
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and name not in owner._non_persistent_buffers_set
-    )
 
 
 def named_persistent_buffers(

@@ -13,7 +13,8 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.converted_views import converted_views
 from moe_comm.resharding.describe.disagreement import PlanError
-from moe_comm.resharding.describe.module_tensors import memory_of, named_refit_tensors
+from moe_comm.resharding.describe.module_tensors import named_refit_tensors
+from moe_comm.resharding.describe.tied_names import memory_of
 from moe_comm.tensors.memory import storage_id
 
 __all__ = ["disk_tensors", "empty_model", "transformers_views"]
