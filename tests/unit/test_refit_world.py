@@ -303,7 +303,7 @@ def test_a_tensor_that_trainers_lack_is_named_on_every_rank(info: dict[str, Any]
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"versions": 1}, "unexpected arguments ['versions']"),
+        ({"versions": 1}, "transform, verify, strict, deltas of Refit, got ['versions']"),
         ({"target": object()}, "target must have begin()"),
     ],
 )

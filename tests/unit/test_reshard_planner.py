@@ -429,7 +429,15 @@ def test_a_destination_without_a_source() -> None:
     with pytest.raises(RuntimeError, match="not found in source model"):
         plans_of_metas([([], []), ([], [part(whole, "output_layer.weight", 1).meta])])
     tied = [part(whole, "embed.weight", 0).meta]
-    rule = r"only a parameter named output_layer\.weight is read .* from embedding\.word_embeddings"
+    stacked, alone = "a.experts.down_proj", "a.experts.0.down_proj.weight"
+    hint = rf"The source has '{stacked}', all experts in one: .* transformers_views\(model\)"
+    with pytest.raises(PlanError, match=rf"'{alone}' on rank 1 not found.*{hint}"):
+        plans_of_metas([([part(whole, stacked, 0).meta], []), ([], [part(whole, alone, 1).meta])])
+    with pytest.raises(PlanError) as raised:
+        others = [part(whole, "a.experts.1.down_proj.weight", 0).meta]
+        plans_of_metas([(others, []), ([], [part(whole, alone, 1).meta])])
+    assert "transformers_views" not in str(raised.value)
+    rule = r"only a parameter named output_layer\.weight is read .* from embedding\.word_embeddings.*; untie"
     with pytest.raises(PlanError, match=rf"'lm_head\.weight' on rank 1 not found.*{rule}"):
         plans_of_metas([(tied, []), ([], [part(whole, "lm_head.weight", 1).meta])])
 

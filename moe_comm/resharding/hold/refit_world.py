@@ -42,6 +42,7 @@ Version: TypeAlias = "int | str"
 """Version that a refit brings, as the trainers call it; of two ints the lower is the older."""
 Role = Literal["trainer", "engine"]
 _TRANSPORTS = ("auto", "symmetric", "gloo")
+_OPTIONS = ("transform", "verify", "strict", "deltas")
 _CPU = torch.device("cpu")
 
 
@@ -511,7 +512,7 @@ class RefitWorld:
                 refit that fails in the middle leaves without a whole version; stale while one runs.
             shares_memory: On an engine: whether `model` is shared by `share_in_place`, in every
                 generation, until this world is closed.
-            options: `transform`, `verify`, `strict` of `Refit`.
+            options: `transform`, `verify`, `strict`, `deltas` of `Refit`.
 
         Raises:
             CommunicationError: A rank is gone or did not come; its role and rank are named.
@@ -519,9 +520,9 @@ class RefitWorld:
         """
         problem = FirstError()
         with problem:
-            unknown = sorted(set(options) - {"transform", "verify", "strict", "deltas"})
+            unknown = sorted(set(options) - set(_OPTIONS))
             if unknown:
-                raise TypeError(f"prepare got unexpected arguments {unknown}")
+                raise TypeError(f"prepare takes {', '.join(_OPTIONS)} of Refit, got {unknown}")
             if target is not None and self.role != "engine":
                 raise ValueError(f"target is for engines, got one on {self.role} {self.rank}")
             if shares_memory and (self.role != "engine" or self.transport != "symmetric"):
