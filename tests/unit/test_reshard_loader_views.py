@@ -527,6 +527,8 @@ class Replaces(torch.nn.Module):
                 self.w = torch.nn.Parameter(loaded)
             elif self.way == "state":
                 self.load_state_dict({name: loaded}, assign=True)
+            elif self.way == "data":
+                self.w.data = loaded
             else:
                 self.w.data = torch.empty(2)
                 with contextlib.suppress(NotImplementedError):
@@ -538,6 +540,7 @@ class Replaces(torch.nn.Module):
     [
         ("parameter", "another parameter in the place of w"),
         ("state", "another parameter in the place of w"),
+        ("data", "other memory for the parameter"),
         ("memory", r"a copy into a tensor of shape \(2,\), no parameter"),
     ],
 )

@@ -239,6 +239,9 @@ for _operation in _COMPARISONS | set(dir(float)) - set(dir(object)):
     setattr(_Reading, _operation, _refuse_reading(f"{_operation} of its value"))
 
 
+_OTHER_MEMORY = "other memory for the parameter"
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of a loader: lets views pass, writes copies down, refuses the rest.
 
@@ -289,7 +292,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (storage_id(tensor), _geometry(tensor)) != (storage_id(kept), _geometry(kept)):
                 if tensor.device == kept.device:
                     tensor.data = kept
-                self._refuse(name, "other memory for the parameter")
+                self.refuse(name, _OTHER_MEMORY)
 
     @contextlib.contextmanager
     def in_this_thread(self) -> Iterator[None]:
@@ -314,7 +317,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def start_none(thread: threading.Thread) -> None:
             # Those of progress bars and the like are daemons.
             if threading.get_ident() == here and not thread.daemon:
-                raise self._refuse(self.current, f"a thread of its own ({thread.name})")
+                raise self.refuse(self.current, f"a thread of its own ({thread.name})")
             start(thread)
 
         def read_here(tensor: torch.Tensor) -> Any:
@@ -327,7 +330,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def keep_target(module: torch.nn.Module, name: str, _: object) -> None:
             replaced = module._parameters.get(name)
             if threading.get_ident() == here and replaced is not None and self._target(replaced):
-                raise self._refuse(self.current, f"another parameter in the place of {name}")
+                raise self.refuse(self.current, f"another parameter in the place of {name}")
 
         with _of_pools:
             submit, start = ThreadPoolExecutor.submit, threading.Thread.start
@@ -366,7 +369,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._view(func, read, args[1], origin)
         if func in _COPIES:
             return self._copied(read, kwargs or {}, origin)
-        raise self._refuse(origin.name, f"{func} of it")
+        raise self.refuse(origin.name, f"{func} of it")
 
     def _origin(self, tensor: Any) -> _Origin | None:
         if tensor.device.type != "meta":
@@ -377,7 +380,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.append(tensor)
         self._origins[storage_id(tensor)] = origin
 
-    def _refuse(self, name: str, what: str) -> Exception:
+    def refuse(self, name: str, what: str) -> Exception:
         """Return what to raise; kept, because a loader may go on without it."""
         error = NotImplementedError(
             f"{name}: the loader asks for {what}; a refit writes views of a tensor of a checkpoint, "
@@ -390,7 +393,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return read.view(shape)
         except RuntimeError:
-            raise self._refuse(
+            raise self.refuse(
                 origin.name, f"{func} to {tuple(shape)} of shape {tuple(read.shape)}"
             ) from None
 
@@ -400,7 +403,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return another storage of the same elements: a copy that keeps where each comes from."""
         dtype = options.get("dtype") or read.dtype
         if origin.cast not in (origin.spec.dtype, dtype):
-            raise self._refuse(origin.name, f"a cast to {origin.cast} and one to {dtype}")
+            raise self.refuse(origin.name, f"a cast to {origin.cast} and one to {dtype}")
         copied = torch.empty_like(
             read,
             dtype=dtype,
@@ -417,7 +420,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a number that is known again when a tensor is filled with it."""
         number = 2.0**100 + len(self._scalars) * 2.0**80  # a float32
         self._scalars[number] = read
-        return _Reading(number, functools.partial(self._refuse, name))
+        return _Reading(number, functools.partial(self.refuse, name))
 
     def _target(self, written: torch.Tensor) -> _Target | None:
         offset = written.storage_offset()
@@ -431,12 +434,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return written
         target = self._target(written)
         if target is None:
-            raise self._refuse(
+            raise self.refuse(
                 origin.name, f"a copy into a tensor of shape {tuple(written.shape)}, no parameter"
             )
         dtypes = (origin.spec.dtype, written.dtype)
         if origin.cast not in dtypes or written.dtype != target.tensor.dtype:
-            raise self._refuse(
+            raise self.refuse(
                 origin.name,
                 f"a cast to {origin.cast} before a copy as {written.dtype} into {target.name} of "
                 f"{target.tensor.dtype}",
@@ -465,7 +468,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func not in _CONSTANTS or written is None or target is None:
             name = target.name if target is not None else self.current
-            raise self._refuse(self.current, f"{func} into {name}, with values that are not its")
+            raise self.refuse(self.current, f"{func} into {name}, with values that are not its")
         constant = float(args[1]) if len(args) > 1 else 0.0
         read = self._scalars.get(constant)
         if read is not None:
@@ -701,6 +704,8 @@ def loader_views(
         try:
             load_weights(recorder.in_turn(named))
         except Exception as error:
+            if "variable.set_data(tensor)" in str(error):  # torch: the tensor has no memory
+                recorder.refuse(recorder.current, _OTHER_MEMORY)
             raise recorder.refusal or ValueError(
                 f"{recorder.current}: the loader refuses it: {type(error).__name__}: {error}"
             ) from error
