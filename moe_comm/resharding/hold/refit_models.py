@@ -40,9 +40,7 @@ def _unwrapped(model: Model, side: str) -> tuple[RefitSide | None, RefitSide | N
     """
     if isinstance(model, list | tuple):
         if len(model) != 1:
-            raise ValueError(
-                f"the {side} model must be one module or CheckpointViews, got a list of {len(model)}"
-            )
+            raise ValueError(f"the {side} must be one model or views, got a list of {len(model)}")
         model = model[0]
     if model is None or isinstance(model, TensorSide):
         return model, model

@@ -31,9 +31,6 @@ _PARAMETRIZED = re.compile(r"(?<![^.])parametrizations[.]([^.]+)[.]original[0-9]
 # Other names of weights that many models tie to their embedding.
 _OUTPUT_LIKE = re.compile(r"(^|[._])(output|output_layer|head)[.]weight$")
 
-# Begin of the name of a tensor that belongs to one expert.
-_OF_EXPERTS = re.compile(r"(.*[.])?experts[.](?=[0-9]+[.])")
-
 
 def missing_source(dst_name: str, rank: int, all_sources: set[str]) -> PlanError:
     """Return the error of a destination parameter that no source has, with the likely reason."""
@@ -49,16 +46,14 @@ def missing_source(dst_name: str, rank: int, all_sources: set[str]) -> PlanError
             "torch.nn.utils.parametrize.remove_parametrizations(module, "
             f"'{computed.rpartition('.')[2]}')."
         )
-    of_experts = _OF_EXPERTS.match(dst_name)
-    if of_experts is not None:
-        stem = of_experts[0]
-        parts = {name for name in all_sources if name.startswith(stem)}
-        stacked = min((name for name in parts if not name[len(stem) :][:1].isdigit()), default=None)
-        if stacked is not None:
-            text += (
-                f" The source has '{stacked}', all experts in one: a model of transformers goes by its "
-                "names on disk as transformers_views(model)."
-            )
+    stem = dst_name.partition("experts.")[0] + "experts."
+    parts = (name for name in all_sources if re.match(re.escape(stem) + "[^0-9]", name))
+    stacked = min(parts, default=None) if dst_name[len(stem) :][:1].isdigit() else None
+    if stacked is not None:
+        text += (
+            f" The source has '{stacked}', all experts in one: a model of transformers goes by its "
+            "names on disk as transformers_views(model)."
+        )
     if _OUTPUT_LIKE.search(dst_name):
         text += (
             f" Where the source ties it to its embedding: only a parameter named {OUTPUT_LAYER} is read "
