@@ -21,10 +21,12 @@ from moe_comm.resharding import (
     is_stale,
     mark_stale,
 )
+from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.hold import refit_world
 from moe_comm.resharding.hold.heap_parameters import SharedWeights
 from moe_comm.resharding.move.stale import clear_stale
+from moe_comm.resharding.plan import batches
 from tests.helpers.refit_worlds import make_net, run, threads
 
 SIZES = {"num_trainers": 2, "num_engines": 2}
@@ -300,10 +302,30 @@ def test_a_tensor_that_trainers_lack_is_named_on_every_rank(info: dict[str, Any]
         assert text.startswith("PlanError: Destination parameter 'b' on rank 2 not found in source")
 
 
+def test_one_rank_bounds_what_waits_on_all(
+    info: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "MAX_BATCHES", 64)
+
+    def refit(joined: RefitWorld) -> None:
+        net = make_net(joined.role, joined.rank, 2).to(
+            torch.float64 if joined.role == "engine" else torch.float32
+        )
+        is_odd = (joined.role, joined.rank) == ("engine", 1)
+        with pytest.raises(PlanError, match="execution_batch_bytes=1 makes at least"):
+            joined.prepare(net, **({"execution_batch_bytes": 1} if is_odd else {}))
+        joined.prepare(net, **({"execution_batch_bytes": 2048} if is_odd else {}))
+        joined.refit(5 if joined.role == "trainer" else None)
+        if joined.role == "engine":
+            assert net.to(torch.float32).wrong(0) == []
+
+    assert told(info, refit) == [""] * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"versions": 1}, "transform, verify, strict, deltas of Refit, got ['versions']"),
+        ({"versions": 1}, "deltas, execution_batch_bytes of Refit, got ['versions']"),
         ({"target": object()}, "target must have begin()"),
     ],
 )

@@ -42,7 +42,7 @@ Version: TypeAlias = "int | str"
 """Version that a refit brings, as the trainers call it; of two ints the lower is the older."""
 Role = Literal["trainer", "engine"]
 _TRANSPORTS = ("auto", "symmetric", "gloo")
-_OPTIONS = ("transform", "verify", "strict", "deltas")
+_OPTIONS = ("transform", "verify", "strict", "deltas", "execution_batch_bytes")
 _CPU = torch.device("cpu")
 
 
@@ -512,7 +512,7 @@ class RefitWorld:
                 refit that fails in the middle leaves without a whole version; stale while one runs.
             shares_memory: On an engine: whether `model` is shared by `share_in_place`, in every
                 generation, until this world is closed.
-            options: `transform`, `verify`, `strict`, `deltas` of `Refit`.
+            options: `transform`, `verify`, `strict`, `deltas`, `execution_batch_bytes` of `Refit`.
 
         Raises:
             CommunicationError: A rank is gone or did not come; its role and rank are named.
