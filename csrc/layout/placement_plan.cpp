@@ -34,6 +34,27 @@ class Uniform {
   uint64_t state_ = 0;
 };
 
+/// Puts what lies on each rank into as many slots, others than its own only where these are fewer.
+/// @return empty where a rank holds more experts than slots.
+SlotExperts in_slots(std::span<const int32_t> present, size_t num_ranks, size_t num_slots) {
+  const size_t num_present = present.size() / num_ranks;
+  SlotExperts kept(num_ranks * num_slots, -1);
+  for (size_t rank_idx = 0; rank_idx < num_ranks; ++rank_idx) {
+    const auto own = present.subspan(rank_idx * num_present, num_present);
+    const auto slots = std::span(kept).subspan(rank_idx * num_slots, num_slots);
+    const size_t num_same = std::min(num_present, num_slots);
+    std::ranges::copy(own.first(num_same), slots.begin());
+    for (const int32_t expert_idx : own.subspan(num_same)) {
+      const auto room = expert_idx < 0 ? slots.begin() : std::ranges::find(slots, -1);
+      if (room == slots.end())
+        return {};
+      if (expert_idx >= 0)
+        *room = expert_idx;
+    }
+  }
+  return kept;
+}
+
 /// Puts experts that stay on a rank into the slots that they have there.
 void keep_slots(std::span<int32_t> slots, std::span<const int32_t> present) {
   for (size_t i = 0; i < std::min(slots.size(), present.size()); ++i) {
@@ -345,11 +366,8 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
   const size_t num_present = present.size() / num_ranks;
   const LayerTrials trials(rules_, layer, scatters_);
   SlotExperts kept;
-  if (num_present <= num_slots && std::ranges::find(layer.num_held, 0) == layer.num_held.end()) {
-    kept.assign(num_ranks * num_slots, -1);
-    for (size_t i = 0; i < present.size(); ++i)
-      kept[i / num_present * num_slots + i % num_present] = present[i];
-  }
+  if (std::ranges::find(layer.num_held, 0) == layer.num_held.end())
+    kept = in_slots(present, num_ranks, num_slots);
   SlotExperts best;
   SlotExperts other;
   if (!kept.empty() && (rules_.num_kept > 0 || rules_.move_price > 0)) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,12 +46,12 @@ def plan_placement(
     Args:
         loads: `[layers, num_experts]`, any real dtype, >= 0: rows of every logical expert, in a window of
             steps or in a batch; fewer than 2**63 in a layer.
-        num_ranks: Ranks, >= 1.
+        num_ranks: Ranks, in [1, 131072].
         num_slots_per_rank: Slots of every rank. All together they hold every expert at least once.
         ranks_per_node: Ranks of a node, which follow each other; divides `num_ranks`. Copies of an expert
             go to different nodes where that costs little. None for one node.
         present: The placement of every layer that moves start from, or None. Any numbers of slots.
-        bytes_per_expert: Bytes of the weights of one expert.
+        bytes_per_expert: Bytes of the weights of one expert, fewer than 2**63.
         price_per_byte: Rows, as `loads` counts them, that a moved byte must take off the fullest rank to
             be worth it, >= 0.
         scatter: Standard deviation of the logarithm of later loads, each over the planned one, in [0, 2].
@@ -67,8 +68,8 @@ def plan_placement(
     Example:
         2 ranks of 2 slots, loads `[[6, 2, 2]]`: `[Placement([[0, 1], [0, 2]], 3)]`.
     """
-    if not isinstance(loads, torch.Tensor) or loads.is_complex():
-        raise TypeError(f"loads must be a tensor of real numbers, got {shown(loads)}")
+    if not isinstance(loads, torch.Tensor) or loads.is_complex() or loads.layout != torch.strided:
+        raise TypeError(f"loads must be a dense tensor of real numbers, got {shown(loads)}")
     if loads.dim() != 2 or not 1 <= loads.shape[1] <= NUM_MAX_EXPERTS:
         raise ValueError(
             f"loads must be [layers, num_experts] of 1 to {NUM_MAX_EXPERTS} experts, "
@@ -88,7 +89,7 @@ def plan_placement(
             f"the loads of layer {layer_idx} must be fewer than 2**63 rows, got {totals[layer_idx].item()}"
         )
     num_layers, num_experts = loads.shape
-    num_ranks = as_int("num_ranks", num_ranks, 1)
+    num_ranks = as_int("num_ranks", num_ranks, 1, 2 * NUM_MAX_EXPERTS)
     num_slots = as_int("num_slots_per_rank", num_slots_per_rank, 1, 2 * NUM_MAX_EXPERTS)
     if not num_experts <= num_ranks * num_slots < 2**31:
         raise ValueError(
@@ -101,15 +102,17 @@ def plan_placement(
         node_size = as_int("ranks_per_node", ranks_per_node, 1)
         if num_ranks % node_size:
             raise ValueError(f"ranks_per_node = {node_size} must divide num_ranks = {num_ranks}")
-    expert_bytes = as_int("bytes_per_expert", bytes_per_expert, 0)
-    # No move takes more than all load off a rank: a price above that is as good as any.
-    most_price = 1 + 2 * max(totals.tolist(), default=0.0)
+    expert_bytes = as_int("bytes_per_expert", bytes_per_expert, 0, 2**63 - 1)
+    deviation = at_least_zero("scatter", scatter, MOST_SCATTER)
+    # No move takes more than all load off a rank, which scatters by six deviations at most: a price above
+    # that is as good as any.
+    most_price = 1 + 2 * max(totals.tolist(), default=0.0) * math.exp(6 * deviation)
     price = min(at_least_zero("price_per_byte", price_per_byte) * expert_bytes, most_price)
     num_kept = as_int("num_kept_slots", num_kept_slots, 0, num_slots)
     if num_kept and present is None:
         raise ValueError(f"num_kept_slots = {num_kept} needs present, got None")
     slots = _host.layout.plan_placement(
-        weights,
+        weights.abs(),  # the bits of -0.0 sort above all others
         None
         if present is None
         else _slots_of(present, num_layers, num_experts, num_ranks, num_kept, num_slots),
@@ -118,7 +121,7 @@ def plan_placement(
         num_slots=num_slots,
         ranks_per_node=node_size,
         move_price=price,
-        scatter=at_least_zero("scatter", scatter, MOST_SCATTER),
+        scatter=deviation,
         num_kept=num_kept,
     )
     return [
@@ -146,7 +149,7 @@ def at_least_zero(name: str, value: float, most: float = math.inf) -> float:
     """A finite number in [0, most] as a float; TypeError or ValueError with its name for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
-    if not (math.isfinite(value) and 0 <= value <= most):
+    if not 0 <= value <= min(most, sys.float_info.max):
         raise ValueError(
             f"{name} must be finite and >= 0, got {value}"
             if math.isinf(most)
@@ -185,5 +188,6 @@ def _slots_of(
             placement.first_slots(num_kept)
     lists = [of_rank for placement in present for of_rank in placement.slots]
     by_slot = itertools.chain(*itertools.zip_longest(*lists, fillvalue=EMPTY_SLOT))
-    table = np.fromiter(by_slot, np.int32).reshape(-1, len(lists))
-    return torch.from_numpy(table.T.reshape(num_layers, -1)).contiguous()
+    most_slots = max(map(len, lists), default=1)
+    table = np.fromiter(by_slot, np.int32).reshape(most_slots, len(lists))
+    return torch.from_numpy(table.T.reshape(num_layers, num_ranks * most_slots)).contiguous()

@@ -324,6 +324,33 @@ def test_extreme_loads_and_prices_are_planned(num_slots: int) -> None:
                     assert moves(present, plan) == 0
 
 
+def test_empty_slots_beyond_those_planned_do_not_keep_experts_from_staying() -> None:
+    present = Placement([[0, 1, -1], [-1, 2, 3]], 4)
+    options: dict[str, Any] = {"bytes_per_expert": 1, "price_per_byte": 1.0}
+    (plan,) = plan_placement(torch.full((1, 4), 5.0), 2, 2, present=[present], **options)
+    assert plan == Placement([[0, 1], [3, 2]], 4)
+    loads, (wide,) = zipf(1.2, 24, 1, 3), [Placement([[-1, e] for e in range(24)], 24)]
+    (plan,) = plan_placement(loads, 24, 1, present=[wide], bytes_per_expert=1, price_per_byte=1e9)
+    assert moves(wide, plan) == 0
+
+
+def test_scattered_loads_do_not_get_past_a_price() -> None:
+    present = [Placement([[0], [-1]], 1)]
+    options: dict[str, Any] = {"bytes_per_expert": 1, "price_per_byte": 1e12, "scatter": 2.0}
+    assert plan_placement(torch.ones(1, 1), 2, 1, present=present, **options) == present
+
+
+def test_a_load_of_minus_zero_is_none() -> None:
+    loads = torch.tensor([[0.0, 0.0, 6.0, 2.0, 2.0]])
+    negative = loads.where(loads != 0, -0.0)
+    assert plan_placement(negative, 4, 2) == plan_placement(loads, 4, 2)
+
+
+def test_no_layers_have_no_plans() -> None:
+    assert plan_placement(LOADS[:0], 2, 2, present=[]) == []
+    assert plan_placement(LOADS[:0], 2, 2) == []
+
+
 LOADS = torch.ones(2, 4)
 EXTREME = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 300.0]], dtype=torch.float64)
 PLACED = Placement([[0, 1], [2, 3]], 4)
@@ -332,7 +359,8 @@ PLACED = Placement([[0, 1], [2, 3]], 4)
 @pytest.mark.parametrize(
     ("kind", "words", "options"),
     [
-        (TypeError, "loads must be a tensor", {"loads": [[1.0]]}),
+        (TypeError, "loads must be a dense tensor", {"loads": [[1.0]]}),
+        (TypeError, "loads must be a dense tensor", {"loads": LOADS.to_sparse()}),
         (ValueError, r"loads must be \[layers, num_experts\] .* got \(4,\)", {"loads": LOADS[0]}),
         (ValueError, r"loads must be .* got \(2, 0\)", {"loads": LOADS[:, :0]}),
         (ValueError, "expert 1 in layer 0 .* got -1.0", {"loads": torch.tensor([[1.0, -1.0]])}),
@@ -343,6 +371,7 @@ PLACED = Placement([[0, 1], [2, 3]], 4)
         ),
         (ValueError, "2 ranks of 1 slots do not hold 4 experts", {"num_slots_per_rank": 1}),
         (ValueError, "num_ranks must be >= 1, got 0", {"num_ranks": 0}),
+        (ValueError, "num_ranks must be <= 131072, got 131073", {"num_ranks": 131073}),
         (ValueError, "ranks_per_node = 3 must divide num_ranks = 2", {"ranks_per_node": 3}),
         (ValueError, "each of 2 layers, got 1", {"present": [PLACED]}),
         (TypeError, r"present\[1\] must be a Placement, got", {"present": [PLACED, [[0]]]}),
@@ -352,7 +381,9 @@ PLACED = Placement([[0, 1], [2, 3]], 4)
             {"present": [Placement([[0]], 1)] * 2},
         ),
         (ValueError, "bytes_per_expert must be >= 0, got -1", {"bytes_per_expert": -1}),
+        (ValueError, "bytes_per_expert must be <= .*, got 1000", {"bytes_per_expert": 10**400}),
         (ValueError, "price_per_byte must be finite and >= 0, got -1", {"price_per_byte": -1.0}),
+        (ValueError, "price_per_byte must be finite .* got 1000", {"price_per_byte": 10**400}),
         (ValueError, r"scatter must be in \[0, 2.0\], got inf", {"scatter": float("inf")}),
         (ValueError, r"scatter must be in \[0, 2.0\], got 2.1", {"scatter": 2.1}),
         (
