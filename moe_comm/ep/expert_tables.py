@@ -59,9 +59,14 @@ class ExpertTables:
             num_experts = int(physical.max()) + 1 if listed is None else listed.shape[1]
         num_experts = as_int("num_experts", num_experts, 1)
         _check_ids("physical_to_logical_map", physical, num_experts)
+        for layer_idx, of_layer in enumerate(physical.tolist()):
+            held = {*of_layer}
+            for expert_idx in range(num_experts):
+                if expert_idx not in held:
+                    raise ValueError(
+                        f"layer {layer_idx}: expert {expert_idx} has no physical expert"
+                    )
         found = _reverse(physical, num_experts)
-        for layer_idx, expert_idx in (found[..., 0] == EMPTY_SLOT).nonzero().tolist():
-            raise ValueError(f"layer {layer_idx}: expert {expert_idx} has no physical expert")
         if listed is None:
             listed = found
         else:

@@ -76,9 +76,12 @@ class Placement:
                     )
                 if expert_idx != EMPTY_SLOT:
                     found[expert_idx] = slot_idx
-        missing = set(range(num_experts)).difference(itertools.chain(*held))
-        if missing:
-            raise ValueError(f"expert {min(missing)} of {num_experts} lies in no slot of any rank")
+        found_anywhere = {*itertools.chain(*held)}
+        for expert_idx in range(num_experts):
+            if expert_idx not in found_anywhere:
+                raise ValueError(
+                    f"expert {expert_idx} of {num_experts} lies in no slot of any rank"
+                )
 
     @classmethod
     def of_table(
@@ -104,7 +107,7 @@ class Placement:
         """
         table = torch.as_tensor(physical_to_logical, device="cpu")
         num_ranks = as_int("num_ranks", num_ranks, 1)
-        if table.dtype.is_floating_point or table.dtype == torch.bool:
+        if table.is_complex() or table.is_floating_point() or table.dtype == torch.bool:
             raise TypeError(f"physical_to_logical must hold integers, got {table.dtype}")
         if table.dim() != 1 or table.numel() == 0 or table.numel() % num_ranks:
             raise ValueError(

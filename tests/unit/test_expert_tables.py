@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (r"expert 0 has 2 physical experts, logical_replica_count says 1", (good, None, [[1, 1, 1]])),
         (r"logical_replica_count must have the shape \(1, 3\), got \(1, 2\)", (good, None, [[2, 1]])),
         (r"layer 1: expert 1 has no physical expert", ([[0, 1, 0, 2], [0, 2, 0, 2]],)),
+        (r"layer 0: expert 1 has no physical expert", ([[0, 10**12]],)),
         (r"map\[0, 2\] must be in \[-1, 3\), got 3", ([[0, 1, 3]], [[[0], [1], [2]]])),
         (r"must have 2 dimensions and no empty one, got shape \(4,\)", ([0, 1, 0, 2],)),
     ):  # fmt: skip

@@ -50,6 +50,7 @@ def test_an_expert_twice_on_a_rank_of_a_table_lies_in_the_first_slot() -> None:
         ([[0, -2]], 1, "slot 1 of rank 0 holds expert -2"),
         ([[0, 1], [2, 0, 2]], 3, "slots 0 and 2 of rank 1 both hold expert 2"),
         ([[0, -1], [2, -1]], 3, "expert 1 of 3 lies in no slot"),
+        ([[0]], 10**12, "expert 1 of 1000000000000 lies in no slot"),
         ([], 3, "slots must hold a list for every rank, got none"),
         ([[0]], 0, "num_experts must be >= 1, got 0"),
     ],
@@ -74,3 +75,5 @@ def test_what_is_no_table() -> None:
         Placement.of_table(torch.zeros(2, 2, dtype=torch.int64), 2)
     with pytest.raises(TypeError, match=r"must hold integers, got torch\.float32"):
         Placement.of_table(torch.zeros(2), 2)
+    with pytest.raises(TypeError, match=r"must hold integers, got torch\.complex64"):
+        Placement.of_table(torch.zeros(2, dtype=torch.complex64), 2)
