@@ -77,7 +77,8 @@ def plan_replicas(
             raise ValueError(
                 f"placements must be alike: present has {now} {name}, wanted has {then}"
             )
-    node_ranks = as_int("num_local_ranks", num_local_ranks or present.num_ranks, 1)
+    node_ranks = present.num_ranks if num_local_ranks is None else num_local_ranks
+    node_ranks = as_int("num_local_ranks", node_ranks, 1)
     holders = _holders(present)
     pending = [
         (rank_idx, slot_idx, expert_idx)

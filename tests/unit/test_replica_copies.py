@@ -189,6 +189,8 @@ def test_a_plan_takes_what_is_near_and_from_all_alike() -> None:
     assert [move.src_rank for move in plan_replicas(one, other).moves] == [0, 0]
     with pytest.raises(ValueError, match="present has 2 slots on rank 0, wanted has 3"):
         plan_replicas(Placement([[0, 1]], 2), Placement([[0, 1, -1]], 2))
+    with pytest.raises(ValueError, match="num_local_ranks must be >= 1, got 0"):
+        plan_replicas(present, wanted, num_local_ranks=0)
     with pytest.raises(ValueError, match="present has 4 experts, wanted has 3"):
         plan_replicas(present, hot)
     assert owners_of(wanted).slots == ((1, 0), (2, 3), (-1, -1), (-1, -1))
