@@ -120,7 +120,8 @@ class LayerTrials {
   }
 
   /// Changes a plan by what takes something off its cost at a look, as long as anything does.
-  void improve(SlotExperts& slots) const;
+  /// @return its most_cost().
+  double improve(SlotExperts& slots) const;
 
  private:
   static constexpr double kMeanRows = 1 << 20;  // rows are whole: about a million make the mean
@@ -144,14 +145,13 @@ class LayerTrials {
   }
   /// The cost of a plan.
   /// @param num_rows  Rows of the fullest rank in all scatters.
-  double cost_of(int64_t num_rows, int64_t num_moves) const {
-    return static_cast<double>(num_rows) * (load_of_row_ / kNumScatters) +
+  double cost_of(double num_rows, int64_t num_moves) const {
+    return num_rows * (load_of_row_ / kNumScatters) +
            static_cast<double>(num_moves) * rules_.move_price;
   }
   double most_cost(const SharedLoads& loads, int64_t num_moves) const {
     constexpr double kRounding = 1e-5;
-    return loads.largest() * (1 + kRounding) * load_of_row_ / kNumScatters +
-           static_cast<double>(num_moves) * rules_.move_price;
+    return cost_of(loads.largest() * (1 + kRounding), num_moves);
   }
   ReplicaSlots replicas_of(const SlotExperts& slots) const {
     return {slot_rank_, slots, rules_.num_ranks, rules_.num_experts};
@@ -171,11 +171,12 @@ double LayerTrials::cost(const SlotExperts& slots, double limit) const {
   const ReplicaSlots replicas = replicas_of(slots);
   std::vector<int64_t> slot_rows(slots.size());
   int64_t num_rows = std::accumulate(mean_rows_.begin(), mean_rows_.end(), int64_t{0});
-  for (size_t i = 0; i < kNumScatters && cost_of(num_rows, moves) <= limit; ++i) {
+  const auto cost = [&] { return cost_of(static_cast<double>(num_rows), moves); };
+  for (size_t i = 0; i < kNumScatters && cost() <= limit; ++i) {
     replicas.split_evenly(rows_.data() + i * layer_.loads.size(), slot_rows.data());
     num_rows += replicas.level(slot_rows.data()) - mean_rows_[i];
   }
-  return cost_of(num_rows, moves);
+  return cost();
 }
 
 SlotExperts LayerTrials::filled(SlotExperts slots) const {
@@ -291,13 +292,13 @@ std::vector<Change> LayerTrials::changes(const SlotExperts& slots, const SharedL
   return result;
 }
 
-void LayerTrials::improve(SlotExperts& slots) const {
+double LayerTrials::improve(SlotExperts& slots) const {
   SharedLoads loads = shared(slots);
   double least = most_cost(loads, num_moves(slots));
   for (int left = 2 * rules_.num_ranks; left > 0; --left) {
     // A change moves an expert at least, and nothing gets below the mean.
     if (least - layer_.mean <= rules_.move_price)
-      return;
+      break;
     const bool is_changed = std::ranges::any_of(changes(slots, loads), [&](const Change& change) {
       SlotExperts changed = slots;
       for (const auto& [slot, expert_idx] : change.changed())
@@ -312,13 +313,20 @@ void LayerTrials::improve(SlotExperts& slots) const {
       return true;
     });
     if (!is_changed)
-      return;
+      break;
   }
+  return least;
 }
+
+/// A plan, empty for none, and its LayerTrials::most_cost().
+struct PlanAtALook {
+  SlotExperts slots;
+  double cost = kInfinite;
+};
 
 /// A plan that goes by what lies where only in being more or less reluctant to move it.
 /// @param limit  Where such a plan costs more, the result may be empty.
-SlotExperts plan_reluctantly(const PlanRules& rules,
+PlanAtALook plan_reluctantly(const PlanRules& rules,
                              const LayerLoads& layer,
                              const LayerTrials& trials,
                              double limit) {
@@ -326,16 +334,20 @@ SlotExperts plan_reluctantly(const PlanRules& rules,
   const double most_moves =
       rules.move_price > 0 ? (limit - layer.mean) / rules.move_price : kInfinite;
   const auto plan = [&](double reluctance) {
-    return plan_layer(rules,
-                      layer,
-                      rules.move_price + reluctance,
-                      static_cast<int64_t>(std::min(most_moves, 0x1p62)));
+    PlanAtALook made;
+    made.slots = plan_layer(rules,
+                            layer,
+                            rules.move_price + reluctance,
+                            static_cast<int64_t>(std::min(most_moves, 0x1p62)));
+    if (!made.slots.empty())
+      made.cost = trials.most_cost(made.slots);
+    return made;
   };
-  SlotExperts reluctant = plan(kReluctance * layer.mean);
-  SlotExperts willing = plan(0);
-  if (willing.empty() || reluctant.empty())
-    return willing.empty() ? reluctant : willing;
-  return trials.most_cost(willing) < trials.most_cost(reluctant) ? willing : reluctant;
+  PlanAtALook reluctant = plan(kReluctance * layer.mean);
+  PlanAtALook willing = plan(0);
+  if (willing.slots.empty() || reluctant.slots.empty())
+    return willing.slots.empty() ? reluctant : willing;
+  return willing.cost < reluctant.cost ? willing : reluctant;
 }
 
 }  // namespace
@@ -368,35 +380,34 @@ SlotExperts PlacementPlanner::plan(std::span<const double> loads,
   SlotExperts kept;
   if (std::ranges::find(layer.num_held, 0) == layer.num_held.end())
     kept = in_slots(present, num_ranks, num_slots);
-  SlotExperts best;
-  SlotExperts other;
+  PlanAtALook best;
+  PlanAtALook other;
   if (!kept.empty() && (rules_.num_kept > 0 || rules_.move_price > 0)) {
-    best = kept;
-    trials.improve(best);
+    best.slots = kept;
+    best.cost = trials.improve(best.slots);
   }
   if (rules_.num_kept > 0) {
-    other = kept;
-    for (size_t slot = 0; slot < other.size(); ++slot)
+    other.slots = kept;
+    for (size_t slot = 0; slot < other.slots.size(); ++slot)
       if (slot % num_slots >= static_cast<size_t>(rules_.num_kept))
-        other[slot] = -1;
-    other = trials.filled(std::move(other));
-    trials.improve(other);
+        other.slots[slot] = -1;
+    other.slots = trials.filled(std::move(other.slots));
+    other.cost = trials.improve(other.slots);
   } else {
-    other =
-        plan_reluctantly(rules_, layer, trials, best.empty() ? kInfinite : trials.most_cost(best));
+    other = plan_reluctantly(rules_, layer, trials, best.cost);
   }
-  if (best.empty() || (!other.empty() && trials.most_cost(other) < trials.most_cost(best)))
+  if (best.slots.empty() || (!other.slots.empty() && other.cost < best.cost))
     best = std::move(other);
   // The present one seldom wins, and need not be seen through.
-  if (!kept.empty() && kept != best) {
-    const double most = trials.most_cost(best);
-    if (trials.cost(kept, most) <= most && trials.cost(kept) <= trials.cost(best))
-      best = std::move(kept);
+  if (!kept.empty() && kept != best.slots) {
+    const double cost = trials.cost(kept, best.cost);
+    if (cost <= best.cost && cost <= trials.cost(best.slots))
+      best.slots = std::move(kept);
   }
   for (size_t rank_idx = 0; rank_idx < num_ranks && num_present > 0; ++rank_idx)
-    keep_slots(std::span(best).subspan(rank_idx * num_slots, num_slots),
+    keep_slots(std::span(best.slots).subspan(rank_idx * num_slots, num_slots),
                present.subspan(rank_idx * num_present, num_present));
-  return best;
+  return best.slots;
 }
 
 }  // namespace moe::layout
