@@ -341,6 +341,7 @@ void mark_ranges(const std::vector<std::pair<py::buffer, py::buffer>>& masks,
     const py::buffer_info rows = ranges.request();
     MOE_CHECK(rows.itemsize == 8 && rows.ndim == 2 && rows.shape[1] == 4,
               "ranges must be rows of 4 numbers of 8 bytes");
+    const py::gil_scoped_release no_gil;
     ops::mark_ranges(
         {static_cast<const uint8_t*>(flags.ptr), static_cast<size_t>(flags.size)},
         {static_cast<const ops::MarkedRange*>(rows.ptr), static_cast<size_t>(rows.shape[0])},
