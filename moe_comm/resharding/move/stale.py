@@ -47,10 +47,9 @@ def num_writes(model: RefitSide) -> int:
     return _num_writes.get(module_of(model), 0)
 
 
-def _watched(side: RefitSide | None, state: ModuleState) -> dict[str, torch.Tensor]:
-    """Tensors of a side; views by `Tensor.data` do not see what is written to the parameters that they lie in."""
-    owned = side.owned if isinstance(side, CheckpointViews) else {}
-    return state.tensors | {f"{name} (of the owner)": each for name, each in owned.items()}
+def _owned(side: RefitSide | None) -> dict[str, torch.Tensor]:
+    """Parameters that views lie in, which do not see what is written to these where they are by `Tensor.data`."""
+    return side.owned if isinstance(side, CheckpointViews) else {}
 
 
 def counted_by_torch(side: RefitSide | None, state: ModuleState) -> tuple[int, ...]:
@@ -60,7 +59,7 @@ def counted_by_torch(side: RefitSide | None, state: ModuleState) -> tuple[int, .
         side: The side; None for none.
         state: As it is now.
     """
-    tensors = _watched(side, state).values()
+    tensors = (*state.tensors.values(), *_owned(side).values())
     try:
         return tuple(map(_VERSION, tensors))
     except RuntimeError:  # of tensors of inference, nothing is counted
@@ -80,7 +79,8 @@ def written_since(
     now = counted_by_torch(side, state)
     if now == before:
         return {}
-    named = zip(_watched(side, state).items(), before, now, strict=True)
+    owned = {f"{name} (of the owner)": each for name, each in _owned(side).items()}
+    named = zip((state.tensors | owned).items(), before, now, strict=True)
     return {name: (each, then, count) for (name, each), then, count in named if then != count}
 
 
