@@ -30,7 +30,7 @@ from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.resharding.hold.piece_table import PieceTable, list_pieces
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
-from moe_comm.resharding.move.staging import Staging
+from moe_comm.resharding.move.staging import Staging, most_staged_bytes
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.plan_check import num_elements_of
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
@@ -41,8 +41,6 @@ from moe_comm.tensors.memory import check_memory
 __all__ = ["RefitProof", "prove_refit", "verify_refit"]
 
 _MAX_LINES = 6
-# Of each element two dtypes, of 8 bytes at most and a line between them.
-_MOST_CAST_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +381,7 @@ def _source_pieces(
     """Return the pieces that destinations should hold of this rank's sources, but for those in blocks."""
     pieces = {}
     ops = list(ops)
-    staging = Staging(_MOST_CAST_BYTES * max(map(num_elements_of, ops), default=0))
+    staging = Staging(most_staged_bytes(max(map(num_elements_of, ops))) if ops else 0)
     for op in ops:
         staging.clear()
         key = key_of(op)

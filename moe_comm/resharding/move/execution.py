@@ -31,7 +31,7 @@ from moe_comm.resharding.describe.module_tensors import (
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
-from moe_comm.resharding.move.staging import Staging
+from moe_comm.resharding.move.staging import Staging, most_staged_bytes
 from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.plan_check import num_elements_of
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 # Tensors of one piece, after the first, take ids that no piece has: see `_task_ids`.
 _TENSOR_SHIFT = 58
 _MAX_TENSORS = 1 << (63 - _TENSOR_SHIFT)
-# Of each element a conversion and a contiguous copy, of 8 bytes at most.
-_MOST_PIECE_BYTES = 16
 
 
 def _copy(received: torch.Tensor, place: torch.Tensor) -> None:
@@ -713,11 +711,10 @@ def _most_staged_bytes(batches: list[ReshardPlan]) -> int:
     """Bound of what any of several batches converts and makes contiguous; 0 for one, whose memory goes piece by piece."""
     if len(batches) < 2:
         return 0
-    counts = (
-        sum(_MOST_PIECE_BYTES + num_elements_of(op) for op in (*batch.send_ops, *batch.recv_ops))
+    return max(
+        sum(most_staged_bytes(num_elements_of(op)) for op in (*batch.send_ops, *batch.recv_ops))
         for batch in batches
     )
-    return _MOST_PIECE_BYTES * max(counts)
 
 
 def _later_quantized(batches: list[ReshardPlan], state: ModuleState) -> list[set[int]]:

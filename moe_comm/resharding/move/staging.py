@@ -7,9 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "most_staged_bytes"]
 
 _LINE_BYTES = 64
+
+
+def most_staged_bytes(num_elements: int) -> int:
+    """Return a bound of what two tensors of so many elements, of 8 bytes at most, take of a `Staging`."""
+    return 2 * (8 * num_elements + _LINE_BYTES)
 
 
 class Staging:
