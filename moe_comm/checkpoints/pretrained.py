@@ -13,7 +13,7 @@ import torch
 from moe_comm.checkpoints.chains import open_checkpoint
 from moe_comm.checkpoints.checkpoint_ranks import CheckpointRanks
 from moe_comm.checkpoints.load import load_checkpoint
-from moe_comm.checkpoints.stored_checkpoint import INDEX, SINGLE_FILE, find_checkpoint
+from moe_comm.checkpoints.stored_checkpoint import find_checkpoint, has_all_tensors
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
 from moe_comm.resharding.describe.transformers_views import empty_model, transformers_views
 
@@ -68,8 +68,7 @@ def load_pretrained(
     with ranks.problem:
         transformers = importlib.import_module("transformers")
         path = find_checkpoint(path, version)
-        is_whole = (path / INDEX).exists() or (path / SINGLE_FILE).exists()
-        chain = (path,) if is_whole else open_checkpoint(path).chain
+        chain = (path,) if has_all_tensors(path) else open_checkpoint(path).chain
         if config is None:
             config = transformers.AutoConfig.from_pretrained(_newest(chain, "config.json"))
     # Before transformers makes groups, in which ranks would wait for one that has failed.

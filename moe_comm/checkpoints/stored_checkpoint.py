@@ -40,6 +40,7 @@ __all__ = [
     "checked_parts",
     "file_name",
     "find_checkpoint",
+    "has_all_tensors",
     "is_tensor_file",
     "manifest_text",
     "open_whole",
@@ -101,6 +102,11 @@ class StoredCheckpoint(NamedTuple):
         return hashed.hexdigest()
 
 
+def has_all_tensors(folder: Path) -> bool:
+    """Return whether a folder has files of a whole model, as transformers reads them, and no delta's."""
+    return (folder / INDEX).exists() or (folder / SINGLE_FILE).exists()
+
+
 def find_checkpoint(folder: Path, version: str | None) -> Path:
     """Return the folder of a version.
 
@@ -115,7 +121,7 @@ def find_checkpoint(folder: Path, version: str | None) -> Path:
         raise CheckpointError(f"{folder}: there is no such folder")
     known = read_versions(folder)
     if known is None:
-        if version is None and ((folder / INDEX).exists() or (folder / SINGLE_FILE).exists()):
+        if version is None and has_all_tensors(folder):
             return folder
         manifest = folder / MANIFEST
         if version is None and manifest.exists() and "base" in read_json(manifest):
