@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_comm.arguments import as_int, check_kind
-from moe_comm.ep.placement import EMPTY_SLOT, Placement
+from moe_comm.ep.placement import EMPTY_SLOT, Placement, first_missing
 
 __all__ = ["ExpertTables"]
 
@@ -60,12 +60,9 @@ class ExpertTables:
         num_experts = as_int("num_experts", num_experts, 1)
         _check_ids("physical_to_logical_map", physical, num_experts)
         for layer_idx, of_layer in enumerate(physical.tolist()):
-            held = {*of_layer}
-            for expert_idx in range(num_experts):
-                if expert_idx not in held:
-                    raise ValueError(
-                        f"layer {layer_idx}: expert {expert_idx} has no physical expert"
-                    )
+            missing = first_missing(of_layer, num_experts)
+            if missing is not None:
+                raise ValueError(f"layer {layer_idx}: expert {missing} has no physical expert")
         found = _reverse(physical, num_experts)
         if listed is None:
             listed = found

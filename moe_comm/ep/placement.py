@@ -13,7 +13,7 @@ import torch
 
 from moe_comm.arguments import as_int, shown
 
-__all__ = ["EMPTY_SLOT", "REPLICA_RULES", "Placement", "ReplicaRule"]
+__all__ = ["EMPTY_SLOT", "REPLICA_RULES", "Placement", "ReplicaRule", "first_missing"]
 
 ReplicaRule = Literal["balanced", "nearest", "hash", "given"]
 REPLICA_RULES: tuple[ReplicaRule, ...] = get_args(ReplicaRule)
@@ -21,6 +21,12 @@ REPLICA_RULES: tuple[ReplicaRule, ...] = get_args(ReplicaRule)
 
 EMPTY_SLOT = -1
 """Stands for the expert of a slot that has none."""
+
+
+def first_missing(held: Iterable[int], num_experts: int) -> int | None:
+    """Return the lowest expert that is none of those held, or None: takes no memory for others than these."""
+    found = {*held}
+    return next((expert_idx for expert_idx in range(num_experts) if expert_idx not in found), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +82,9 @@ class Placement:
                     )
                 if expert_idx != EMPTY_SLOT:
                     found[expert_idx] = slot_idx
-        found_anywhere = {*itertools.chain(*held)}
-        for expert_idx in range(num_experts):
-            if expert_idx not in found_anywhere:
-                raise ValueError(
-                    f"expert {expert_idx} of {num_experts} lies in no slot of any rank"
-                )
+        missing = first_missing(itertools.chain(*held), num_experts)
+        if missing is not None:
+            raise ValueError(f"expert {missing} of {num_experts} lies in no slot of any rank")
 
     @classmethod
     def of_table(
