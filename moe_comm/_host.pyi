@@ -21,7 +21,7 @@ class PeerMesh:
         timeout_s: float,
         check: Callable[[], None] | None = None,
         num_local_ranks: int = 0,
-        link_timeout_s: float = 30.0,
+        link_timeout_s: float = 0.0,
     ) -> None: ...
 
 class ShmHeap:

@@ -41,7 +41,7 @@ void bind_heap(py::module_& module) {
             self.connect(rank_idx, addresses, options);
           },
           Signature("rank_idx, addresses, timeout_s, check=None, num_local_ranks=0, "
-                    "link_timeout_s=30.0"))
+                    "link_timeout_s=0.0"))
       .def("leave", &PeerMesh::leave, NoGil());
   py::class_<ShmHeap, std::shared_ptr<ShmHeap>>(module, "ShmHeap")
       .def_static(

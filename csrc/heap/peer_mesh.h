@@ -41,8 +41,9 @@ class PeerMesh : public PeerLink {
     /// Called about ten times a second while waiting; what it throws ends the call.
     std::function<void()> interrupt_check;
     int num_local_ranks = 0;  ///< of a node; 0 for one node
-    /// A machine of another node that does not answer for so long (2 s at least) counts as dead.
-    double link_timeout_s = 30.0;
+    /// A machine of another node that does not answer for so long counts as dead; less than
+    /// kLeastLinkTimeoutS is taken as that.
+    double link_timeout_s = 0;
   };
 
   /// Opens the listening socket (abstract name: nothing is left behind by a killed process), and a
