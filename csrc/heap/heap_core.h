@@ -11,6 +11,7 @@
 
 #include "core/sync.h"
 #include "heap/fork_guard.h"
+#include "heap/huge_pages.h"
 #include "heap/memfd_segment.h"
 #include "heap/range_set.h"
 #include "heap/segment_table.h"

@@ -1,10 +1,15 @@
 #include "heap/machine_memory.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <string>
+
+#include "core/error.h"
+#include "core/process.h"
 
 namespace moe::heap {
 namespace {
@@ -83,6 +88,32 @@ uint64_t machine_available_bytes() {
       least = std::min(least, groups_leave("/sys/fs/cgroup/memory", path, kVersion1));
   }
   return least;
+}
+
+void throw_capacity(uint64_t bytes, const std::string& cause, uint64_t limit_bytes) {
+  const uint64_t available = machine_available_bytes();
+  throw CapacityError(concat("cannot get ",
+                             bytes,
+                             " bytes of shared memory: ",
+                             cause,
+                             "; the machine has ",
+                             available,
+                             " bytes available"),
+                      bytes,
+                      std::min(available, limit_bytes));
+}
+
+void throw_refused(uint64_t bytes, const char* call, int error) {
+  const std::string cause = concat(call, " failed: ", std::strerror(error));
+  if (error == EMFILE || error == ENFILE)
+    throw SystemError(concat("cannot make a segment of ", bytes, " bytes: ", cause), error);
+  throw_capacity(bytes, cause + describe_address_space(), address_space_left_bytes());
+}
+
+void check_machine(uint64_t bytes) {
+  const uint64_t available = machine_available_bytes();
+  if (available < kSpareBytes || bytes > available - kSpareBytes)
+    throw_capacity(bytes, concat(kSpareBytes, " bytes must stay free"));
 }
 
 }  // namespace moe::heap

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace moe::heap {
 
@@ -10,5 +11,21 @@ namespace moe::heap {
 /// Other processes may take the same bytes a moment later; this catches requests that cannot fit,
 /// not races between ranks.
 uint64_t machine_available_bytes();
+
+/// Left to the rest of the machine when a segment takes nearly all of it.
+constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
+
+/// @throws CapacityError  The machine cannot give @p bytes and keep kSpareBytes.
+void check_machine(uint64_t bytes);
+
+/// Throws for @p bytes that were not to be had.
+/// @param limit_bytes  Of a segment, where something else than the machine limits it.
+[[noreturn]] void throw_capacity(uint64_t bytes,
+                                 const std::string& cause,
+                                 uint64_t limit_bytes = UINT64_MAX);
+
+/// Throws for a call of the system that failed with @p error: CapacityError, or SystemError where
+/// file descriptors are short.
+[[noreturn]] void throw_refused(uint64_t bytes, const char* call, int error);
 
 }  // namespace moe::heap

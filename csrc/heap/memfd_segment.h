@@ -9,8 +9,6 @@
 
 namespace moe::heap {
 
-constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
-
 /// One shared mapping of a memfd, 2 MiB aligned, absent in forked children.
 class Segment {
  public:
@@ -45,20 +43,5 @@ NewSegment create_segment(uint64_t bytes, bool with_huge_pages);
 /// Maps a segment that a peer announced.
 /// @throws SystemError  the descriptor is not a sealed memory file of @p bytes, or mmap failed.
 std::shared_ptr<Segment> map_peer_segment(int memfd, uint64_t bytes);
-
-/// Allocates and maps every page of [data, data + bytes), in this process, without a signal when
-/// memory is short. Contents are kept.
-///
-/// @return Bytes of it that MADV_COLLAPSE put in 2 MiB pages.
-/// @throws CapacityError
-uint64_t fault_in(std::byte* data, uint64_t bytes, bool with_huge_pages);
-
-/// Returns the pages of a range to the system; it reads as zeros afterwards, in every process.
-/// @return Whether the system took them.
-bool return_pages(std::byte* data, uint64_t bytes);
-
-/// Bytes of [data, data + bytes) that /proc/self/smaps shows mapped by 2 MiB pages. Exact for
-/// whole mappings.
-uint64_t huge_page_bytes_in_smaps(const std::byte* data, uint64_t bytes);
 
 }  // namespace moe::heap

@@ -1,4 +1,4 @@
-#include "heap/memory_pages.h"
+#include "heap/share_in_place.h"
 
 #include <sys/mman.h>
 
@@ -15,7 +15,6 @@
 #include "core/math.h"
 #include "core/process.h"
 #include "heap/machine_memory.h"
-#include "heap/memfd_segment.h"
 
 namespace moe::heap {
 namespace {

@@ -13,6 +13,7 @@
 #include "core/process.h"
 #include "heap/heap_core.h"
 #include "heap/heap_window.h"
+#include "heap/huge_pages.h"
 #include "heap/machine_memory.h"
 #include "heap/memfd_segment.h"
 #include "heap/segment_size.h"

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/symmetric_memory.h"
-#include "heap/memory_pages.h"
 #include "heap/peer_mesh.h"
+#include "heap/share_in_place.h"
 
 namespace moe::heap {
 
