@@ -14,6 +14,9 @@
 namespace moe::heap {
 namespace {
 
+// Left to the rest of the machine when a segment takes nearly all of it.
+constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
+
 constexpr uint64_t kUnknown = std::numeric_limits<uint64_t>::max();
 
 /// First line of a file as a number; "max", a missing file or anything else is kUnknown.

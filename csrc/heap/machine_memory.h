@@ -12,10 +12,7 @@ namespace moe::heap {
 /// not races between ranks.
 uint64_t machine_available_bytes();
 
-/// Left to the rest of the machine when a segment takes nearly all of it.
-constexpr uint64_t kSpareBytes = uint64_t{32} << 20;
-
-/// @throws CapacityError  The machine cannot give @p bytes and keep kSpareBytes.
+/// @throws CapacityError  The machine cannot give @p bytes and keep some for everybody else.
 void check_machine(uint64_t bytes);
 
 /// Throws for @p bytes that were not to be had.
