@@ -18,7 +18,7 @@
 
 #include "core/error.h"
 #include "core/process.h"
-#include "heap/link_limits.h"
+#include "heap/link_timeouts.h"
 #include "heap/listener_list.h"
 #include "heap/mesh_connect.h"
 #include "heap/peer_connection.h"

@@ -15,7 +15,7 @@
 #include <set>
 
 #include "core/error.h"
-#include "heap/link_limits.h"
+#include "heap/link_timeouts.h"
 #include "heap/socket.h"
 
 namespace moe::heap {
