@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "layout/balanced_replicas.h"
+#include "layout/replica_slots.h"
 #include "layout/shared_loads.h"
 
 namespace moe::layout {

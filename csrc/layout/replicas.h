@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "layout/balanced_replicas.h"
+#include "layout/replica_slots.h"
 #include "layout/routing.h"
 
 namespace moe::layout {

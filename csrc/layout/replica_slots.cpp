@@ -1,4 +1,4 @@
-#include "layout/balanced_replicas.h"
+#include "layout/replica_slots.h"
 
 #include <utility>
 
