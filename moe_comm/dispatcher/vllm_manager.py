@@ -17,9 +17,10 @@ from moe_comm.dispatcher.vllm_formats import (
     parallel_groups,
 )
 from moe_comm.ep.buffer import EpBuffer
-from moe_comm.ep.config import ROW_BYTES_MULTIPLE, Layout
+from moe_comm.ep.config import Layout
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
+from moe_comm.ep.limits import ROW_BYTES_MULTIPLE
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 

@@ -11,6 +11,7 @@ import torch
 
 from moe_comm.arguments import as_int, check_bool, check_kind
 from moe_comm.ep import budget
+from moe_comm.ep.limits import NUM_MAX_DECODED_TOKENS, ROW_BYTES_MULTIPLE, check_num_experts
 from moe_comm.ep.operations_in_flight import NUM_MAX_IN_FLIGHT
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.tensors.quantization import Quantization
@@ -20,18 +21,12 @@ __all__ = [
     "Capacity",
     "EpConfig",
     "Layout",
-    "check_num_experts",
     "default_expert_rank",
     "num_places_per_expert",
     "numbers_of",
     "quantized_sizes",
 ]
 
-ROW_BYTES_MULTIPLE = 16
-NUM_MAX_EXPERTS = 1 << 16
-"""Most experts of a buffer. Ranks compare placements and exchange a count per expert in each dispatch."""
-NUM_MAX_DECODED_TOKENS = 1024
-"""Most tokens of a rank for which a buffer has low-latency windows without being asked for them."""
 OnOverflow = Literal["grow", "drop", "raise"]
 ON_OVERFLOW: tuple[OnOverflow, ...] = ("grow", "drop", "raise")
 """Actions of a `Capacity`, in the order in which `layout::OnOverflow` of csrc/layout/row.h counts them."""
@@ -480,14 +475,3 @@ def quantized_sizes(
         scale_bytes=quantization.sf_dtype.itemsize,
         is_column_major=quantization.is_column_major,
     )
-
-
-def check_num_experts(num_experts: int) -> None:
-    """Experts over all ranks are so many that a buffer can serve them.
-
-    Raises:
-        ValueError: There are none, or more than `NUM_MAX_EXPERTS`.
-        TypeError: It is not an int.
-    """
-    if as_int("num_experts", num_experts, 1) > NUM_MAX_EXPERTS:
-        raise ValueError(f"num_experts must be <= {NUM_MAX_EXPERTS}, got {num_experts}")

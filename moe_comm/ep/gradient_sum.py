@@ -10,8 +10,9 @@ import torch
 
 from moe_comm.arguments import as_int, shown
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
-from moe_comm.ep.config import ROW_BYTES_MULTIPLE, EpConfig
+from moe_comm.ep.config import EpConfig
 from moe_comm.ep.handles import DispatchHandle
+from moe_comm.ep.limits import ROW_BYTES_MULTIPLE
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.communicator import Communicator, check_communicator, gathers
 from moe_comm.peers.destroyable import Destroyable

@@ -12,7 +12,7 @@ import torch
 
 from moe_comm import _host
 from moe_comm.arguments import as_int, shown
-from moe_comm.ep.config import NUM_MAX_EXPERTS
+from moe_comm.ep.limits import NUM_MAX_EXPERTS
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 
 __all__ = ["MOST_SCATTER", "at_least_zero", "fullest_rank", "plan_placement"]

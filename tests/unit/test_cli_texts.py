@@ -22,7 +22,7 @@ from moe_comm.cli.bench import serve
 from moe_comm.cli.bench.run import CaseRun
 from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.commands import help_text
-from moe_comm.ep.config import NUM_MAX_EXPERTS
+from moe_comm.ep.limits import NUM_MAX_EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
 NARROW = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}

@@ -11,7 +11,7 @@ import math
 
 from moe_comm.cli.model.cluster import Cluster
 from moe_comm.ep import budget
-from moe_comm.ep.config import check_num_experts
+from moe_comm.ep.limits import check_num_experts
 
 __all__ = [
     "Bytes",

@@ -11,9 +11,9 @@ from moe_comm.compat.deep_ep.streams import on_device
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.ep.buffer import EpBuffer
-from moe_comm.ep.config import ROW_BYTES_MULTIPLE
 from moe_comm.ep.gradient_sum import MOST_ROW_BYTES
 from moe_comm.ep.handles import CombineResult, CommEvent, DispatchHandle
+from moe_comm.ep.limits import ROW_BYTES_MULTIPLE
 
 __all__ = ["BucketCalls"]
 
