@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from moe_comm.checkpoints.rectangles import as_integers
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, PieceChecksums
+from moe_comm.resharding.copy_services.changed_blocks import BLOCK_BYTES, PieceChecksums
 from moe_comm.resharding.describe.intervals import Box
 from moe_comm.tensors.memory import bytes_of
 

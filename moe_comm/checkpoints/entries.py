@@ -12,7 +12,7 @@ from moe_comm.checkpoints.boxes import HeldBox, is_within, part_of
 from moe_comm.checkpoints.held_tensors import Cell, Described, HeldTensor, WholeTensor
 from moe_comm.checkpoints.optimizer_state import Beside, StateKind
 from moe_comm.peers.agree import name_ranks
-from moe_comm.resharding.copy_services.batched_copy import checksum
+from moe_comm.resharding.copy_services.changed_blocks import checksum
 from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.module_tensors import local_tensor

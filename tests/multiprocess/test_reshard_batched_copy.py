@@ -16,12 +16,8 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import CommunicationError, Communicator
-from moe_comm.resharding.copy_services.batched_copy import (
-    BatchedCopy,
-    CopyItem,
-    PreparedCopies,
-    checksum,
-)
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, PreparedCopies
+from moe_comm.resharding.copy_services.changed_blocks import checksum
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     HANG_S,

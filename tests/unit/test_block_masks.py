@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, mark_ranges
+from moe_comm.resharding.copy_services.changed_blocks import BLOCK_BYTES, mark_ranges
 from moe_comm.resharding.hold.block_masks import BlockMasks
 from moe_comm.resharding.hold.piece_table import PieceTable
 from moe_comm.resharding.move.sources import piece_of

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_comm
-from moe_comm.resharding.copy_services.batched_copy import (
-    BatchedCopy,
-    CopyItem,
+from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem
+from moe_comm.resharding.copy_services.changed_blocks import (
     PieceChecksums,
     block_checksums,
     checksum,

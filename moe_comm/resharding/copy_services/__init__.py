@@ -2,7 +2,7 @@
 
 `base` is what execution asks of a transport; `queued_copy_service` is what all have in common: copies
 are submitted, checked, put in order, and compared with those of the peers (`matched_transfers`) before any byte
-moves. A service then only moves them: by `batched_copy` over the heap, or by messages of a
+moves. A service then only moves them: by `batched_copy` over the heap, of which `changed_blocks` hashes pieces, or by messages of a
 `process_group`. Has ranks and tensors, and neither plans nor models.
 
 Knows: describe.

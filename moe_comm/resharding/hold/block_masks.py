@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from moe_comm.arguments import shown
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES, mark_ranges
+from moe_comm.resharding.copy_services.changed_blocks import BLOCK_BYTES, mark_ranges
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.hold.piece_table import PieceTable
 from moe_comm.resharding.move.sources import piece_of

@@ -18,7 +18,7 @@ from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.plain_data import travels
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
+from moe_comm.resharding.copy_services.changed_blocks import BLOCK_BYTES
 from moe_comm.resharding.describe.module_tensors import ModuleState, RefitSide
 from moe_comm.resharding.hold.block_masks import BlockMasks, Changed
 from moe_comm.resharding.hold.piece_table import ListedPieces, PieceTable, list_pieces

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_comm.resharding.copy_services.batched_copy import PieceChecksums, PreparedCopies
+from moe_comm.resharding.copy_services.batched_copy import PreparedCopies
+from moe_comm.resharding.copy_services.changed_blocks import PieceChecksums
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
     local_tensor,

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from moe_comm.errors import RefitError
 from moe_comm.peers.agree import FirstError, agree
 from moe_comm.peers.bootstrap import Bootstrap, bootstrap_for
-from moe_comm.resharding.copy_services.batched_copy import PreparedCopies, checksum
+from moe_comm.resharding.copy_services.batched_copy import PreparedCopies
+from moe_comm.resharding.copy_services.changed_blocks import checksum
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
     get_refit_tensor_dict,

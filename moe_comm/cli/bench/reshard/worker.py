@@ -24,7 +24,7 @@ from moe_comm.cli.bench.statistics import Interval
 from moe_comm.cli.reshard.model_shapes import ShapedModel, build_module, fill, find_differences
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.base import CopyService
-from moe_comm.resharding.copy_services.batched_copy import BLOCK_BYTES
+from moe_comm.resharding.copy_services.changed_blocks import BLOCK_BYTES
 from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
