@@ -26,7 +26,7 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView, CheckpointViews
 from moe_comm.resharding.describe.intervals import Interval, Piece, whole
 from moe_comm.resharding.move import execution
-from moe_comm.resharding.move.staging import Staging
+from moe_comm.resharding.move.scratch_pages import Staging
 from moe_comm.resharding.plan import batches
 from moe_comm.resharding.plan.batches import batch_cuts, cut_into_batches
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan

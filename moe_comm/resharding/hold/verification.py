@@ -30,8 +30,8 @@ from moe_comm.resharding.formats.scaled_buffers import ScaledBufferTransform
 from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.resharding.hold.piece_table import PieceTable, list_pieces
 from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.scratch_pages import Staging, most_staged_bytes
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
-from moe_comm.resharding.move.staging import Staging, most_staged_bytes
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.plan_check import num_elements_of
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan

@@ -30,8 +30,8 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.resharding.formats.number_formats import is_mxfp8_tensor
 from moe_comm.resharding.move import stale
+from moe_comm.resharding.move.scratch_pages import Staging, most_staged_bytes
 from moe_comm.resharding.move.sources import Sources, piece_of, reduce_partial_sources
-from moe_comm.resharding.move.staging import Staging, most_staged_bytes
 from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.joined_pieces import MAX_DIMS
 from moe_comm.resharding.plan.plan_check import num_elements_of
