@@ -39,24 +39,6 @@ from tests.helpers.rank_threads import on_ranks
 SLOT = 4096
 
 
-class Recorder:
-    """Stands for anything; notes the calls of its methods, and the names of what they are given."""
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self._name = name
-        self._calls = calls
-
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            shown = [str(arg) for arg in (*args, *kwargs.values())]
-            self._calls.append(f"{self._name}.{method}({', '.join(shown)})")
-
-        return call
-
-    def __repr__(self) -> str:
-        return self._name
-
-
 class Slots:
     """A buffer manager without memory."""
 
@@ -80,29 +62,14 @@ class Slots:
 ROLES = ("pack", "unpack", "send", "copy")
 
 
-def recording_executor(
-    calls: list[str],
-    *,
-    num_streams: int = 8,
-    num_events: int = 3,
-    error: Exception | None = None,
-) -> PipelineExecutor:
+def recording_executor(calls: list[str], error: Exception | None = None) -> PipelineExecutor:
     launcher: Any = types.SimpleNamespace(
-        launch_pack=lambda plan, *rest: calls.append(f"pack {plan[0]} on {rest[1]}"),
-        launch_unpack=lambda plan, *rest: calls.append(f"unpack {plan[0]} on {rest[1]}"),
+        launch_pack=lambda plan, *rest: calls.append(f"pack {plan[0]} {rest}"),
+        launch_unpack=lambda plan, *rest: calls.append(f"unpack {plan[0]} {rest}"),
     )
     executor = PipelineExecutor(launcher, Slots(calls, error), 0)  # type: ignore[arg-type]
-    executor._current_stream = lambda: Recorder("producer", calls)  # type: ignore[method-assign]
-    roles = ROLES if num_streams == 8 else ("pack", "unpack", "copy")
-    executor.set_streams(
-        *(Recorder(f"raw_{role}", calls) for role in ROLES),
-        *(Recorder(role, calls) for role in roles),
-    )
-    events = [
-        [Recorder(f"{kind}_event{i}", calls) for i in range(2)]
-        for kind in ("pack", "unpack", "arrival")[:num_events]
-    ]
-    executor.set_events(*events)
+    executor.set_streams(*"abcd", *ROLES)
+    executor.set_events((1, 2), (3, 4))
     return executor
 
 
@@ -115,23 +82,12 @@ def schedule_of(*iterations: tuple[ScheduledBatch | None, ScheduledBatch | None]
     return [IterationSchedule(send=sent, recv=received) for sent, received in iterations]
 
 
-def test_packing_waits_for_whoever_made_the_tensors() -> None:
-    calls: list[str] = []
-    executor = recording_executor(calls)
-    executor.execute_pipeline(schedule_of((batch(0, 1, "a"), batch(1, 0, "b"))), 1)
-    assert calls.index("pack.wait_stream(producer)") < calls.index("pack a on pack")
-    assert calls.index("unpack.wait_stream(producer)") < calls.index("unpack b on unpack")
-    assert calls.index("send.wait_event(pack_event0)") < calls.index("exchange 0 to 1 from 1")
-    assert calls.index("unpack.wait_event(arrival_event0)") < calls.index("unpack b on unpack")
-    # The caller's next step sees the result, and may overwrite its tensors.
-    assert calls[-2:] == ["producer.wait_stream(pack)", "producer.wait_stream(unpack)"]
-    calls.clear()
+def test_bytes_within_a_pe() -> None:
     source, target = torch.arange(4, dtype=torch.int16), np.zeros(4, dtype=np.int16)
-    executor.process_self_moves(
+    recording_executor([]).process_self_moves(
         [SendRequest(1, source, 2, 4, 0), SendRequest(2, source.data_ptr(), 0, 2, 0)],
         [ReceiveRequest(2, target, 0, 2, 0), ReceiveRequest(1, target, 4, 4, 0)],
     )
-    assert calls == ["copy.wait_stream(producer)", "copy.synchronize()"]
     assert target.tolist() == [0, 0, 1, 2]
 
 
@@ -148,18 +104,13 @@ def test_order_of_packing_moving_and_unpacking() -> None:
         ),
         4,
     )
-    steps = [
-        call for call in calls if call.startswith(("exchange", "pack ", "unpack r", "unpack_"))
-    ]
-    assert steps == [
-        "pack s1 on pack",
+    assert calls == [
+        "pack s1 ('a', 'pack', 2)",
         "exchange 0 to nobody from 1",
-        "pack s2 on pack",
-        "unpack r0 on unpack",
-        "unpack_event0.synchronize()",
+        "pack s2 ('a', 'pack', 1)",
+        "unpack r0 ('b', 'unpack', 3)",
         "exchange 1 to 2 from 2",
-        "unpack r1 on unpack",
-        "unpack_event1.synchronize()",
+        "unpack r1 ('b', 'unpack', 4)",
         "exchange 2 to 1 from nobody",
         "exchange 3 to nobody from nobody",
     ]
@@ -178,16 +129,6 @@ def test_peers_hear_of_what_fails_between_exchanges_and_of_nothing_else() -> Non
     assert calls[-1] == "exchange 0 to 1 from nobody"
 
 
-def test_the_older_form_waits_on_the_host() -> None:
-    calls: list[str] = []
-    executor = recording_executor(calls, num_streams=7, num_events=2)
-    assert executor.torch_send_stream_wrapper is None
-    assert str(executor.torch_copy_stream_wrapper) == "copy"
-    executor.execute_pipeline(schedule_of((batch(0, 1, "a"), batch(1, 0, "b"))), 1)
-    assert calls.index("pack_event0.synchronize()") < calls.index("exchange 0 to 1 from 1")
-    assert calls.index("exchange 0 to 1 from 1") < calls.index("unpack b on unpack")
-
-
 def blank_executor() -> PipelineExecutor:
     return PipelineExecutor(KernelLauncher(), DoubleBufferManager(SLOT), 0)
 
@@ -201,9 +142,12 @@ def test_streams_by_name(suffix: str, roles: tuple[str, ...]) -> None:
     executor = blank_executor()
     executor.set_streams(**RAW, **{f"torch_{role}_stream{suffix}": role for role in roles})
     assert [getattr(executor, name) for name in RAW] == list("abcd")
+    by_position = blank_executor()
+    by_position.set_streams(*"abcd", *roles)
     for role in ROLES:
         expected = role if role in roles else None
-        assert getattr(executor, f"torch_{role}_stream_wrapper") == expected
+        for made in (executor, by_position):
+            assert getattr(made, f"torch_{role}_stream_wrapper") == expected
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
-"""Packing, sending and unpacking, overlapped over iterations."""
+"""Packing, sending and unpacking, over iterations."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from moe_comm.peers.agree import mismatched_transfers
+from moe_comm.resharding.nvshmem_copy_service.core.gpu_resource_manager import STREAM_NAMES
 from moe_comm.resharding.nvshmem_copy_service.core.kernel_launcher import KernelLauncher
 from moe_comm.resharding.nvshmem_copy_service.logger import PELogger
 from moe_comm.resharding.nvshmem_copy_service.memory.double_buffer_manager import (
@@ -20,7 +18,6 @@ from moe_comm.resharding.nvshmem_copy_service.memory.tensor_pointer_utils import
 from moe_comm.resharding.nvshmem_copy_service.nvshmem_types import (
     IterationSchedule,
     ReceiveRequest,
-    ScheduledBatch,
     SendRequest,
 )
 
@@ -30,32 +27,32 @@ __all__ = ["PipelineExecutor"]
 class PipelineExecutor:
     """Runs the schedule of one PE over slots. Iteration i uses slot i modulo 2 of both ends.
 
+    On the CPU a launch has ended when it returns, so that streams and events order nothing.
+
     Args:
         kernel_launcher: Packs and unpacks.
         buffer_manager: Has the slots, and moves them between PEs.
         my_pe: This PE.
     """
 
+    pack_stream: Any = None
+    unpack_stream: Any = None
+    send_stream: Any = None
+    copy_stream: Any = None
+    torch_pack_stream_wrapper: Any = None
+    torch_unpack_stream_wrapper: Any = None
+    torch_send_stream_wrapper: Any = None
+    torch_copy_stream_wrapper: Any = None
+    pack_events: Sequence[Any] = ()
+    unpack_events: Sequence[Any] = ()
+    barrier_events: Sequence[Any] = ()
+
     def __init__(
-        self,
-        kernel_launcher: KernelLauncher,
-        buffer_manager: DoubleBufferManager,
-        my_pe: int,
+        self, kernel_launcher: KernelLauncher, buffer_manager: DoubleBufferManager, my_pe: int
     ) -> None:
         self.kernel_launcher = kernel_launcher
         self.buffer_manager = buffer_manager
         self.my_pe = my_pe
-        self.pack_stream: Any = None
-        self.unpack_stream: Any = None
-        self.send_stream: Any = None
-        self.copy_stream: Any = None
-        self.torch_pack_stream_wrapper: Any = None
-        self.torch_unpack_stream_wrapper: Any = None
-        self.torch_send_stream_wrapper: Any = None
-        self.torch_copy_stream_wrapper: Any = None
-        self.pack_events: Sequence[Any] = ()
-        self.unpack_events: Sequence[Any] = ()
-        self.barrier_events: Sequence[Any] = ()
 
     def set_streams(
         self,
@@ -75,7 +72,7 @@ class PipelineExecutor:
             copy_stream: Copies within this PE.
             *args: What torch takes for them: pack, unpack, copy (3), or pack, unpack, send, copy (4).
             **wrappers: The same by name: `torch_pack_stream` or `torch_pack_stream_wrapper`, and so
-                on. Without one for sending, the host waits for packing before it sends.
+                on; the one for sending may be left out.
 
         Raises:
             TypeError: A stream is missing, given twice, or unknown.
@@ -85,14 +82,13 @@ class PipelineExecutor:
                 f"set_streams() takes 7 or 8 streams, got {4 + len(args) + len(wrappers)}"
             )
         # With three streams by position and none by name, there is none for sending.
-        roles = ("pack", "unpack", "send", "copy")
-        order = ("pack", "unpack", "copy") if len(args) == 3 and not wrappers else roles
+        order = ("pack", "unpack", "copy") if len(args) == 3 and not wrappers else STREAM_NAMES
         given = [
             *((f"torch_{role}_stream", stream) for role, stream in zip(order, args, strict=False)),
             *((name.removesuffix("_wrapper"), stream) for name, stream in wrappers.items()),
         ]
         named = dict(given)
-        known = {f"torch_{role}_stream" for role in roles}
+        known = {f"torch_{role}_stream" for role in STREAM_NAMES}
         if len(named) < len(given):
             raise TypeError(
                 f"set_streams() got a stream twice: {sorted(name for name, _ in given)}"
@@ -101,14 +97,10 @@ class PipelineExecutor:
             raise TypeError(f"set_streams() got unknown streams: {sorted(unknown)}")
         if missing := known - {"torch_send_stream"} - named.keys():
             raise TypeError(f"set_streams() is missing streams: {sorted(missing)}")
-        self.pack_stream = pack_stream
-        self.unpack_stream = unpack_stream
-        self.send_stream = send_stream
-        self.copy_stream = copy_stream
-        self.torch_pack_stream_wrapper = named["torch_pack_stream"]
-        self.torch_unpack_stream_wrapper = named["torch_unpack_stream"]
-        self.torch_send_stream_wrapper = named.get("torch_send_stream")
-        self.torch_copy_stream_wrapper = named["torch_copy_stream"]
+        streams = (pack_stream, unpack_stream, send_stream, copy_stream)
+        for role, stream in zip(STREAM_NAMES, streams, strict=True):
+            setattr(self, f"{role}_stream", stream)
+            setattr(self, f"torch_{role}_stream_wrapper", named.get(f"torch_{role}_stream"))
 
     def set_events(
         self,
@@ -121,8 +113,7 @@ class PipelineExecutor:
         Args:
             pack_events: Recorded when a slot is packed.
             unpack_events: Recorded when a slot is unpacked.
-            barrier_events: Recorded when a batch has arrived; without them nothing but the host
-                orders unpacking after it.
+            barrier_events: Kept: a batch has arrived when `DoubleBufferManager.exchange` returns.
 
         Raises:
             ValueError: There are fewer than two of a kind.
@@ -161,50 +152,18 @@ class PipelineExecutor:
         for i, schedule in enumerate(schedules):
             try:
                 if i == 0:
-                    self._wait_for_producer(self.torch_pack_stream_wrapper)
-                    self._wait_for_producer(self.torch_unpack_stream_wrapper)
                     self._pack(schedules, 0)
                 self._pack(schedules, i + 1)
                 self._unpack(schedules, i - 1)
-                self._await_packed(i, schedule["send"])
             except BaseException as error:
                 self.buffer_manager.give_up(f"{type(error).__name__}: {error}")
                 raise
             self.buffer_manager.exchange(i, schedule["send"], schedule["recv"])
-            self._note_arrival(i, schedule["recv"])
         self._unpack(schedules, len(schedules) - 1)
-        self._release_producer()
 
     def _pack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
         batch = schedules[iteration]["send"] if iteration < len(schedules) else None
-        if batch is not None:
-            self._launch_pack(iteration, batch)
-
-    def _unpack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
-        batch = schedules[iteration]["recv"] if iteration >= 0 else None
-        if batch is not None:
-            self._launch_unpack(iteration, batch)
-            if batch.gpu_plan is not None:
-                # A peer may write the slot from the next exchange on.
-                self.unpack_events[iteration % NUM_SLOTS].synchronize()
-
-    def _await_packed(self, iteration: int, batch: ScheduledBatch | None) -> None:
         if batch is not None and batch.gpu_plan is not None:
-            event = self.pack_events[iteration % NUM_SLOTS]
-            if self.torch_send_stream_wrapper is not None:
-                self.torch_send_stream_wrapper.wait_event(event)
-            event.synchronize()
-
-    def _note_arrival(self, iteration: int, batch: ScheduledBatch | None) -> None:
-        """Let unpacking wait for the send stream, where there is one."""
-        if batch is not None and self.barrier_events and self.torch_send_stream_wrapper is not None:
-            event = self.barrier_events[iteration % NUM_SLOTS]
-            event.record(stream=self.torch_send_stream_wrapper)
-            self.torch_unpack_stream_wrapper.wait_event(event)
-
-    def _launch_pack(self, iteration: int, batch: ScheduledBatch) -> None:
-        """Start to pack `batch` into the send slot of `iteration`."""
-        if batch.gpu_plan is not None:
             self.kernel_launcher.launch_pack(
                 batch.gpu_plan,
                 self.pack_stream,
@@ -212,9 +171,9 @@ class PipelineExecutor:
                 self.pack_events[iteration % NUM_SLOTS],
             )
 
-    def _launch_unpack(self, iteration: int, batch: ScheduledBatch) -> None:
-        """Start to unpack `batch` from the receive slot of `iteration`."""
-        if batch.gpu_plan is not None:
+    def _unpack(self, schedules: Sequence[IterationSchedule], iteration: int) -> None:
+        batch = schedules[iteration]["recv"] if iteration >= 0 else None
+        if batch is not None and batch.gpu_plan is not None:
             self.kernel_launcher.launch_unpack(
                 batch.gpu_plan,
                 self.unpack_stream,
@@ -243,35 +202,8 @@ class PipelineExecutor:
                 f"task {task_id}: PE {self.my_pe} sends itself {sends[task_id].size} bytes and "
                 f"receives {receives[task_id].size}"
             )
-        if not receives:
-            return
-        copy_stream = self.torch_copy_stream_wrapper
-        self._wait_for_producer(copy_stream)
-        is_cuda = isinstance(copy_stream, torch.cuda.Stream)
-        with torch.cuda.stream(copy_stream) if is_cuda else contextlib.nullcontext():
-            for task_id, receive in receives.items():
-                send = sends[task_id]
-                target = bytes_at(receive.dest_tensor, receive.dest_pos, receive.size)
-                target.copy_(bytes_at(send.src_tensor, send.src_pos, send.size))
-        copy_stream.synchronize()
+        for task_id, receive in receives.items():
+            send = sends[task_id]
+            target = bytes_at(receive.dest_tensor, receive.dest_pos, receive.size)
+            target.copy_(bytes_at(send.src_tensor, send.src_pos, send.size))
         PELogger.debug("%d tasks copied within PE %d", len(receives), self.my_pe)
-
-    def _current_stream(self) -> Any:
-        """Return the stream that the caller's work on its tensors is in; None on the CPU."""
-        wrapper = self.torch_pack_stream_wrapper
-        if isinstance(wrapper, torch.cuda.Stream):
-            return torch.cuda.current_stream(wrapper.device)
-        return None
-
-    def _wait_for_producer(self, stream: Any) -> None:
-        """Let work of `stream` wait for what made, or still reads, the caller's tensors."""
-        producer = self._current_stream()
-        if producer is not None:
-            stream.wait_stream(producer)
-
-    def _release_producer(self) -> None:
-        """Let the caller's later work see what was unpacked, and not overwrite what is packed."""
-        producer = self._current_stream()
-        if producer is not None:
-            producer.wait_stream(self.torch_pack_stream_wrapper)
-            producer.wait_stream(self.torch_unpack_stream_wrapper)
