@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +14,7 @@ from moe_comm.resharding.nvshmem_copy_service.validation import (
 )
 from moe_comm.resharding.plan.transfer_op import pack_task_id
 from moe_comm.testing import RankContext, run_ranks
-from tests.helpers.failing_ranks import HANG_S, die, error_of
+from tests.helpers.failing_ranks import die, error_of
 
 SLOT = 64 * 1024
 
@@ -69,44 +66,6 @@ def _exchange(context: RankContext, in_subgroup: bool) -> int:
 def test_processes(in_subgroup: bool) -> None:
     pes = run_ranks(_exchange, 4, in_subgroup)
     assert sorted(pes) == ([-1, 0, 1, 2] if in_subgroup else [0, 1, 2, 3])
-
-
-def _die_while_others_copy(
-    context: RankContext, victim: int, delay_s: float
-) -> tuple[str, tuple[int, ...]]:
-    communicator = Communicator(context.group, backend="host", stall_timeout_s=20.0)
-    service = RemoteCopyService(communicator=communicator, slot_bytes=SLOT)
-    service.init("WARNING")
-    targets = everyone_to_everyone(service, [3, SLOT // 2, 60 * SLOT])
-    service.schedule()
-    service.run()
-    assert_arrived(targets)
-    dist.barrier()  # a rank still in it would hear what others meet in the next
-    if context.rank_idx == victim:
-        threading.Timer(delay_s, die).start()
-
-    def run_on() -> None:
-        deadline = time.monotonic() + HANG_S
-        while time.monotonic() < deadline:
-            service.run()
-
-    error = error_of(run_on)
-    assert isinstance(error, CommunicationError), repr(error)
-    again = error_of(service.run)
-    assert isinstance(again, CommunicationError)
-    assert again.ranks == error.ranks
-    service.finalize()
-    return type(error).__name__, error.ranks
-
-
-@pytest.mark.parametrize(
-    ("victim", "delay_s"), [(1, 0.01), pytest.param(0, 0.2, marks=pytest.mark.full)]
-)
-def test_a_pe_that_dies_is_named(victim: int, delay_s: float) -> None:
-    told = run_ranks(_die_while_others_copy, 3, victim, delay_s, fresh=True, expect_dead=[victim])
-    for rank_idx, result in enumerate(told):
-        if rank_idx != victim:
-            assert result == ("PeerFailedError", (victim,))
 
 
 def _go_on_without(context: RankContext) -> None:

@@ -220,7 +220,7 @@ def test_ranks_are_those_of_the_group(name: str, tmp_path: Path) -> None:
 
 def _out_of_order(context: RankContext, ranks: RankThreads, name: str) -> None:
     rank_idx = (2 * context.rank_idx + 1) % 3
-    make = SymmetricCopyService if name == "symmetric" else NVSHMEMCopyService
+    make = MAKERS[name]
     with Communicator(ranks[rank_idx]) as communicator:
         service = make(communicator=communicator)
         assert (service.rank, service.world_size) == (rank_idx, 3)
@@ -249,9 +249,9 @@ def _move_together(service: CopyService, num_ranks: int) -> None:
     dist.barrier()
 
 
-def _symmetric_peer_dies(context: RankContext, is_in_time: bool) -> list[object]:
+def _heap_peer_dies(context: RankContext, name: str, is_in_time: bool) -> list[object]:
     communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
-    service = SymmetricCopyService(communicator=communicator)
+    service = MAKERS[name](communicator=communicator)
     _move_together(service, context.num_ranks)
     if context.rank_idx == 1:
         if is_in_time:
@@ -272,31 +272,13 @@ def _symmetric_peer_dies(context: RankContext, is_in_time: bool) -> list[object]
     return told
 
 
-@pytest.mark.parametrize("is_in_time", [False, True], ids=["before", "during"])
-def test_symmetric_names_the_dead_and_goes_on_among_the_living(is_in_time: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_in_time"), [("symmetric", False), ("symmetric", True), ("nvshmem", True)]
+)
+def test_the_dead_are_named_and_the_living_go_on(name: str, is_in_time: bool) -> None:
     results = run_ranks(
-        _symmetric_peer_dies, 3, is_in_time, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
+        _heap_peer_dies, 3, name, is_in_time, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S
     )
-    for rank_idx in (0, 2):
-        kind, ranks, text = results[rank_idx]
-        assert (kind, ranks) == ("PeerFailedError", (1,)), text
-
-
-def _nvshmem_peer_dies(context: RankContext) -> list[object]:
-    communicator = Communicator(None, stall_timeout_s=20.0, arrival_timeout_s=40.0)
-    service = NVSHMEMCopyService(communicator=communicator)
-    _move_together(service, context.num_ranks)
-    if context.rank_idx == 1:
-        die_after(0.2)
-    try:
-        while True:
-            move(service, pattern("large", context.num_ranks))
-    except CommunicationError as error:
-        return [type(error).__name__, error.ranks, str(error)]
-
-
-def test_nvshmem_names_the_dead() -> None:
-    results = run_ranks(_nvshmem_peer_dies, 3, fresh=True, expect_dead=[1], timeout_s=TIMEOUT_S)
     for rank_idx in (0, 2):
         kind, ranks, text = results[rank_idx]
         assert (kind, ranks) == ("PeerFailedError", (1,)), text
