@@ -29,6 +29,7 @@ from tests.helpers.copy_services import (
     random_tasks,
     service_of,
 )
+from tests.helpers.wrong_arguments import outcome_of
 
 SHAPE = MoEShape(
     num_layers=2,
@@ -159,19 +160,6 @@ def run_counted(context: RankContext, name: str) -> None:
                     loss.backward()
 
 
-def errors_of(calls: Sequence[Callable[[], Any]]) -> list[tuple[str, str]]:
-    """(type, message) of what the calls raise, "" where they raise nothing."""
-    return [error_of(call) for call in calls]
-
-
-def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def run_bad(context: RankContext, name: str, mistake: str) -> list[tuple[str, str]]:
     """A batch that cannot run; then one that can, with the same service.
 
@@ -179,172 +167,81 @@ def run_bad(context: RankContext, name: str, mistake: str) -> list[tuple[str, st
     """
     with service_of(name, context) as service:
         untouched = torch.full((4,), 7.0)
-        tensor = torch.arange(4.0)
-        errors = errors_of(
-            [
-                lambda: MISTAKES[mistake](service, tensor, untouched),
-                lambda: (
-                    service.abandon("out of luck")
-                    if mistake == "abandon" and service.rank == 0
-                    else service.run()
-                ),
-            ]
-        )
+        gives_up = mistake == "abandon" and service.rank == 0
+        errors = [
+            outcome_of(lambda: _submit_bad(service, mistake, torch.arange(4.0), untouched)),
+            outcome_of(lambda: service.abandon("out of luck") if gives_up else service.run()),
+        ]
         assert torch.equal(untouched, torch.full((4,), 7.0))
         move(service, random_tasks(context.num_ranks, 8, 1), num_rounds=1)
         return errors
 
 
-def _no_receiver(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(src, 1, 5)
+def _submit_bad(service: CopyService, mistake: str, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """What is wrong, behind a pair of transfers that must not arrive although nothing is wrong with it."""
+    good: list[End] = [(0, True, _src, 1, 4), (1, False, _dst, 0, 4)]
+    ends = MISTAKES[mistake]
+    for rank_idx, is_sent, make, peer, task_id in ends if mistake == ON_ONE_SIDE else good + ends:
+        if service.rank == rank_idx:
+            tensor = make(src, dst)
+            (service.submit_send if is_sent else service.submit_recv)(tensor, peer, task_id)
+            if mistake == "freed" and task_id == 9 and is_sent:  # after it was submitted
+                tensor.untyped_storage().resize_(0)
 
 
-def _no_sender(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 1:
-        service.submit_recv(torch.empty(3), 0, 6)
+def _src(src: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return src
 
 
-def _good_pair(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Transfers that must not arrive although nothing is wrong with it."""
-    if service.rank == 0:
-        service.submit_send(src, 1, 4)
-    if service.rank == 1:
-        service.submit_recv(dst, 0, 4)
+def _dst(_: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+    return dst
 
 
-def _sizes(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(src, 1, 9)
-    if service.rank == 1:
-        service.submit_recv(torch.empty(3), 0, 9)
+def _new(*shape: int, dtype: torch.dtype = torch.float32) -> Make:
+    return lambda *_: torch.ones(shape, dtype=dtype)
 
 
-def _dtypes(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(src, 1, 9)
-    if service.rank == 1:
-        service.submit_recv(torch.empty(4, dtype=torch.int32), 0, 9)
+def _fake(*_: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4)
 
 
-def _fake(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        with FakeTensorMode():
-            fake = torch.ones(4)
-        service.submit_send(fake, 1, 9)
-
-
-def _freed(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Freed after it was submitted."""
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        freed = torch.ones(4)
-        service.submit_send(freed, 1, 9)
-        freed.untyped_storage().resize_(0)
-    if service.rank == 1:
-        service.submit_recv(torch.empty(4), 0, 9)
-
-
-def _freed_view(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
+def _freed_view(*_: torch.Tensor) -> torch.Tensor:
     """A destination at an offset, freed before it is submitted."""
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(torch.ones(4), 1, 9)
-    if service.rank == 1:
-        memory = torch.zeros(8)
-        view = memory[4:]
-        memory.untyped_storage().resize_(0)
-        service.submit_recv(view, 0, 9)
+    memory = torch.zeros(8)
+    view = memory[4:]
+    memory.untyped_storage().resize_(0)
+    return view
 
 
-def _duplicate(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    _good_pair(service, src, dst)
-
-
-def _local(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 1:
-        service.submit_recv(torch.empty(4), 1, 17)
-
-
-def _some_ids(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(src, 1, None)
-    if service.rank == 1:
-        service.submit_recv(torch.empty(4), 0, None)
-
-
-def _ids_on_one_side(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    if service.rank == 0:
-        service.submit_send(src, 1, 0)
-    if service.rank == 1:
-        service.submit_recv(dst, 0, None)
-
-
-def _no_such_rank(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 1:
-        service.submit_send(src, service.world_size, 3)
-
-
-def _sparse(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(torch.eye(3).to_sparse(), 1, 3)
-
-
-def _no_tensor(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send([1.0], 1, 3)  # type: ignore[arg-type]
-
-
-def _expanded(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 1:
-        service.submit_recv(torch.zeros(1).expand(4), 0, 3)
-
-
-def _overlap(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(src[:2], 1, 5)
-    if service.rank == 1:
-        service.submit_recv(dst[2:], 0, 5)
-
-
-def _overlap_with_oneself(service: CopyService, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _good_pair(service, src, dst)
-    if service.rank == 0:
-        service.submit_send(torch.zeros(2, 3), 1, 5)
-    if service.rank == 1:
-        service.submit_recv(torch.zeros(5).as_strided((2, 3), (2, 1)), 0, 5)
-
-
-MISTAKES: dict[str, Callable[[CopyService, torch.Tensor, torch.Tensor], None]] = {
-    "no receiver": _no_receiver,
-    "no sender": _no_sender,
-    "sizes": _sizes,
-    "dtypes": _dtypes,
-    "duplicate": _duplicate,
-    "fake": _fake,
-    "freed": _freed,
-    "freed view": _freed_view,
-    "local": _local,
-    "some ids": _some_ids,
-    "ids on one side": _ids_on_one_side,
-    "no such rank": _no_such_rank,
-    "sparse": _sparse,
-    "no tensor": _no_tensor,
-    "expanded": _expanded,
-    "overlap": _overlap,
-    "overlap with oneself": _overlap_with_oneself,
-    "abandon": _good_pair,
+Make = Callable[[torch.Tensor, torch.Tensor], Any]
+"""Makes the tensor of an end of a transfer; gets source and destination of the good pair."""
+End = tuple[int, bool, Make, int, int | None]
+"""Rank, whether it sends, its tensor, the other rank (3: none), task id."""
+ON_ONE_SIDE = "ids on one side"
+MISTAKES: dict[str, list[End]] = {
+    "no receiver": [(0, True, _src, 1, 5)],
+    "no sender": [(1, False, _new(3), 0, 6)],
+    "sizes": [(0, True, _src, 1, 9), (1, False, _new(3), 0, 9)],
+    "dtypes": [(0, True, _src, 1, 9), (1, False, _new(4, dtype=torch.int32), 0, 9)],
+    "duplicate": [(0, True, _src, 1, 4), (1, False, _dst, 0, 4)],
+    "fake": [(0, True, _fake, 1, 9)],
+    "freed": [(0, True, _new(4), 1, 9), (1, False, _new(4), 0, 9)],
+    "freed view": [(0, True, _new(4), 1, 9), (1, False, _freed_view, 0, 9)],
+    "local": [(1, False, _new(4), 1, 17)],
+    "some ids": [(0, True, _src, 1, None), (1, False, _new(4), 0, None)],
+    ON_ONE_SIDE: [(0, True, _src, 1, 0), (1, False, _dst, 0, None)],
+    "no such rank": [(1, True, _src, 3, 3)],
+    "sparse": [(0, True, lambda *_: torch.eye(3).to_sparse(), 1, 3)],
+    "no tensor": [(0, True, lambda *_: [1.0], 1, 3)],
+    "expanded": [(1, False, lambda *_: torch.zeros(1).expand(4), 0, 3)],
+    "overlap": [
+        (0, True, lambda src, _: src[:2], 1, 5),
+        (1, False, lambda _, dst: dst[2:], 0, 5),
+    ],
+    "overlap with oneself": [
+        (0, True, _new(2, 3), 1, 5),
+        (1, False, lambda *_: torch.zeros(5).as_strided((2, 3), (2, 1)), 0, 5),
+    ],
+    "abandon": [],
 }
