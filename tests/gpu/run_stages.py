@@ -308,7 +308,6 @@ def mps() -> Iterator[dict[str, str]]:
 def architecture() -> str:
     """Architecture of the GPU, as nvcc names it; with what only Hopper has."""
     facts = gpu_facts()
-    assert facts is not None
     capability = facts["compute_cap"].replace(".", "")
     return "90a" if capability == "90" else capability
 

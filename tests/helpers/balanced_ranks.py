@@ -76,7 +76,6 @@ class Layer:
     def check_weights(self) -> None:
         """Every slot has the weights of its expert, to the bit."""
         placement = self.buffer.config.placement
-        assert placement is not None
         experts = placement.slots[self.buffer.communicator.rank_idx]
         filled = [slot for slot, expert in enumerate(experts) if expert >= 0]
         for found, expected in zip(self.weights, expert_weights([*experts]), strict=True):
@@ -117,7 +116,6 @@ def check_balanced(comm: Communicator, num_steps: int = 36, num_layers: int = 2)
             num_switches += len(changed)
             report = balancer.last_report
             if changed:
-                assert report is not None
                 (move,) = report.moves
                 assert (report.step, move.layer_idx) == (step + 1, changed[0])
                 assert move.moved_bytes == move.num_moves * BYTES_PER_EXPERT
@@ -136,7 +134,6 @@ def skewed_pair(comm: Communicator, balancer: ExpertBalancer) -> list[Layer]:
         layer.run(0, layer_idx)
     balancer.step(rebalance=True)
     report = balancer.last_report
-    assert report is not None
     assert report.num_waiting == 1
     if report.moves[0].layer_idx:
         layers.reverse()

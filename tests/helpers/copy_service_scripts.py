@@ -120,7 +120,6 @@ def run_prepared(context: RankContext, name: str) -> None:
             if isinstance(service, NVSHMEMCopyService):
                 continue
             stats = service.last_stats
-            assert stats is not None
             by_rank = {
                 peer: sum(
                     task.num_bytes for task in tasks if (task.src, task.dst) == (service.rank, peer)

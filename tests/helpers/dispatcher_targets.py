@@ -355,7 +355,6 @@ def _run_megatron(buffers: GroupBuffers, case: DispatcherCase, tokens: RankToken
     rows, row_probs = dispatcher.token_dispatch(hidden, token_probs)
     rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
     assert counts is not None
-    assert row_probs is not None
     out = _padded_experts(rows, counts, ids)
     out = (out * row_probs[:, None]).to(case.dtype)
     out = dispatcher.token_combine(dispatcher.combine_preprocess(out))
@@ -379,7 +378,6 @@ def _run_hybrid_ep(buffers: GroupBuffers, case: DispatcherCase, tokens: RankToke
         num_permuted_tokens=num_rows,
         pad_multiple=case.expert_alignment,
     )
-    assert row_probs is not None
     out = (_padded_experts(rows, counts, ids) * row_probs[:, None]).to(case.dtype)
     return fused_a2a.hybrid_ep_combine(out, handle, num_rows, case.expert_alignment)
 

@@ -226,7 +226,6 @@ def run_layer(dispatcher: Any, experts: Experts, routed: Routed) -> dict[str, to
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
     assert x.grad is not None
     assert probs.grad is not None
-    assert experts.weight.grad is not None
     return {
         "y": y.detach(),
         "tokens_per_expert": torch.as_tensor(tokens_per_expert),

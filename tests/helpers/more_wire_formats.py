@@ -17,8 +17,6 @@ def _load() -> None:
     assert "moe_comm" not in sys.modules
     (file,) = (build_program(TARGET).parent / "more_wire_formats").glob("_host.*.so")
     spec = importlib.util.spec_from_file_location("moe_comm._host", file)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["moe_comm._host"] = module

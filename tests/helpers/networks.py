@@ -48,7 +48,6 @@ class Namespace:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self._holder.stdout is not None
         assert self._holder.stderr is not None
         if self._holder.stdout.readline() != "ready\n":
             self._holder.wait(WAIT_S)
@@ -204,8 +203,6 @@ class RelayNetwork(Network):
         return tap
 
     def _tell(self, **settings: Any) -> None:
-        assert self._relay.stdin is not None
-        assert self._relay.stdout is not None
         self._relay.stdin.write(json.dumps(settings) + "\n")
         self._relay.stdin.flush()
         assert self._relay.stdout.readline() == "done\n"

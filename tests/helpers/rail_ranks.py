@@ -145,7 +145,6 @@ def run_given_up(context: RankContext, shape: Shape) -> None:
 def run_peer_dies(context: RankContext, shape: Shape) -> str:
     comm = Communicator(num_local_ranks=shape.num_local_ranks, backend="host", rail=shape.rail)
     engine = make_rail(comm)
-    assert engine is not None
     exchange(comm, engine.rail, (100,))
     if context.rank_idx == 0:
         os._exit(1)
@@ -173,7 +172,6 @@ def run_leave(context: RankContext) -> None:
     """Return from the rank's function, hence leave the process, in the middle of a receive."""
     comm = Communicator(num_local_ranks=1, backend="host", rail="gloo")
     engine = make_rail(comm)
-    assert engine is not None
     assert isinstance(engine, gloo.GlooEngine)
     engine.rail.receive(1 - context.rank_idx, bytearray(100))
     wait_for(lambda: bool(engine._waiting))
@@ -217,7 +215,6 @@ def run_setup_fails(context: RankContext) -> list[str]:
             errors.append(str(error))
         dist.new_group = new_group
         engine = make_rail(comm)
-        assert engine is not None
         exchange(comm, engine.rail, (5, 50_000))
         comm.all_gather(b"")
         engine.close()

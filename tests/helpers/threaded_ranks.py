@@ -56,10 +56,8 @@ def exchange(
         row_weights=result.topk_weights,
         async_op=round_idx % 4 == 1,
     )
-    assert isinstance(combined, moe_comm.CombineResult)
     combined.event.wait()
     await_results()
-    assert combined.topk_weights is not None
     assert torch.equal(combined.topk_weights, topk_weights)
 
 

@@ -143,7 +143,6 @@ def depend_on_weights(context: RankContext, face: str, kind: str) -> float:
     out = (rows if context.rank_idx == 0 else rows.detach()) @ weight
     combine(out).sum().backward()
     assert weight.grad is not None
-    assert x.grad is not None
     return float(x.grad.sum())
 
 
@@ -230,7 +229,6 @@ def checkpoint_experts(context: RankContext, face: str, needs_dispatcher: bool) 
     with identity_hooks() if needs_dispatcher else contextlib.nullcontext():
         y = checkpoint(experts, *rows.split(num_rows), use_reentrant=True)
         y.sum().backward()
-    assert x.grad is not None
     return x.grad[:, 0]
 
 
@@ -251,9 +249,7 @@ def cut_and_copy(context: RankContext) -> torch.Tensor:
     out = inner[: len(result.x)].float() * (2.0 + context.rank_idx)
     moe_comm.combine(out, result.handle, buffer=buffer).sum().backward()
     assert x.grad is None
-    assert inner.grad is not None
     result.x.backward(inner.grad[: len(result.x)].float())
-    assert x.grad is not None
     return x.grad[:, 0]
 
 
@@ -274,7 +270,6 @@ def weigh_by_rows(context: RankContext) -> list[float]:
     rows = torch.ones_like(result.x, requires_grad=True)
     y = moe_comm.combine(rows, result.handle, buffer=buffer, topk_weights=weights)
     y.sum().backward()
-    assert x.grad is not None
     return x.grad[:, 0].tolist()
 
 

@@ -185,7 +185,6 @@ def check_groups(context: RankContext) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
     buffer = BucketBuffer([dist.group.WORLD, pair], 2 << 20, explicitly_destroy=True)
-    assert buffer.storage is not None
     assert [each.get_physical_domain_size() for each in buffer.contexts or ()] == [(1, 4), (1, 2)]
     ours, theirs = buffer.storage.view(torch.float32)[:16].view(2, 8)
     ours.fill_(1 + rank)
@@ -226,7 +225,6 @@ def check_session(context: RankContext, backend: str) -> None:
     gathered = torch.cat([its.view(-1)[:part] for its in inputs])
     with oracle.backend_of_group(context, backend):
         buffer = BucketBuffer(context.group, 2 << 20)
-        assert buffer.storage is not None
         begin, end = buffer.storage.data_ptr(), buffer.storage.data_ptr() + buffer.num_bytes
         with buffer.session():
             source = mine.clone()
@@ -323,7 +321,6 @@ def check_mistakes(context: RankContext) -> None:
     """One rank errs, the other calls what it should; then both do it right."""
     with oracle.backend_of_group(context, "host"):
         buffer = BucketBuffer(context.group, 2 << 20)
-        assert buffer.storage is not None
         tensor = buffer.storage.view(torch.float32)[:64]
         for culprit in range(2):
             for name, (right, wrong, kind, text) in MISTAKES.items():

@@ -117,8 +117,6 @@ class KeepsOneTooMany(_Mutant):
         self, *tensors: Any, options: DispatchOptions, **named: Any
     ) -> Operation[DispatchOutput]:
         capacity = options.capacity
-        assert capacity is not None
-        assert capacity.num_rows_per_expert is not None
         more = dataclasses.replace(capacity, num_rows_per_expert=capacity.num_rows_per_expert + 1)
         return super().dispatch(*tensors, options=options._replace(capacity=more), **named)
 

@@ -174,8 +174,6 @@ def differentiate(
         scale = scale.sum(dim=1) if layout is Layout.RANK_MAJOR else scale
         y = moe_comm.combine((rows * scale.unsqueeze(1)).to(x.dtype), result.handle, buffer=buffer)
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
-        assert x.grad is not None
-        assert weights.grad is not None
         return [rows.detach().clone(), y.detach().clone(), x.grad.clone(), weights.grad.clone()]
 
 

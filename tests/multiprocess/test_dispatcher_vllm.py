@@ -208,7 +208,6 @@ def test_scales_are_those_that_the_experts_take(
             _, scales, *_ = shape.prepare(
                 given.x, given.topk_weights, given.topk_ids, NUM_EXPERTS, None, False, FP8_CONFIG
             )
-            assert scales is not None
             found += [scales.clone(), scales.stride(-1)]
         return found
 

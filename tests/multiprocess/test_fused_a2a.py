@@ -80,7 +80,6 @@ def hybrid_layer(context: RankContext, backend: str, num_topk: int | None, pad: 
         zero = torch.zeros(mine.x.shape[1])
         want = [zero if row is None else batches[row[0]].x[row[1]] for row in rows]
         assert torch.equal(hidden, torch.stack(want) if want else hidden.new_zeros(0, 16))
-        assert row_probs is not None
         assert row_probs.dtype is torch.float32
         assert row_probs.tolist() == [
             0.0 if row is None else batches[row[0]].probs[row[1], row[2]].item() for row in rows
@@ -99,9 +98,7 @@ def hybrid_layer(context: RankContext, backend: str, num_topk: int | None, pad: 
         grad_y = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(seed))
         y.backward(grad_y.float())
         grad_x, grad_probs = expected_gradients(mine, grad_y)
-        assert x.grad is not None
         assert torch.equal(x.grad.double(), grad_x)
-        assert probs.grad is not None
         assert torch.equal(probs.grad.double(), grad_probs)
     del shared
 
@@ -145,7 +142,6 @@ def fused_layer(context: RankContext, backend: str, probs_dtype: torch.dtype) ->
         ]
         for (r, t), here in zip(rows, local, strict=True)
     ]
-    assert recv_probs is not None
     assert recv_probs.dtype is torch.float32
     assert recv_probs.tolist() == [
         [p if is_local else 0.0 for p, is_local in zip(weights[r][t].tolist(), here, strict=True)]
@@ -167,10 +163,8 @@ def fused_layer(context: RankContext, backend: str, probs_dtype: torch.dtype) ->
     grad_y = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(1)).float()
     y.backward(grad_y)
     grad_x, grad_dense = expected_gradients(batch, grad_y)
-    assert x.grad is not None
     assert torch.equal(x.grad.double(), grad_x)
     grad_probs = grad_dense.gather(1, choices[mine].clamp_min(0)).masked_fill(choices[mine] < 0, 0)
-    assert probs.grad is not None
     assert probs.grad.dtype is probs_dtype
     assert torch.equal(probs.grad, grad_probs.to(probs_dtype))
     del shared
@@ -194,7 +188,6 @@ def fused_without_probs(context: RankContext) -> None:
     y.backward(torch.ones_like(y))
     num_copies = torch.tensor([len({e // 3 for e in token}) for token in topk_idx.tolist()])
     assert torch.equal(y, mine.x * num_copies[:, None])
-    assert x.grad is not None
     assert torch.equal(x.grad, num_copies[:, None].expand_as(x).to(x.dtype))
 
 

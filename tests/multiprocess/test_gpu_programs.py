@@ -70,8 +70,6 @@ def test_a_side_whose_sums_are_wrong_is_not_timed(wrong: str) -> None:
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location("kernel_times", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "kernel_times", module)
     spec.loader.exec_module(module)

@@ -318,10 +318,8 @@ def test_ranks_that_fill_their_container_get_errors_not_kills(memory_group: Path
         start_python(script, str(memory_group)) as two,
     ):
         for program in (one, two):
-            assert program.stdout is not None
             assert program.stdout.readline() == "ready\n"
         for program in (one, two):
-            assert program.stdin is not None
             program.stdin.write("go\n")
             program.stdin.flush()
         for program in (one, two):
@@ -417,7 +415,6 @@ def test_how_an_interpreter_ends(ending: str) -> None:
     try:
         with start_python(script, ending) as program:
             assert program.stdin is not None
-            assert program.stdout is not None
             address = worker.call(steps.open_mesh)
             peer = bytes.fromhex(program.stdout.readline())
             program.stdin.write(address.hex() + "\n")
@@ -441,7 +438,6 @@ def test_killing_at_any_moment_leaves_nothing_behind() -> None:
         """
     for delay_s in (0.0, 0.003, 0.01, 0.03, 0.1):
         with start_python(script) as program:
-            assert program.stdout is not None
             token = bytes.fromhex(program.stdout.readline())[24:40].hex()
             time.sleep(delay_s)
             program.kill()

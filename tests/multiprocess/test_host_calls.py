@@ -141,7 +141,6 @@ def _count_waits(context: RankContext, num_pairs: int) -> float:
             sums.append(buffer.combine(result.x, handle=result.handle))
             num_waits.append(backend._endpoint.device_calls()["host_waits"])
         stream = current_stream()
-        assert stream is not None
         stream.synchronize()
         for found in sums:
             assert torch.equal(found, x * NUM_TOPK)

@@ -198,8 +198,6 @@ def test_gradients_have_the_bits_of_the_reference(layout: Layout) -> None:
                     topk_weights=weights if applies else None,
                 )
                 (y.float() * torch.linspace(-2, 3, shape.hidden)).sum().backward()
-            assert x.grad is not None
-            assert weights.grad is not None
             found.append([y.detach().clone(), x.grad.clone(), weights.grad.clone()])
         return found
 

@@ -88,8 +88,6 @@ def _train(buffer: EpBuffer, layout: Layout) -> list[torch.Tensor]:
     applied = None if layout is Layout.RANK_MAJOR else weights
     y = combine(out, received.handle, buffer=buffer, topk_weights=applied)
     (y.float() * torch.linspace(-2, 3, HIDDEN)).sum().backward()
-    assert x.grad is not None
-    assert weights.grad is not None
     return [y.detach().clone(), x.grad.clone(), weights.grad.clone()]
 
 

@@ -457,7 +457,6 @@ def _dies_among_blocks(context: RankContext, method: str, store: str) -> object:
     again = refit.Refit(left[0].fill(2), left[1], method, group, deltas="blocks")
     again.run()
     assert left[1].wrong(2) == []
-    assert again.last_delta is not None
     return (*told, len(again.last_delta.whole) > 0)
 
 

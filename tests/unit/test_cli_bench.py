@@ -174,7 +174,6 @@ def test_baselines_differ_in_one_thing() -> None:
     assert quantized.baseline == ("unchecked", QUANTIZED)
     assert REPLICATED.baseline == ("no_replicas", SMALL)
     given = dataclasses.replace(REPLICATED, versus_given=True).baseline
-    assert given is not None
     assert given[0] == given[1].config.replica_rule == "given"
     assert given[1].placement == PLACEMENT
     assert HYBRID_EP.baseline is not None

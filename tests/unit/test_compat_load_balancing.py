@@ -40,9 +40,7 @@ def check_prefetch(context: RankContext, num_slots: int) -> None:
         context.group, MIB2, lb_allocation_plan_or_num_bytes=plan, explicitly_destroy=True
     )
     assert buffer.num_lb_bytes == plan.num_bytes > 0
-    assert buffer.runtime is not None
     storage = buffer.runtime.lb_storage
-    assert storage is not None
     assert redundant[0].data_ptr() == storage.data_ptr()
     local = [
         torch.stack([payload(context.rank_idx * NUM_LOCAL + i, t) for i in range(NUM_LOCAL)])

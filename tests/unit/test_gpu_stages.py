@@ -26,8 +26,6 @@ Main = Callable[..., int]
 def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The program on a machine with a GPU, with sources "one", without stages."""
     spec = importlib.util.spec_from_file_location("run_stages", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "run_stages", module)
     spec.loader.exec_module(module)

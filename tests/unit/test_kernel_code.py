@@ -89,7 +89,6 @@ def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
     command = (cuobjdump, "-arch", architecture)
     found: dict[str, Kernel] = {}
     with subprocess.Popen([*command, "-sass", built], stdout=subprocess.PIPE, text=True) as dump:
-        assert dump.stdout is not None
         for line in dump.stdout:
             if "Function : " in line:
                 kernel = found[line.split("Function : ")[1].strip()] = Kernel()

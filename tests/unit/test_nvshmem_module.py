@@ -31,7 +31,6 @@ SYSTEM_LIBRARIES = {"libc", "libm", "libdl", "librt", "libpthread", "ld-linux-x8
 
 def module_file() -> str:
     spec = importlib.util.find_spec(nvshmem.NVSHMEM_MODULE)
-    assert spec is not None
     assert spec.origin is not None
     return spec.origin
 

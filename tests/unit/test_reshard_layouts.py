@@ -52,7 +52,6 @@ def whole(shape: tuple[int, ...], rank: int = 99, **fields: Any) -> Holder:
 
 def places(layout: Layout | None) -> torch.Tensor:
     """Global number of every element of the local tensor, `[*view]`."""
-    assert layout is not None
     numbers = torch.arange(torch.Size(layout.global_shape).numel()).reshape(layout.global_shape)
     for dim, held in enumerate(layout.dims):
         index = [part.global_start + k for part in held for k in range(part.length)]

@@ -53,12 +53,10 @@ def part_of(whole: torch.Tensor, meta: ParameterMetadata) -> torch.Tensor:
     """Part of a whole tensor on a rank, the plain way."""
     if meta.expert_dim is not None:
         ranks = meta.expert_parallel_group_ranks
-        assert ranks is not None
         whole = whole.chunk(len(ranks), meta.expert_dim)[ranks.index(meta.owner_rank)]
     if not meta.is_tp:
         return whole
     ranks = meta.tensor_parallel_group_ranks
-    assert ranks is not None
     segments = whole.chunk(len(ranks) * meta.partition_stride, meta.partition_dim)
     return torch.cat(segments[ranks.index(meta.owner_rank) :: len(ranks)], meta.partition_dim)
 

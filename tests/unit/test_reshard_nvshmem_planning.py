@@ -305,7 +305,6 @@ def test_what_follows_a_skipped_task_keeps_its_place() -> None:
     planner = GPUExecutionPlanner(on_unmatched="skip")
     planner.create_gpu_plans(schedules, SLOTS, SLOTS, wanted)
     base = SLOTS[0].data_ptr()
-    assert schedules[0]["recv"] is not None
     assert addresses(schedules[0]["recv"].gpu_plan) == [
         (base, 50_000, 100),
         (base + 200, 70_000, 100),
@@ -341,7 +340,6 @@ def test_places_in_a_slot() -> None:
     receives = [ReceiveRequest(i, t, 0, t.numel(), 0) for i, t in enumerate(tensors)]
     back = incoming([0, 1, 2], [6, 5, 4])
     planner.create_gpu_plans(back, SLOTS, SLOTS, receives)
-    assert back[0]["recv"] is not None
     slot = SLOTS[0].data_ptr()
     assert addresses(back[0]["recv"].gpu_plan) == [
         (slot + place, t.data_ptr(), t.numel()) for t, place in zip(tensors, places, strict=True)

@@ -106,7 +106,6 @@ class _Engine(ShardedNet):
     def convert(self) -> FP8BlockReshardTransform:
         for name in ("up", "down"):
             param = self._parameters.pop(name)
-            assert param is not None
             held = FP8BlockTensor.empty(tuple(param.shape))
             self.buffers_of[name] = held
             if name == "up":

@@ -96,7 +96,6 @@ class Pair:
         return error_of(self.refit.run)
 
     def hand_over(self, version: str) -> str:
-        assert self.engine is not None
         return error_of(self.engine.moved) or error_of(lambda: self.engine.commit(version))
 
 

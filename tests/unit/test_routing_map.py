@@ -59,7 +59,6 @@ def lists_what_is_true(routing_map: torch.Tensor, dtype: torch.dtype) -> None:
     num_topk = max([1, *map(len, chosen)])
     assert topk_idx.dtype is torch.int64
     assert topk_idx.tolist() == [ids + [-1] * (num_topk - len(ids)) for ids in chosen]
-    assert weights is not None
     assert weights.dtype is dtype
     assert weights.tolist() == [
         [probs[token, e].item() for e in ids] + [0.0] * (num_topk - len(ids))
@@ -67,7 +66,6 @@ def lists_what_is_true(routing_map: torch.Tensor, dtype: torch.dtype) -> None:
     ]
     back_map, back_probs = routing_map_of_topk(topk_idx, weights, num_experts)
     assert torch.equal(back_map, routing_map)
-    assert back_probs is not None
     assert torch.equal(back_probs, probs * routing_map)
 
 
@@ -104,10 +102,8 @@ def test_lazily_negated_probs_have_their_values() -> None:
     routing_map = torch.tensor([[True, False, True], [False, True, True]])
     probs = torch.rand(2, 3)
     topk_idx, weights = topk_of_routing_map(routing_map, torch._neg_view(-probs))
-    assert weights is not None
     assert torch.equal(weights, probs.gather(1, topk_idx))
     _, dense = routing_map_of_topk(topk_idx, torch._neg_view(-weights), 3)
-    assert dense is not None
     assert torch.equal(dense, probs * routing_map)
 
 
@@ -115,9 +111,7 @@ def test_probs_get_their_gradient() -> None:
     routing_map = torch.tensor([[True, False, True], [False, True, False]])
     probs = torch.rand(2, 3, requires_grad=True)
     _, weights = topk_of_routing_map(routing_map, probs)
-    assert weights is not None
     weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert probs.grad is not None
     assert probs.grad.tolist() == [[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]
 
 

@@ -130,8 +130,6 @@ def test_rows_in_fixed_places() -> None:
 def test_choices_may_differ_in_number() -> None:
     made = dispatch(Layout.RANK_MAJOR, topk_idx=[torch.tensor([[2], [0], [1]]), CHOICES[1]])
     received = made.received(1, X, [torch.tensor([[0.5], [0.125], [2.0]]), WEIGHTS[1]])
-    assert received.topk_idx is not None
-    assert received.topk_weights is not None
     assert received.topk_idx.tolist() == [[0, -1], [-1, 0]]
     assert received.topk_weights.tolist() == [[0.5, 0], [0, 16]]
     assert made.counts[:, -1].tolist() == [1, 2]
@@ -375,11 +373,9 @@ def test_scale_factors_on_arrival() -> None:
     arrived = [[1, 10], [3, 30], [4, 40], [0, 0]]
     for is_column_major, stride in ((False, (2, 1)), (True, (1, 4))):
         x_sf = dispatch().received(1, X, x_sf=sf, is_column_major=is_column_major).x_sf
-        assert x_sf is not None
         assert (x_sf.tolist(), x_sf.stride()) == (arrived, stride)
     # Columns begin at whole 16 bytes: of five float32, three are added.
     five = dispatch(expert_alignment=5).received(1, X, x_sf=sf, is_column_major=True).x_sf
-    assert five is not None
     assert five.stride() == (1, 8)
     for is_column_major, strides in ((False, (8, 2, 1)), (True, (8, 1, 4))):
         x_sf = (
@@ -387,7 +383,6 @@ def test_scale_factors_on_arrival() -> None:
             .received(0, X, x_sf=sf, is_column_major=is_column_major)
             .x_sf
         )
-        assert x_sf is not None
         assert x_sf.stride() == strides
         assert x_sf[0, :3].tolist() == [[1, 10], [2, 20], [4, 40]]
         assert x_sf[1, :1].tolist() == [[3, 30]]

@@ -20,8 +20,6 @@ from tests.helpers.source_tree import ROOT
 
 def tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -66,7 +64,6 @@ def test_two_makes_from_nothing_make_the_environment_once(
             time.sleep(0.01)
         with start() as second:
             try:
-                assert second.stdout is not None
                 assert "waiting for another make" in second.stdout.readline()
             finally:
                 (tmp_path / "go").touch()

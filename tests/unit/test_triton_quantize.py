@@ -22,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def name_of(quantization: Quantization) -> str:
-    assert quantization.scale_format is not None
     order = "column" if quantization.is_column_major else "row"
     return f"{quantization.format.name}-{quantization.scale_format.name}-{order}"
 

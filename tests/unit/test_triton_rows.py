@@ -105,7 +105,6 @@ def test_permute_moves_bytes(dtype: torch.dtype) -> None:
                 want[row] = x[token_idx]
                 want_weights[row] = weights[token_idx, k]
     assert_same_bits(rows, want)
-    assert row_weights is not None
     assert_same_bits(row_weights, want_weights)
     assert local.permute(x, order.positions, 12)[1] is None
 
@@ -132,7 +131,6 @@ def test_nothing_to_do() -> None:
     assert local.unpermute(empty, none).shape == (0, 8)
     rows, weights = local.permute(empty, none, 4, torch.empty(0, 2, device=DEVICE))
     assert rows.tolist() == [[0.0] * 8] * 4
-    assert weights is not None
     assert weights.tolist() == [0.0] * 4
     absent = torch.full((2, 3), -1, device=DEVICE)
     assert local.unpermute(empty, absent).tolist() == [[0.0] * 8] * 2

@@ -43,7 +43,6 @@ def test_the_package_names_it() -> None:
         project,
         re.MULTILINE,
     )
-    assert entry is not None
     assert entry[1] == f"{vllm_plugin.__name__}:{vllm_plugin.register.__name__}"
 
 
