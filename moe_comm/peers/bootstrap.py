@@ -67,16 +67,13 @@ class Bootstrap(Protocol):
     @property
     def rank_idx(self) -> int:
         """This rank, in [0, num_ranks)."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the group."""
-        ...
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's `item`, in rank order. Collective."""
-        ...
 
 
 class _SingleRank:

@@ -27,22 +27,18 @@ class Received(Protocol):
     @property
     def x(self) -> torch.Tensor:
         """`[M, hidden]`."""
-        ...
 
     @property
     def x_sf(self) -> torch.Tensor | None:
         """Scale factors of quantized rows."""
-        ...
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
         """`[M]`, where weights were sent."""
-        ...
 
     @property
     def handle(self) -> Any:
         """Handle for combine."""
-        ...
 
 
 class Exchange(Protocol):
@@ -50,15 +46,12 @@ class Exchange(Protocol):
 
     def dispatch(self) -> Received:
         """Send the tokens of this rank."""
-        ...
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
         """Sums `[num_tokens, hidden]` of rows `[M, hidden]`."""
-        ...
 
     def empty_expert_output(self, handle: Any) -> torch.Tensor:
         """`[M, hidden]` in the heap, which combine reads in place. Local."""
-        ...
 
 
 class NativeExchange:

@@ -46,18 +46,15 @@ class Operation(Protocol[OutputT_co]):
     @property
     def early(self) -> OutputT_co | None:
         """See the attributes of the class."""
-        ...
 
     def wait(self) -> OutputT_co:
         """Block until it ended and this rank has heard all others.
 
         Returns its output or raises what ended it, the same every time.
         """
-        ...
 
     def is_complete(self) -> bool:
         """Return whether `wait()` would return or raise at once."""
-        ...
 
 
 class Ended:
@@ -87,32 +84,26 @@ class Plan(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens this rank dispatched."""
-        ...
 
     @property
     def num_topk(self) -> int:
         """Choices per token of this rank."""
-        ...
 
     @property
     def num_recv_tokens(self) -> int:
         """Rows of this rank's result, padding included."""
-        ...
 
     @property
     def num_recv_topk(self) -> int:
         """Largest number of choices per token of all ranks."""
-        ...
 
     @property
     def layout(self) -> Layout:
         """Order of received rows."""
-        ...
 
     @property
     def expert_alignment(self) -> int:
         """Rows per local expert are padded to a multiple of this."""
-        ...
 
     def total_choices(self, waits: bool) -> torch.Tensor | None:
         """Choices of every slot, by all ranks, without dropped ones: int64 `[num_slots]` on the host.
@@ -121,11 +112,9 @@ class Plan(Protocol):
             waits: Wait until the host knows them, and raise what ended the dispatch; else None where it
                 does not yet.
         """
-        ...
 
     def to_tensors(self) -> PlanTensors:
         """The plan as tensors that own their memory."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

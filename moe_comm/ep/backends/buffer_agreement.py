@@ -22,22 +22,18 @@ class Peers(Protocol):
     @property
     def rank_idx(self) -> int:
         """This rank, in [0, num_ranks)."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the communicator."""
-        ...
 
     @property
     def num_local_ranks(self) -> int:
         """Ranks of a node, consecutive ones; looked at for a `node_reduction` and for replicas."""
-        ...
 
     @property
     def bootstrap(self) -> Bootstrap:
         """One all-gather of Python objects."""
-        ...
 
 
 class Communicators(Protocol):
@@ -46,25 +42,20 @@ class Communicators(Protocol):
     @property
     def backend(self) -> str:
         """Its name, the same on every rank."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the communicator."""
-        ...
 
     @property
     def num_local_ranks(self) -> int:
         """Ranks of a node."""
-        ...
 
     def exchange(self, call: str, payload: bytes) -> list[bytes]:
         """Every rank's payload in rank order, empty for ranks that failed before a recovery."""
-        ...
 
     def reject(self, error: Exception) -> NoReturn:
         """Raise `error` on every rank, in place of an exchange that they enter."""
-        ...
 
 
 def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.Tensor:

@@ -30,21 +30,17 @@ class EndpointPlan(Protocol):
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """num_tokens, num_topk, num_recv_tokens, num_recv_topk."""
-        ...
 
     def total_choices(self, waits: bool) -> torch.Tensor | None:
         """Return `Plan.total_choices`; empty for a captured dispatch, which the host does not count."""
-        ...
 
     @property
     def expert_alignment(self) -> int:
         """Rows per local expert are padded to a multiple of this."""
-        ...
 
     @property
     def layout(self) -> int:
         """Number of a `Layout`."""
-        ...
 
 
 class PendingNative(Protocol):
@@ -52,11 +48,9 @@ class PendingNative(Protocol):
 
     def is_complete(self) -> bool:
         """Return whether it has ended, well or not."""
-        ...
 
     def judge(self) -> None:
         """Block until it has ended and the host has heard all ranks; raises what ended it."""
-        ...
 
 
 class SubmittedDispatch(PendingNative, Protocol):
@@ -64,51 +58,39 @@ class SubmittedDispatch(PendingNative, Protocol):
 
     def plan(self) -> EndpointPlan:
         """Blocks until the end, raises what ended it."""
-        ...
 
     def x(self) -> torch.Tensor:
         """Rows, of the type that `scales` gave, or bytes where DLPack cannot name their dtype."""
-        ...
 
     def x_sf(self) -> torch.Tensor | None:
         """Scale factors as `DispatchResult.x_sf`, of the type that `scales` gave, or None."""
-        ...
 
     def topk_idx(self) -> torch.Tensor | None:
         """int64 `[M, num_topk]` of RANK_MAJOR rows, else None."""
-        ...
 
     def topk_weights(self) -> torch.Tensor | None:
         """`[M]`, RANK_MAJOR: `[M, num_topk]`; None where none were sent."""
-        ...
 
     def num_tokens_per_expert(self) -> torch.Tensor:
         """int64 `[num_local_experts]`; blocks until all ranks were heard."""
-        ...
 
     def num_dropped_per_expert(self) -> torch.Tensor:
         """int64 `[num_local_experts]`; blocks until all ranks were heard."""
-        ...
 
     def num_required_rows(self) -> int:
         """Rows of this rank without a capacity; blocks until all ranks were heard."""
-        ...
 
     def wait_ns(self) -> torch.Tensor:
         """int64 `[num_ranks]`: nanoseconds this rank waited for each rank."""
-        ...
 
     def expert_offsets(self) -> torch.Tensor:
         """int32 `[num_local_experts + 1]`, padded starts."""
-        ...
 
     def status(self) -> torch.Tensor | None:
         """int32 `[2]` of a dispatch that was captured, else None."""
-        ...
 
     def gradients(self) -> int:
         """Return the words of all ranks on gradients, united."""
-        ...
 
 
 Brought: TypeAlias = tuple[
@@ -122,11 +104,9 @@ class SubmittedCombine(PendingNative, Protocol):
 
     def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
         """(sums or None, pulled weights or None, what all ranks say of gradients) at the end."""
-        ...
 
     def wait_ns(self) -> torch.Tensor:
         """int64 `[num_ranks]`: nanoseconds this rank waited for each rank."""
-        ...
 
 
 class NativeEndpoint(Protocol):
@@ -135,7 +115,6 @@ class NativeEndpoint(Protocol):
     @property
     def buffer_number(self) -> int:
         """Equal on every rank."""
-        ...
 
     def dispatch(
         self,
@@ -155,7 +134,6 @@ class NativeEndpoint(Protocol):
         of x. None: a glance at them must suffice, and nothing is returned where it does not. What a
         caller with a backward looks at comes along.
         """
-        ...
 
     def combine(
         self,
@@ -172,21 +150,17 @@ class NativeEndpoint(Protocol):
 
         With `as_sums`, where it is not asynchronous: the sums, and what all ranks say of gradients.
         """
-        ...
 
     def can_quantize(self, code: int) -> bool:
         """Return whether rows can be quantized as `native_scales.quantization_code` says."""
-        ...
 
     def reject(self, operation: str, message: str, is_type_error: bool) -> None:
         """Raises what every rank raises."""
-        ...
 
     def empty_rows(
         self, plan: EndpointPlan, hidden: int, row_bytes: int, dtype: int
     ) -> torch.Tensor:
         """A window for the rows of a plan."""
-        ...
 
     def weighted_gradient(
         self,
@@ -197,13 +171,11 @@ class NativeEndpoint(Protocol):
         dtype: int,
     ) -> None:
         """Scale `gradient` by `weights` in place, write the dot products of its rows to `dots`."""
-        ...
 
     def export_plan(
         self, plan: EndpointPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """(counts, slots, topk_idx, asked, hash)."""
-        ...
 
     def import_plan(
         self,
@@ -215,19 +187,15 @@ class NativeEndpoint(Protocol):
         plan_hash: int,
     ) -> EndpointPlan:
         """A plan of its tensors, which lie in host memory."""
-        ...
 
     def wait_statistics(self) -> tuple[list[int], list[int]]:
         """Return nanoseconds waited for each rank, and how often."""
-        ...
 
     def enable_trace(self) -> None:
         """Record phases from now on."""
-        ...
 
     def take_trace(self) -> list[tuple[int, str, str, int, int, int]]:
         """Records since the last call."""
-        ...
 
     def balance_replicas(
         self, slot_expert: list[int] | None, num_experts: int, num_local_ranks: int
@@ -240,11 +208,9 @@ class NativeEndpoint(Protocol):
             num_experts: Whose ids choices are.
             num_local_ranks: Ranks of a node, consecutive ones.
         """
-        ...
 
     def destroy(self) -> None:
         """Tell peers, and give back what the endpoint holds."""
-        ...
 
 
 class NativeGroupOwner(Protocol):
@@ -257,7 +223,6 @@ class NativeGroupOwner(Protocol):
 
     def require_native(self) -> _host.Group:
         """The native group; ValueError without one."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

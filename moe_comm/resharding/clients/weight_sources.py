@@ -25,11 +25,9 @@ class TrainerWeights(Protocol):
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Return name, whole shape and dtype of every tensor of which this rank may hold a part. Local."""
-        ...
 
     def refresh(self) -> None:
         """Bring the values of now to where `side` has them. Collective where the caller's source is."""
-        ...
 
 
 def trainer_weights(source: Any, rank: int, num_ranks: int) -> TrainerWeights:

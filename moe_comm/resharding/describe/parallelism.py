@@ -33,11 +33,9 @@ class RanksOfGroup(Protocol):
 
     def size(self) -> int:
         """Ranks of the group."""
-        ...
 
     def rank(self) -> int:
         """This rank's place in the group."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,15 +65,12 @@ class RefitTarget(Protocol):
 
     def begin(self, version: Version) -> None:
         """Get ready to be written."""
-        ...
 
     def commit(self, version: Version) -> None:
         """Serve what was written; every rank holds its part of it."""
-        ...
 
     def abort(self) -> None:
         """Bring back the version from before `begin`, also after a `commit`; raise where it is lost."""
-        ...
 
 
 class _InPlace:

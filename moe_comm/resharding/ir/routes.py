@@ -41,7 +41,6 @@ class Mesh(Protocol):
     @property
     def mesh(self) -> torch.Tensor:
         """Global ranks."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,16 +23,13 @@ class Held(Protocol):
     @property
     def resolved_names(self) -> Sequence[str]:
         """Names in the whole model, as far as the rank knows them."""
-        ...
 
     @property
     def kinds(self) -> Iterable[ParameterMetadata]:
         """Metadata of the kinds of parameters that it holds."""
-        ...
 
     def kind_of(self, name: str) -> ParameterMetadata:
         """Metadata of one parameter's kind, by its name in the whole model."""
-        ...
 
 
 class _Member(NamedTuple):

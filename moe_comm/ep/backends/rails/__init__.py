@@ -34,7 +34,6 @@ class RailOwner(Protocol):
 
     def require_native(self) -> _host.Group:
         """The native group; ValueError without one."""
-        ...
 
 
 def make_rail(communicator: RailOwner) -> RailEngine | None:
