@@ -130,6 +130,14 @@ def step(
         raise AssertionError(f"step {seed}: {wrong} of {len(x)} sums are wrong")
 
 
+def work(comm: Communicator, num_steps: int = 5) -> None:
+    """Steps with a buffer of its own."""
+    with EpBuffer(comm, config_for(comm.num_ranks)) as buffer:
+        for seed in range(num_steps):
+            step(buffer, seed)
+        comm.all_gather(b"")
+
+
 def steps_until_error(
     buffer: EpBuffer, limit_s: float = HANG_S, living: Collection[int] | None = None
 ) -> tuple[Exception, float]:

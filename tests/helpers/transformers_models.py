@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DistributedConfig
 
 from moe_comm.testing import RankContext
@@ -110,6 +112,25 @@ def save_model(name: str, folder: Path) -> str:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return str(folder)
+
+
+class Folders(dict[str, str]):
+    """The folder of every model, made when it is asked for."""
+
+    def __init__(self, temporary: pytest.TempPathFactory) -> None:
+        self._temporary = temporary
+
+    def __missing__(self, name: str) -> str:
+        self[name] = save_model(name, Path(self._temporary.mktemp(name)))
+        return self[name]
+
+
+def on_disk(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint by their names in its files."""
+    disk: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        disk |= load_file(path)
+    return disk
 
 
 def quiet() -> None:

@@ -44,15 +44,9 @@ from tests.helpers.failing_ranks import (
     step,
     steps_until_error,
     wait_for,
+    work,
 )
 from tests.helpers.unreadable import can_stop_readers, unreadable
-
-
-def _work(communicator: Communicator, num_steps: int = 5) -> None:
-    with EpBuffer(communicator, config_for(communicator.num_ranks)) as buffer:
-        for seed in range(num_steps):
-            step(buffer, seed)
-        communicator.all_gather(b"")
 
 
 def _heap_segments() -> dict[str, str]:
@@ -117,7 +111,7 @@ def _leave_no_memory(context: RankContext) -> None:
     kept = comm.empty(1 << 20, dtype=torch.uint8).fill_(1)
     for _ in range(4):
         comm = comm.shrink().communicator
-        _work(comm)
+        work(comm)
     assert int(kept.sum()) == 1 << 20
     del kept, buffer
     comm.destroy()
@@ -156,7 +150,7 @@ def _die_in_shrink(context: RankContext, seed: int) -> tuple[Any, ...]:
         former = tuple(former[rank] for rank in shrunk.former_ranks)
         comm = shrunk.communicator
         try:
-            _work(comm, 20)
+            work(comm, 20)
         except PeerFailedError as raised:
             reported = raised.ranks
         else:
@@ -243,7 +237,7 @@ def _views(
     context: RankContext, reports: dict[int, list[int]], delays: dict[int, float]
 ) -> Shrunk | BaseException:
     comm = Communicator(context.group, backend="host", stall_timeout_s=20.0, arrival_timeout_s=20.0)
-    _work(comm, 1)
+    work(comm, 1)
     meet(context)
     time.sleep(delays.get(context.rank_idx, 0.0))
     try:
@@ -251,7 +245,7 @@ def _views(
     except Exception as error:  # noqa: BLE001 - the test looks at it
         comm.destroy()
         return error
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     shrunk.communicator.destroy()
     return shrunk
 
@@ -319,7 +313,7 @@ def _too_few(context: RankContext, folder: str) -> None:
     assert "rank 1 may not go on without rank 0" in str(error)
     shrunk = comm.shrink([0], require_majority=False)
     assert shrunk.former_ranks == (1,)
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     is_over.touch()
     os.kill(pids[0], signal.SIGCONT)
     shrunk.communicator.destroy()
@@ -349,7 +343,7 @@ def _come_late(context: RankContext, folder: str) -> None:
     wait_for(lambda: all((Path(folder) / f"gave up {rank}").exists() for rank in (0, 2)))
     shrunk = comm.shrink([1])
     assert shrunk.failed_ranks == (1,)
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     is_over.touch()
     shrunk.communicator.destroy()
 
@@ -366,7 +360,7 @@ def _recover_meanwhile(context: RankContext) -> str:
         error = error_of(comm.recover)
         assert isinstance(error, PeerFailedError), repr(error)
         text = str(error)
-    _work(comm.shrink().communicator)
+    work(comm.shrink().communicator)
     return text
 
 
@@ -399,8 +393,8 @@ def _mistakes(context: RankContext) -> list[str]:
         error = error_of(call)
         assert isinstance(error, ValueError), repr(error)
         texts.append(str(error))
-        _work(comm, 1)  # it stays as it is
-    _work(comm.shrink().communicator)
+        work(comm, 1)  # it stays as it is
+    work(comm.shrink().communicator)
     return texts
 
 
@@ -434,7 +428,7 @@ def _shrink_alone(context: RankContext, in_operation: bool) -> list[BaseExceptio
         errors.append(error_of(call))
     shrunk = comm.shrink()
     assert shrunk.failed_ranks == ()
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     return errors
 
 
@@ -493,7 +487,7 @@ def _interrupted(context: RankContext, folder: str) -> None:
         is_over.touch()
     else:
         wait_for(is_over.exists)
-    _work(comm.shrink().communicator)
+    work(comm.shrink().communicator)
 
 
 def test_an_interrupted_shrink_can_be_repeated(tmp_path: Path) -> None:
@@ -548,7 +542,7 @@ def _stand_apart(context: RankContext, folder: str) -> tuple[int, ...]:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[2:]))
     shrunk = comm.shrink((2, 3))
     never_used.destroy()
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     shrunk.communicator.destroy()
     return shrunk.completed_epochs
 

@@ -17,14 +17,13 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from moe_comm import Communicator, EpBuffer, PeerFailedError, PeerTimeoutError, _host
+from moe_comm import Communicator, PeerFailedError, PeerTimeoutError, _host
 from moe_comm.peers.plain_data import encode_plain
 from moe_comm.peers.rendezvous import JoiningRank, JoiningRanks, assign_ranks, open_store
 from moe_comm.peers.survivors import _refuse
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (
     PROGRAM_S,
-    config_for,
     die,
     error_of,
     gather_pids,
@@ -34,6 +33,7 @@ from tests.helpers.failing_ranks import (
     step,
     steps_until_error,
     wait_for,
+    work,
 )
 
 LIMIT_S = 100.0
@@ -46,13 +46,6 @@ def _store(where: str) -> Any:
     return where if ":" in where else dist.FileStore(where, -1)
 
 
-def _work(communicator: Communicator, num_steps: int = 5) -> None:
-    with EpBuffer(communicator, config_for(communicator.num_ranks)) as buffer:
-        for seed in range(num_steps):
-            step(buffer, seed)
-        communicator.all_gather(b"")
-
-
 def _come(where: str, rank_idx: int | None) -> Any:
     """A process that joins: works with the others, and says who it is."""
     try:
@@ -60,7 +53,7 @@ def _come(where: str, rank_idx: int | None) -> Any:
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return type(error).__name__, str(error)
     comm = grown.communicator
-    _work(comm)
+    work(comm)
     comm.destroy()
     return comm.rank_idx, grown.former_ranks, grown.new_ranks
 
@@ -68,9 +61,9 @@ def _come(where: str, rank_idx: int | None) -> Any:
 def _stay(where: str) -> Any:
     """A process that joins and grows with the others."""
     comm = Communicator.join(_store(where), timeout_s=LIMIT_S).communicator
-    _work(comm)
+    work(comm)
     grown = comm.grow(_store(where), 1, timeout_s=LIMIT_S)
-    _work(grown.communicator)
+    work(grown.communicator)
     grown.communicator.destroy()
     return grown.communicator.rank_idx
 
@@ -105,11 +98,11 @@ def _return_to_old_place(context: RankContext, where: str) -> tuple[Any, ...]:
     error, _ = steps_until_error(buffer)
     assert isinstance(error, PeerFailedError), repr(error)
     comm = comm.shrink(error.ranks).communicator
-    _work(comm)
+    work(comm)
     newcomer = _start(f"_come({where!r}, 1)") if comm.rank_idx == 0 else None
     grown = comm.grow(_store(where), timeout_s=LIMIT_S)
     assert "closed by grow()" in str(error_of(lambda: comm.all_gather(b"")))
-    _work(grown.communicator)
+    work(grown.communicator)
     said = _outcome(newcomer) if newcomer is not None else None
     found = (grown.communicator.rank_idx, grown.former_ranks, grown.new_ranks, said)
     grown.communicator.destroy()
@@ -144,10 +137,10 @@ def _grow_twice(context: RankContext, where: str) -> tuple[Any, ...]:
     grown = comm.grow(_store(where), 2, timeout_s=LIMIT_S)
     first = (grown.communicator.rank_idx, grown.former_ranks)
     comm = grown.communicator
-    _work(comm)
+    work(comm)
     newcomers += [_start(f"_come({where!r}, 0)") for _ in range(is_first)]
     grown = comm.grow(_store(where), 1, timeout_s=LIMIT_S)
-    _work(grown.communicator)
+    work(grown.communicator)
     second = (grown.communicator.rank_idx, grown.former_ranks)
     grown.communicator.destroy()
     assert sorted(str(_outcome(newcomer)) for newcomer in newcomers) == (
@@ -189,7 +182,7 @@ def _nobody_comes(context: RankContext, where: str) -> list[str]:
     ):
         error = error_of(call)
         texts.append(f"{type(error).__name__}: {error}")
-        _work(comm, 1)  # it goes on
+        work(comm, 1)  # it goes on
     comm.destroy()
     return texts
 
@@ -265,10 +258,10 @@ def _refuse_then_grow(context: RankContext, where: str) -> list[Any]:
     comm.all_gather(b"")
     error = error_of(lambda: comm.grow(_store(where), 1, timeout_s=1.0))
     found.append(type(error).__name__)
-    _work(comm)
+    work(comm)
     newcomers += [_start(f"_come({where!r}, None)") for _ in range(is_first)]
     grown = comm.grow(_store(where), 1, timeout_s=LIMIT_S)
-    _work(grown.communicator)
+    work(grown.communicator)
     found.append(grown.former_ranks)
     grown.communicator.destroy()
     for newcomer in newcomers:
@@ -325,7 +318,7 @@ def _fail_alone(context: RankContext, where: str) -> list[str]:
         texts.append(f"{type(kept[-1]).__name__}: {kept[-1]}")
         if newcomer is not None:
             texts.append(str(_outcome(newcomer)))
-        _work(comm, 1)  # it goes on
+        work(comm, 1)  # it goes on
     comm.destroy()
     return texts
 
@@ -374,7 +367,7 @@ def _die_while_growing(context: RankContext, where: str) -> tuple[int, ...]:
     assert error.ranks == (1,)
     assert "call shrink() first" in str(error)
     shrunk = comm.shrink(error.ranks)
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     shrunk.communicator.destroy()
     return shrunk.former_ranks
 
@@ -404,7 +397,7 @@ def _hear_all_at_once(context: RankContext, where: str) -> PeerFailedError:
         os.kill(pids[2], signal.SIGCONT)
     assert isinstance(error, PeerFailedError), repr(error)
     shrunk = comm.shrink(error.ranks)
-    _work(shrunk.communicator)
+    work(shrunk.communicator)
     shrunk.communicator.destroy()
     return error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,7 @@ BACKENDS = ["host", "reference"]
 NUM_EXPERTS = 6
 
 
-@pytest.fixture(autouse=True)
-def forget_groups() -> Iterator[None]:
-    """Ranks that were threads have ended; a process group would say when it is destroyed."""
-    yield
-    fused_a2a._buffers.clear()
-    fused_a2a._hybrid_ep_buffers.clear()
-    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+pytestmark = pytest.mark.usefixtures("forget_groups")
 
 
 def local_experts(context: RankContext, num_experts: int = NUM_EXPERTS) -> range:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,13 +15,7 @@ from tests.helpers.routed import expected_rows, make_batches
 NUM_EXPERTS, HIDDEN = 4, 160  # a block of 128 and one of 32
 
 
-@pytest.fixture(autouse=True)
-def forget_groups() -> Iterator[None]:
-    """Ranks that were threads have ended; a process group would say when it is destroyed."""
-    yield
-    fused_a2a._buffers.clear()
-    fused_a2a._hybrid_ep_buffers.clear()
-    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+pytestmark = pytest.mark.usefixtures("forget_groups")
 
 
 def fp8_layer(context: RankContext, backend: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +22,7 @@ FACES = ("fused", "hybrid", "manager")
 Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def _forget_groups() -> Iterator[None]:
-    yield
-    fused_a2a._buffers.clear()
-    fused_a2a._hybrid_ep_buffers.clear()
-    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+pytestmark = pytest.mark.usefixtures("forget_groups")
 
 
 def factors(num_local: int, first: int, counts: torch.Tensor) -> torch.Tensor:

@@ -49,13 +49,7 @@ run_fresh = functools.partial(run_ranks, fresh=True)
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The folder of every model, made when it is asked for."""
-
-    class Folders(dict[str, str]):
-        def __missing__(self, name: str) -> str:
-            self[name] = models.save_model(name, Path(tmp_path_factory.mktemp(name)))
-            return self[name]
-
-    return Folders()
+    return models.Folders(tmp_path_factory)
 
 
 def train_and_generate(context: RankContext, checkpoint: str, layouts: list[Layout]) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -48,16 +47,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def on_disk(folder: str | Path) -> dict[str, torch.Tensor]:
-    disk: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        disk |= load_file(path)
-    return disk
-
-
 def save_and_load(context: RankContext, folder: str, out: str, layouts: list[Layout]) -> list[str]:
     """Each layout saves what transformers gave it; and takes what `save_pretrained` wrote."""
-    disk = on_disk(folder)
+    disk = models.on_disk(folder)
     faults = []
     for layout in layouts:
         model = models.load(folder, "all_to_all", context, layout)
@@ -101,11 +93,11 @@ def test_ranks_and_transformers_read_what_the_other_wrote(
     layouts = [each for each in LAYOUTS[num_ranks] if each.ep_size == 1 or name != "qwen3"]
     faults = run_fresh(save_and_load, num_ranks, folders[name], str(tmp_path), layouts)
     assert [fault for rank in faults for fault in rank] == []
-    disk = on_disk(folders[name])
+    disk = models.on_disk(folders[name])
     expected = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32).state_dict()
     for layout in layouts:
         written = tmp_path / str(layout)
-        found = on_disk(written)
+        found = models.on_disk(written)
         assert found.keys() == disk.keys()
         assert all(torch.equal(found[tensor], disk[tensor]) for tensor in disk)
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from typer.testing import CliRunner
@@ -46,20 +45,7 @@ WITHOUT_EP = {"llama4", "qwen3"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The checkpoint of every model, made when it is asked for."""
-
-    class Folders(dict[str, str]):
-        def __missing__(self, name: str) -> str:
-            self[name] = models.save_model(name, Path(tmp_path_factory.mktemp(name)))
-            return self[name]
-
-    return Folders()
-
-
-def on_disk(folder: str) -> dict[str, torch.Tensor]:
-    disk: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        disk |= load_file(path)
-    return disk
+    return models.Folders(tmp_path_factory)
 
 
 @pytest.mark.client(
@@ -69,7 +55,7 @@ def on_disk(folder: str) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("name", models.CONFIGS | models.VIEWED_CONFIGS)
 def test_views_of_a_whole_model_are_what_is_on_disk(folders: dict[str, str], name: str) -> None:
-    disk = on_disk(folders[name])
+    disk = models.on_disk(folders[name])
     # With the conversions that it was loaded by, and with those of its family.
     loaded = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     fresh = AutoModelForCausalLM.from_config(loaded.config)
@@ -85,7 +71,7 @@ def hold_views_against(
     context: RankContext, folder: str, layouts: list[Layout]
 ) -> list[tuple[list[str], list[Any]]]:
     """Per layout: what is off, and what this rank holds."""
-    disk = on_disk(folder)
+    disk = models.on_disk(folder)
     found = []
     for layout in layouts:
         model = models.load(folder, "all_to_all", context, layout)
@@ -122,7 +108,7 @@ def test_views_of_every_rank_are_its_part_of_what_is_on_disk(
         layout for layout in LAYOUTS[num_ranks] if layout.ep_size == 1 or name not in WITHOUT_EP
     ]
     found = run_fresh(hold_views_against, num_ranks, folders[name], layouts)
-    disk = on_disk(folders[name])
+    disk = models.on_disk(folders[name])
     for number, layout in enumerate(layouts):
         by_rank = [rank[number] for rank in found]
         assert [fault for faults, _ in by_rank for fault in faults] == []
@@ -135,7 +121,7 @@ def test_views_of_every_rank_are_its_part_of_what_is_on_disk(
 
 def refit_between_plans(context: RankContext, folder: str) -> list[str]:
     """Experts over FSDP into tensor parallel ranks of a model of other weights, twice."""
-    disk = on_disk(folder)
+    disk = models.on_disk(folder)
     source = models.load(folder, "all_to_all", context, Layout(2))
     target = models.load(folder, "all_to_all", context, Layout(1, 2))
     refit = Refit(
@@ -189,7 +175,7 @@ def beside(model: torch.nn.Module, factor: float = 2.0) -> torch.optim.Optimizer
 
 
 def load_trained(context: RankContext, folder: str, saved: str, layout: Layout) -> list[str]:
-    disk = on_disk(folder)
+    disk = models.on_disk(folder)
     model = models.load(folder, "all_to_all", context, layout)
     for parameter in model.parameters():
         local_tensor(parameter).fill_(7)
@@ -219,7 +205,7 @@ def test_a_checkpoint_of_one_plan_is_loaded_into_another(
     faults = run_fresh(load_trained, 2, folders[name], str(tmp_path), Layout(1, 2))
     assert [fault for rank in faults for fault in rank] == []
     # And without any model, by the names on disk.
-    disk = on_disk(folders[name])
+    disk = models.on_disk(folders[name])
     plain = {name: torch.empty_like(tensor) for name, tensor in disk.items()}
     dcp.load({"app": {"model": plain}}, checkpoint_id=tmp_path, no_dist=True)
     assert [name for name, tensor in disk.items() if not torch.equal(plain[name], tensor)] == []
@@ -229,7 +215,7 @@ def test_a_model_on_meta_says_what_it_would_hold(folders: dict[str, str]) -> Non
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(models.CONFIGS["qwen3_moe"]())
     views = transformers_views(model).views
-    shapes = {name: tensor.shape for name, tensor in on_disk(folders["qwen3_moe"]).items()}
+    shapes = {name: tensor.shape for name, tensor in models.on_disk(folders["qwen3_moe"]).items()}
     assert {view.name: view.tensor.shape for view in views} == shapes
     assert all(view.tensor.is_meta for view in views)
 
@@ -332,7 +318,7 @@ def test_two_layouts_of_a_model_are_explained(folders: dict[str, str]) -> None:
     assert gates["source"] == [
         {"name": "model.layers.*.mlp.experts.gate_up_proj", "ranks": [0, 1, 2, 3]}
     ]
-    disk = on_disk(folder)
+    disk = models.on_disk(folder)
     # Every tensor once at least, and what both ranks have twice at most.
     num_bytes = sum(tensor.nbytes for tensor in disk.values())
     assert num_bytes <= found["total_bytes"] <= 2 * num_bytes

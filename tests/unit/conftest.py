@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from moe_comm import Communicator
 from moe_comm.peers.bootstrap import RankThreads
@@ -17,6 +18,24 @@ def communicator() -> Iterator[Communicator]:
     """Communicator of one rank, for all tests of a module."""
     with Communicator(RankThreads(1)[0]) as made:
         yield made
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """A compiler that knows nothing of other tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=[False, True], ids=["keeps-subnormals", "flushes-subnormals"])
+def flush_denormal(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Settings that the caller may have asked of torch must not change a bit."""
+    flushes: bool = request.param
+    if not torch.set_flush_denormal(flushes):
+        pytest.skip("this machine cannot flush subnormals")
+    yield flushes
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture

@@ -34,11 +34,8 @@ COMPILERS = [AOT_EAGER_CASE, INDUCTOR_CASE]
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def _no_counts(fresh_compiler: None) -> None:
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=["host"])

@@ -42,11 +42,7 @@ QUANTIZATIONS = [
 LAYOUTS = list(Layout)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture(params=BACKENDS)

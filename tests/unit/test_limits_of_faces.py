@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,11 +14,7 @@ from moe_comm.peers.bootstrap import RankThreads
 NUM_EXPERTS, NUM_TOKENS, HIDDEN = 4, 8, 16
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def given(num_topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

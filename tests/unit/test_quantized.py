@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -30,16 +30,6 @@ POWERS = dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.FLOAT32_POWE
 PACKED = dataclasses.replace(FP8_BLOCK128, scale_format=ScaleFormat.UE8M0)
 Quantize = Callable[[torch.Tensor, Quantization], tuple[torch.Tensor, torch.Tensor]]
 ALL = {"float32": FP8_BLOCK128, "powers": POWERS, "packed": PACKED, "mxfp8": MXFP8}
-
-
-@pytest.fixture(params=[False, True], ids=["keeps-subnormals", "flushes-subnormals"])
-def flush_denormal(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Settings that the caller may have asked of torch must not change a bit."""
-    flushes: bool = request.param
-    if not torch.set_flush_denormal(flushes):
-        pytest.skip("this machine cannot flush subnormals")
-    yield flushes
-    torch.set_flush_denormal(False)
 
 
 def codes(data: torch.Tensor) -> list[int]:

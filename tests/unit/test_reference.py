@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -32,16 +31,6 @@ BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-
-
-@pytest.fixture(params=[False, True], ids=["keeps-subnormals", "flushes-subnormals"])
-def flush_denormal(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Settings that the caller may have asked of torch must not change a bit."""
-    flushes: bool = request.param
-    if not torch.set_flush_denormal(flushes):
-        pytest.skip("this machine cannot flush subnormals")
-    yield flushes
-    torch.set_flush_denormal(False)
 
 
 def from_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:

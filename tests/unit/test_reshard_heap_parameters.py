@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,13 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import moe_comm
 from moe_comm.errors import CapacityError
 from moe_comm.resharding.hold.heap_parameters import place_in_heap
-
-
-@pytest.fixture
-def communicator() -> Iterator[moe_comm.Communicator]:
-    ranks = moe_comm.RankThreads(1)
-    with moe_comm.Communicator(ranks[0], backend="host") as communicator:
-        yield communicator
 
 
 class Net(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,13 +30,6 @@ class Weights(nn.Module):
         self.storage = torch.full((num_elements,), -1, dtype=torch.int32)
         self.lower = nn.Parameter(self.storage[: num_elements // 3], requires_grad=False)
         self.upper = nn.Parameter(self.storage[num_elements // 3 :], requires_grad=False)
-
-
-@pytest.fixture
-def communicator() -> Iterator[moe_comm.Communicator]:
-    ranks = moe_comm.RankThreads(1)
-    with moe_comm.Communicator(ranks[0], backend="host") as communicator:
-        yield communicator
 
 
 def shared_lines(tensor: torch.Tensor) -> list[str]:
