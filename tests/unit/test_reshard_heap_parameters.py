@@ -96,6 +96,28 @@ def test_views_of_one_memory_stay_views_of_it(communicator: moe_comm.Communicato
     assert outside == 1
 
 
+def test_tensors_of_files_at_odd_addresses_keep_their_values(
+    communicator: moe_comm.Communicator,
+) -> None:
+    file = torch.randint(0, 100, (200,), dtype=torch.uint8).numpy()
+    net = nn.Module()
+    for dtype, offset in ((torch.float32, 5), (torch.bfloat16, 47), (torch.float64, 130)):
+        tensor = torch.frombuffer(file, dtype=dtype, count=4, offset=offset)
+        assert tensor.data_ptr() % tensor.element_size()
+        net.register_buffer(f"at_{offset}", tensor)
+    before = copy.deepcopy(net.state_dict())
+    assert place_in_heap(net, communicator) == 3 * 64
+    for name, tensor in net.named_buffers():
+        assert in_heap(communicator, tensor)
+        assert tensor.data_ptr() % tensor.element_size() == 0
+        assert torch.equal(tensor, before[name]), name
+    net.one = nn.Parameter(torch.frombuffer(file, dtype=torch.float32, count=4, offset=5))
+    net.other = nn.Parameter(torch.frombuffer(file, dtype=torch.bfloat16, count=2, offset=8))
+    with pytest.raises(ValueError, match=r"float32 at .* and torch\.bfloat16 at .* they overlap"):
+        place_in_heap(net, communicator)
+    assert not in_heap(communicator, net.one)
+
+
 def test_local_parts_of_dtensors_are_moved(communicator: moe_comm.Communicator) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

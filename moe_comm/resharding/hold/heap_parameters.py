@@ -31,7 +31,10 @@ _LINE_BYTES = 64
 
 @dataclasses.dataclass
 class _Span:
-    """Memory that some tensors share. Bounds are addresses, the start is that of a line."""
+    """Memory that some tensors share. Bounds are addresses.
+
+    The start lies as far behind that of a line as the first tensor behind a multiple of its element's size.
+    """
 
     start: int
     stop: int
@@ -91,13 +94,22 @@ def _spans(module: torch.nn.Module) -> list[_Span]:
         if problem is not None:
             raise ValueError(f"{name} cannot be moved into the heap: {problem}")
         if plain.numel() > 0:
-            start = plain.data_ptr()
-            found.append(
-                _Span(start // _LINE_BYTES * _LINE_BYTES, start + _extent_bytes(plain), [plain])
-            )
+            address = plain.data_ptr()
+            # Files of safetensors may begin a tensor at any byte, and it is read where it lies there: torch
+            # 2.13's `consolidate_safetensors_files` writes such.
+            odd = address % plain.element_size()
+            start = (address - odd) // _LINE_BYTES * _LINE_BYTES + odd
+            found.append(_Span(start, address + _extent_bytes(plain), [plain]))
     spans: list[_Span] = []
     for span in sorted(found, key=lambda span: span.tensors[0].data_ptr()):
-        if spans and span.tensors[0].data_ptr() < spans[-1].stop:
+        (plain,) = span.tensors
+        if spans and plain.data_ptr() < spans[-1].stop:
+            if (plain.data_ptr() - spans[-1].start) % plain.element_size():
+                first = spans[-1].tensors[0]
+                raise ValueError(
+                    f"{first.dtype} at 0x{first.data_ptr():x} and {plain.dtype} at 0x{plain.data_ptr():x} cannot be "
+                    "moved into the heap: they overlap, and no shift brings both to multiples of their sizes"
+                )
             spans[-1].stop = max(spans[-1].stop, span.stop)
             spans[-1].tensors += span.tensors
         else:
