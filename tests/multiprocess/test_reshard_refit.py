@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from moe_comm import CommunicationError, Communicator, PeerFailedError
@@ -23,6 +23,7 @@ from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.describe.parallelism import Parallelism
 from moe_comm.resharding.hold import deltas, plan_cache, refit_group, refit_services
+from moe_comm.resharding.hold.heap_parameters import place_in_heap
 from moe_comm.resharding.move import stale
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.copy_services import unregistered_group
@@ -139,6 +140,39 @@ def _fully_sharded(context: RankContext) -> None:
 
 def test_sharded_modules_with_plain_tensors() -> None:
     run_ranks(_fully_sharded, 3)
+
+
+def _whole_after_a_forward(context: RankContext) -> None:
+    """Models of which FSDP keeps whole copies, of another dtype, as it does after a forward alone."""
+    mesh = init_device_mesh("cpu", (context.num_ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    x = torch.eye(4)
+    made = [torch.nn.Linear(4, 5, bias=False) for _ in range(2)]
+    for net in made:
+        torch.nn.init.zeros_(net.weight)
+        fully_shard(net, mesh=mesh, mp_policy=policy)
+    target, source = made
+    for method, value in (("gloo", 1 + 2**-10), ("symmetric", 2 + 2**-10)):
+        if method == "symmetric":
+            service = refit.get_or_create_service(method)
+            assert isinstance(service, SymmetricCopyService)
+            place_in_heap(target, service.communicator)
+        torch.nn.init.constant_(source.weight, value)
+        for net in made:
+            with torch.no_grad():
+                net(x)
+            assert not isinstance(net.weight, DTensor)
+        refit.swap_model_weights(source, target, method, verify="checksum")
+        assert isinstance(target.weight, DTensor)
+        assert target.weight.to_local().eq(value).all()
+        assert target(x).eq(round(value)).all()
+        source.reshard()
+        target.reshard()
+    refit.clear_all_caches()
+
+
+def test_what_fsdp_shards_is_moved_and_not_its_whole_copies() -> None:
+    run_ranks(_whole_after_a_forward, 2)
 
 
 def _flat_shards(context: RankContext) -> str:

@@ -136,6 +136,7 @@ class CheckpointViews(TensorSide):
         )
         self.module = module if isinstance(module, torch.nn.Module) else torch.nn.Module()
         self._describe = describe if callable(describe) else None
+        module_state(self.module)  # FSDP gives up whole copies, before views could lie in them
         self._list(describe() if callable(describe) else describe)
 
     @property

@@ -10,6 +10,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.describe.tensor_table import HeldObjects, TensorTable, any_has
@@ -103,7 +104,15 @@ def named_persistent_buffers(
 
 
 def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then persistent buffers; one that several modules share comes once."""
+    """Parameters, then persistent buffers; one that several modules share comes once.
+
+    Modules of `fully_shard` that still have whole copies of their parameters, as the outermost has after a
+    forward without a backward, give them up first: the parts are what is kept and trained, and copies
+    may be of another dtype.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
     yield from module.named_parameters()
     for name, _, _, buffer in named_persistent_buffers(module):
         yield name, buffer

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_comm.arguments import shown
@@ -56,6 +57,9 @@ def place_in_heap(module: torch.nn.Module, communicator: Communicator) -> int:
     stays where it is. The memory goes back to the heap when the last of the tensors that were moved
     together is gone.
 
+    Modules of `fully_shard` may be moved at any time. A part of theirs that is smaller than the first, which
+    they pad, ends outside the heap again.
+
     Args:
         module: Its parameters are plain CPU tensors, or DTensors over such.
         communicator: Whose heap; its backend must be "host".
@@ -80,6 +84,9 @@ def place_in_heap(module: torch.nn.Module, communicator: Communicator) -> int:
     heap_memory = communicator.empty(num_bytes, dtype=torch.uint8)
     for span in spans:
         _move(span, heap_memory)
+    if any(isinstance(each, FSDPModule) for each in module.modules()):
+        # FSDP gathers from flat views of the parts, which it makes anew after a load, here of nothing.
+        module.load_state_dict({}, strict=False)
     return num_bytes
 
 
