@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ LIMIT_S = 530.0
 WARM_UP_S = 180.0
 SMOKE_S = 60.0  # of which loading torch and its kernels is a third
 LEAST_S = 20.0  # a stage that has less is not begun
+LAST_WORDS_S = 5.0  # that a command which is ended has to say where it was
+ANSWER_S = 30.0  # that a program of the driver may take to answer
 # Files that decide what stages find.
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
 SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
@@ -64,7 +67,9 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 # there for that of another rank, which waits for this one.
 EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 # CMake and ninja of a virtual environment lie beside its Python, which need not be activated.
-IN_PATH = ["sh", "-c", f'PATH="$1:$PATH:{CUDA_PROGRAMS}"; shift; exec "$@"', "sh"]
+IN_PATH = ["sh", "-c", f'ulimit -c 0; PATH="$1:$PATH:{CUDA_PROGRAMS}"; shift; exec "$@"', "sh"]
+# Python that is ended says where each of its threads was; what it had printed has come by then.
+PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class NotRunError(Exception):
@@ -139,20 +144,31 @@ class Stage:
         return done.returncode == 0
 
 
+def nvidia_smi(*options: str) -> list[str]:
+    """Lines of its answer; none where it fails, or hangs beside a GPU that has failed."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    with tempfile.TemporaryFile("w+") as answer:
+        process = subprocess.Popen(
+            ["nvidia-smi", *options], stdout=answer, stderr=subprocess.DEVNULL
+        )
+        try:
+            status = process.wait(ANSWER_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: who hangs in the driver may not even end
+            return []
+        answer.seek(0)
+        return [] if status else answer.read().splitlines()
+
+
 def gpu_facts() -> dict[str, str] | None:
     """Answer of nvidia-smi about the first GPU, or None without one."""
-    if shutil.which("nvidia-smi") is None:
+    lines = nvidia_smi(f"--query-gpu={QUERY}", "--format=csv,noheader")
+    if not lines:
         return None
-    done = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
+    return dict(
+        zip(QUERY.split(","), (value.strip() for value in lines[0].split(",")), strict=True)
     )
-    if done.returncode or not done.stdout.strip():
-        return None
-    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
-    return dict(zip(QUERY.split(","), values, strict=True))
 
 
 def gpu_names() -> list[str]:
@@ -160,13 +176,8 @@ def gpu_names() -> list[str]:
     given = os.environ.get(VISIBLE)  # noqa: TID251
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    done = subprocess.run(
-        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
-    )
     # A line for each, and below it one for each of its MIG instances.
-    num_gpus = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    num_gpus = sum(line.startswith("GPU ") for line in nvidia_smi("--list-gpus"))
     return [str(gpu_idx) for gpu_idx in range(num_gpus)]
 
 
@@ -212,10 +223,14 @@ class Shown:
 
 
 def command(*words: str, stage_limit_s: float = LIMIT_S, **environment: str) -> dict[str, Any]:
-    """Run one within the limit of a stage; its output goes to this terminal as it comes."""
+    """Run one within the limit of a stage; its output goes to this terminal as it comes.
+
+    One that is late ends by SIGABRT, in which Python says where it was, or else by SIGKILL. One that hangs in the
+    driver even so, or has left a child that keeps the output open, is not waited for.
+    """
     start = time.monotonic()
     limit_s = min(stage_limit_s, Clock.left_s())
-    environment = {VISIBLE: ",".join(Shown.names), **environment}
+    environment = {VISIBLE: ",".join(Shown.names), **PYTHON, **environment}
     process = subprocess.Popen(
         [*IN_PATH, str(Path(sys.executable).parent), *with_environment(words, environment)],
         cwd=ROOT,
@@ -225,24 +240,36 @@ def command(*words: str, stage_limit_s: float = LIMIT_S, **environment: str) -> 
         errors="replace",
         start_new_session=True,
     )
-    is_late = threading.Event()
+    lines: list[str] = []
 
-    def end() -> None:
-        is_late.set()
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: this command and its children
-
-    timer = threading.Timer(max(limit_s, 0.0), end)
-    timer.start()
-    lines = []
-    assert process.stdout is not None
-    with process.stdout:
+    def read() -> None:
+        assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             sys.stdout.write(line)
             sys.stdout.flush()
-    process.wait()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    is_late = threading.Event()
+    has_ended = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        for how in (signal.SIGABRT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, how)  # its own session: this command and its children
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_S)
+        has_ended.set()
+
+    timer = threading.Timer(max(limit_s, 0.0), end)
+    timer.start()
+    while not has_ended.wait(0.05):
+        if process.poll() is not None and not is_late.is_set():
+            break
     timer.cancel()
+    reader.join(LAST_WORDS_S)
     output = "".join(lines)
     if is_late.is_set():
         if limit_s < stage_limit_s:
@@ -253,7 +280,7 @@ def command(*words: str, stage_limit_s: float = LIMIT_S, **environment: str) -> 
     return {
         "command": " ".join(words),
         "seconds": round(time.monotonic() - start, 1),
-        "output": output[-OUTPUT_TAIL:],
+        "output": output,
     }
 
 
@@ -278,19 +305,22 @@ def mps() -> Iterator[dict[str, str]]:
         for path in environment.values():
             Path(path).mkdir()
         # It serves all GPUs: those that it was given alone, its clients would number anew.
-        started = subprocess.run(
-            [
-                "env",
-                "-u",
-                VISIBLE,
-                *with_environment(["nvidia-cuda-mps-control", "-d"], environment),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if started.returncode:
-            raise NotRunError(f"the MPS daemon does not start: {started.stdout}{started.stderr}")
+        # The daemon may keep its output open.
+        with Path(folder, "said").open("w+", encoding="utf-8") as said:
+            started = subprocess.run(
+                [
+                    "env",
+                    "-u",
+                    VISIBLE,
+                    *with_environment(["nvidia-cuda-mps-control", "-d"], environment),
+                ],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+            said.seek(0)
+            if started.returncode:
+                raise NotRunError(f"the MPS daemon does not start: {said.read()}")
         try:
             yield environment
         finally:
@@ -582,19 +612,20 @@ STAGES = [
     # Decoding: dispatch + combine of 128 tokens is to take 60 us at most, captured 45 us.
     Stage("bench-1-rank-low-latency", bench(1, 128, *LOW_LATENCY)),
     Stage("kernels-1-rank-low-latency", kernel_times(1, 128, "--layout", "low-latency")),
-    Stage("captured", captured("-k", "[1] or [2]")),
+    # What four ranks that share a GPU make of decoding and of prefill, before what takes minutes.
+    Stage("bench-low-latency", bench(4, 128, *LOW_LATENCY)),
+    Stage("bench-bf16", bench(4, 4096)),
+    Stage("kernels-low-latency", kernel_times(4, 128, "--layout", "low-latency")),
+    Stage("captured", captured("-k", "[2]")),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
     # Speed that is left to more SMs than the 24 of bench-1-rank.
     *(
         Stage(f"bench-1-rank-{number}-sms", bench(1, 4096, "--num-sms", str(number)))
         for number in (16, 32, 64)
     ),
-    Stage("bench-bf16", bench(4, 4096)),
     Stage("bench-fp8", bench(4, 4096, *FP8)),
-    Stage("bench-low-latency", bench(4, 128, *LOW_LATENCY)),
     Stage("kernels", kernel_times(4, 4096)),
     Stage("kernels-fp8", kernel_times(4, 4096, "--fp8")),
-    Stage("kernels-low-latency", kernel_times(4, 128, "--layout", "low-latency")),
     Stage("deep-ep", deep_ep(4, 4096)),
     Stage("deep-ep-low-latency", deep_ep(4, 128, "--layout", "low-latency")),
     *across_gpus(8),
@@ -698,14 +729,17 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     try:
         record.update(stage.run(), outcome="passed")
     except NotRunError as reason:
-        record.update(outcome="not run", reason=str(reason), output=reason.output[-OUTPUT_TAIL:])
+        record.update(outcome="not run", reason=str(reason), output=reason.output)
     except subprocess.CalledProcessError as error:
         record.update(
             outcome="failed",
             exit_status=error.returncode,
             command=" ".join(error.cmd),
-            output=str(error.output)[-OUTPUT_TAIL:],
+            output=str(error.output),
         )
+    except Exception:  # noqa: BLE001 - what it had to say is not as this program knows it
+        record.update(outcome="failed", output=traceback.format_exc())
+    record["output"] = record.get("output", "")[-OUTPUT_TAIL:]
     record["gpu_after"] = gpu_facts()
     return record
 

@@ -23,12 +23,20 @@ Main = Callable[..., int]
 
 
 @pytest.fixture
-def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The program on a machine with a GPU, with sources "one", without stages."""
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The program on this machine."""
     spec = importlib.util.spec_from_file_location("run_stages", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run_stages", module)
-    spec.loader.exec_module(module)
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run_stages", loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture
+def stages(
+    module: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> types.ModuleType:
+    """The program on a machine with a GPU, with sources "one", without stages."""
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(module, "what_is_missing", lambda: None)
     monkeypatch.setattr(module, "gpu_facts", lambda: {"name": "a GPU", "compute_cap": "9.0"})
@@ -367,7 +375,9 @@ def test_no_stage_begins_when_the_time_is_over(
     assert found["first"]["output"] == "hello\n"
     assert found["late"]["outcome"] == "not run"
     assert "the time was over" in found["late"]["reason"]
-    assert found["late"]["output"] == "so far\n"
+    # Where it was is said by Python as it ends.
+    assert found["late"]["output"].startswith("so far\n")
+    assert 'File "<string>", line 1 in <module>' in found["late"]["output"]
     assert "=== next and those behind it: the time is over" in capsys.readouterr().out
 
 
@@ -380,6 +390,61 @@ def test_a_stage_that_fails_says_what_it_printed(
     assert (failed.value.returncode, failed.value.output) == (5, "why\n")
     with pytest.raises(subprocess.CalledProcessError, match="exit status 124"):
         stages.command(sys.executable, "-c", "import time; time.sleep(600)", stage_limit_s=1.0)
+
+
+def test_a_stage_that_answers_otherwise_has_failed(
+    stages: types.ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_document() -> dict[str, Any]:
+        return dict(stages.last_document({"output": "no JSON\n"}))
+
+    names = {"wrong": without_document, "next": lambda: {"output": "ran"}}
+    monkeypatch.setattr(stages, "STAGES", [stages.Stage(*entry) for entry in names.items()])
+    assert main() == 1
+    found = results_of(stages)
+    assert found["wrong"]["outcome"] == "failed"
+    assert "JSONDecodeError" in found["wrong"]["output"]
+    assert found["next"]["outcome"] == "passed"
+
+
+def test_nobody_waits_for_what_a_command_has_left(
+    stages: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that has left its session keeps the output open until the command has been given up."""
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.setattr(stages, "LAST_WORDS_S", 0.2)
+    may_end = tmp_path / "may end"
+    leave = (
+        "import subprocess, sys; "
+        "other = 'import pathlib, sys, time\\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)'; "
+        "subprocess.Popen([sys.executable, '-c', other, sys.argv[1]], start_new_session=True); "
+        "print('left it')"
+    )
+    try:
+        found = stages.command(sys.executable, "-c", leave, str(may_end))
+        assert found["output"] == "left it\n"
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 124") as failed:
+            stages.command(
+                *(sys.executable, "-c", f"{leave}; import time; time.sleep(600)", str(may_end)),
+                stage_limit_s=3.0,
+            )
+        assert failed.value.output.startswith("left it\n")
+    finally:
+        may_end.touch()
+
+
+def test_an_nvidia_smi_that_hangs_is_no_answer(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv(module.VISIBLE, raising=False)
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    assert module.gpu_facts() is None
+    assert module.gpu_names() == []
+    assert "shows no GPU" in str(module.what_is_missing())
 
 
 def test_a_stage_sees_as_many_gpus_as_it_is_for(
