@@ -8,7 +8,8 @@
 //   nvcc -std=c++20 -arch=sm_90a -o probe tests/gpu/probe.cu && ./probe
 //
 // Then, of the streams that ranks which are threads use on one GPU, for every ordered pair: whether
-// work put into the second runs while a kernel of the first waits for it.
+// work put into the second runs while a kernel of the first waits for it. And whether kernels that
+// may start early do, and an event puts replays of graphs and other work in order.
 //
 // Prints JSON, a line for every call; its exit status is 1 where CUDA reports an error. What a
 // machine may refuse is a line with "refused" instead.
@@ -72,6 +73,34 @@ __global__ void spin(const volatile int* is_over) {
 template <int kNumber>
 __global__ void never_launched_before(int* word) {
   *word = kNumber;
+}
+
+/// What a kernel and the one behind it, which may start early, say of each other.
+struct Words {
+  int has_started;  ///< the second, before it waits
+  int was_seen;     ///< has_started, as the first saw it
+  int came_before;  ///< stored last by the first
+  int was_told;     ///< came_before, as the second read it
+};
+
+__global__ void let_start(Words* words) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const volatile int* const has_started = &words->has_started;
+  for (int i = 0; i < 10000 && *has_started == 0; ++i)
+    __nanosleep(1000);
+  words->was_seen = *has_started;
+  __nanosleep(100000);
+  words->came_before = 7;
+}
+
+__global__ void start_early(Words* words) {
+  *const_cast<volatile int*>(&words->has_started) = 1;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  words->was_told = *const_cast<const volatile int*>(&words->came_before);
 }
 
 /// Says that this machine does not do it. @return whether it does
@@ -250,6 +279,93 @@ void probe_graph(cudaStream_t stream, int* word) {
   CHECK(cudaGraphDestroy(graph));
 }
 
+/// What csrc/runtime makes of programmatic dependent launch: device::Launch::is_dependent.
+void probe_dependent(const char* name, cudaStream_t stream, bool has_event, bool is_captured) {
+  Words* words = nullptr;
+  CHECK(cudaMalloc(&words, sizeof(Words)));
+  CHECK(cudaMemset(words, 0, sizeof(Words)));
+  cudaEvent_t event{};
+  CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  if (is_captured)
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  let_start<<<1, 1, 0, stream>>>(words);
+  if (has_event)
+    CHECK(cudaEventRecord(event, stream));
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = config.blockDim = dim3(1);
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = 1;
+  CHECK(cudaLaunchKernelEx(&config, start_early, words));
+  if (is_captured) {
+    cudaGraph_t graph{};
+    cudaGraphExec_t ready{};
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&ready, graph, 0));
+    CHECK(cudaGraphLaunch(ready, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaGraphExecDestroy(ready));
+    CHECK(cudaGraphDestroy(graph));
+  }
+  CHECK(cudaStreamSynchronize(stream));
+  Words found{};
+  CHECK(cudaMemcpy(&found, words, sizeof(Words), cudaMemcpyDeviceToHost));
+  std::printf(
+      "{\"dependent_launch\": \"%s\", \"starts_early\": %s, \"sees_what_came_before\": %s}\n",
+      name,
+      found.was_seen != 0 ? "true" : "false",
+      found.was_told == 7 ? "true" : "false");
+  std::fflush(stdout);
+  CHECK(cudaEventDestroy(event));
+  CHECK(cudaFree(words));
+}
+
+/// Order of a buffer's replays and other work, by an event that graphs wait for and record as one
+/// of outside (runtime::Baton). Where such a graph waits for its own end, nothing runs from then
+/// on.
+void probe_baton(cudaStream_t stream, cudaStream_t other, int* word) {
+  int* is_over = nullptr;
+  CHECK(cudaHostAlloc(&is_over, sizeof(int), cudaHostAllocMapped));
+  *is_over = 0;
+  cudaEvent_t baton{};
+  CHECK(cudaEventCreateWithFlags(&baton, cudaEventDisableTiming));
+  CHECK(cudaEventRecord(baton, stream));
+  cudaGraph_t graph{};
+  cudaGraphExec_t ready{};
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  CHECK(cudaStreamWaitEvent(stream, baton, cudaEventWaitExternal));
+  spin<<<1, 1, 0, stream>>>(is_over);
+  CHECK(cudaEventRecordWithFlags(baton, stream, cudaEventRecordExternal));
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&ready, graph, 0));
+  CHECK(cudaGraphLaunch(ready, stream));
+  CHECK(cudaStreamWaitEvent(other, baton, cudaEventWaitDefault));
+  never_launched_before<1><<<1, 1, 0, other>>>(word);
+  CHECK(cudaGetLastError());
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const bool is_behind = cudaStreamQuery(other) == cudaErrorNotReady;
+  *reinterpret_cast<volatile int*>(is_over) = 1;
+  const auto start = Clock::now();
+  while (cudaStreamQuery(other) == cudaErrorNotReady && Clock::now() - start < kPatience)
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  const bool has_ended = cudaStreamQuery(other) == cudaSuccess;
+  std::printf(
+      "{\"event_of_a_graph\": \"waited for and recorded\", \"work_is_behind_a_replay\": %s, "
+      "\"ends\": %s}\n",
+      is_behind ? "true" : "false",
+      has_ended ? "true" : "false");
+  std::fflush(stdout);
+  if (!has_ended)
+    std::_Exit(1);
+  CHECK(cudaGraphExecDestroy(ready));
+  CHECK(cudaGraphDestroy(graph));
+  CHECK(cudaEventDestroy(baton));
+  CHECK(cudaFreeHost(is_over));
+}
+
 /// Four ranks have a stream of the caller's and one of a buffer each, and one in which memory is
 /// zeroed: for each ordered pair of them, whether a store in the second ends a spin in the first.
 void probe_pairs() {
@@ -400,6 +516,11 @@ int main(int argc, char** argv) {
       },
       copy_to_pageable);
   probe_graph(third, static_cast<int*>(device_memory));
+  probe_pairs();
+  probe_dependent("plain", third, false, false);
+  probe_dependent("behind an event", third, true, false);
+  probe_dependent("in a graph", third, false, true);
+  probe_baton(third, other, static_cast<int*>(device_memory));
 
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -424,6 +545,5 @@ int main(int argc, char** argv) {
   probe("cuMemSetAccess", [&] { CHECK(DRIVER(cuMemSetAccess)(address, kBytes, &access, 1)); });
   probe("cuMemUnmap", [&] { CHECK(DRIVER(cuMemUnmap)(address, kBytes)); });
   probe("cuMemRelease", [&] { CHECK(DRIVER(cuMemRelease)(memory)); });
-  probe_pairs();
   return 0;
 }
