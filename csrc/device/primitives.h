@@ -20,7 +20,8 @@
 //   Plain access, T of 1, 2, 4, 8 or 16 bytes and naturally aligned; never through a read-only
 //   cache
 //     T load(const T*), void store(T*, T)
-//     T load_constant(const T*)      memory that nobody writes while the kernel runs
+//     T load_constant(const T*)      memory that nobody writes while the kernel runs; a dependent
+//                                    one may do so before what is ahead of it has ended
 //     void store_streaming(T*, T)    not read soon; an ordinary store where that is no different
 //     struct Bytes16 { uint32_t words[4]; }
 //   Words that threads agree by; Scope is kBlock, kDevice or kSystem; T is 4 or 8 bytes

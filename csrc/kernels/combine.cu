@@ -89,8 +89,8 @@ MOE_DEVICE bool is_aligned(const CombineParams& params, int64_t row_bytes) {
   for (int rank_idx = device::lane_idx(); rank_idx < params.buffer.num_ranks;
        rank_idx += device::kWarpSize) {
     const Peer* const peer = params.tables.peers + rank_idx;
-    if (device::load_constant(&peer->is_sent_to) != 0)
-      bits |= reinterpret_cast<uint64_t>(device::load_constant(&peer->rows));
+    if (device::load(&peer->is_sent_to) != 0)
+      bits |= reinterpret_cast<uint64_t>(device::load(&peer->rows));
   }
   return device::all(bits % sizeof(Bytes16) == 0);
 }
@@ -158,7 +158,7 @@ MOE_DEVICE void pull_weights(const CombineParams& params) {
     Weight weight = 0;
     if (slot != Slot::kNone) {
       const std::byte* const weights =
-          device::load_constant(&params.tables.peers[Slot::rank_idx(slot)].weights);
+          device::load(&params.tables.peers[Slot::rank_idx(slot)].weights);
       const int64_t weight_idx =
           is_by_rank ? Slot::row_idx(slot) * params.num_recv_topk + k : Slot::row_idx(slot);
       weight = device::load(reinterpret_cast<const Weight*>(weights) + weight_idx);

@@ -156,7 +156,7 @@ class TokenRows {
       if constexpr (kFindsRows)
         if (has_row) {
           const std::byte* const rows =
-              device::load_constant(&params_.tables.peers[Slot::rank_idx(slot)].rows);
+              device::load(&params_.tables.peers[Slot::rank_idx(slot)].rows);
           row_ = reinterpret_cast<uint64_t>(offset_ptr(rows, Slot::row_idx(slot), row_bytes_)) +
                  static_cast<uint64_t>(walk.offset());
         }

@@ -41,9 +41,7 @@ class Places {
     return params_.tables.peers[layout::Slot::rank_idx(slot)];
   }
   /// Base of the window that a slot lies in.
-  MOE_DEVICE std::byte* window(int64_t slot) const {
-    return device::load_constant(&peer(slot).rows);
-  }
+  MOE_DEVICE std::byte* window(int64_t slot) const { return device::load(&peer(slot).rows); }
   /// Address at which this rank writes a row: null for no slot, and for one that its rank copies
   /// to.
   MOE_DEVICE std::byte* row(int64_t slot) const {
@@ -85,7 +83,7 @@ MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots, bool i
       }
       const Peer& peer = params.tables.peers[dst_rank];
       std::byte* const origins =
-          device::load_constant(&peer.rows) + device::load_constant(&peer.window.origins_offset);
+          device::load(&peer.rows) + device::load(&peer.window.origins_offset);
       if (is_first)
         device::store(reinterpret_cast<int32_t*>(origins) + Slot::row_idx(slot),
                       static_cast<int32_t>(Slot::row_idx(origin)));
@@ -98,12 +96,11 @@ MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots, bool i
 
 MOE_DEVICE layout::ScaleMap load_scale_map(const layout::ScaleMap* from) {
   layout::ScaleMap map;
-  map.num_scales = device::load_constant(&from->num_scales);
-  map.scale_bytes = device::load_constant(&from->scale_bytes);
-  map.is_column_major =
-      device::load_constant(reinterpret_cast<const uint8_t*>(&from->is_column_major)) != 0;
-  map.group_rows = device::load_constant(&from->group_rows);
-  map.group_stride = device::load_constant(&from->group_stride);
+  map.num_scales = device::load(&from->num_scales);
+  map.scale_bytes = device::load(&from->scale_bytes);
+  map.is_column_major = device::load(reinterpret_cast<const uint8_t*>(&from->is_column_major)) != 0;
+  map.group_rows = device::load(&from->group_rows);
+  map.group_stride = device::load(&from->group_stride);
   return map;
 }
 
@@ -193,7 +190,7 @@ class RowMetadataWriter {
         continue;
       const layout::ReceiveWindow& window = places_.peer(slot).window;
       const layout::ScaleMap map = load_scale_map(&window.scales);
-      std::byte* const place = places_.window(slot) + device::load_constant(&window.scales_offset) +
+      std::byte* const place = places_.window(slot) + device::load(&window.scales_offset) +
                                map.place(layout::Slot::row_idx(slot));
       // The factors of a row lie together: a few wide words do.
       const int unit =
@@ -221,7 +218,7 @@ class RowMetadataWriter {
           continue;
         const auto weight = device::load(reinterpret_cast<const Weight*>(from.weights) + k);
         std::byte* const weights =
-            places_.window(slot) + device::load_constant(&places_.peer(slot).window.weights_offset);
+            places_.window(slot) + device::load(&places_.peer(slot).window.weights_offset);
         device::store(reinterpret_cast<Weight*>(weights) + layout::Slot::row_idx(slot), weight);
       }
     });
@@ -232,7 +229,7 @@ class RowMetadataWriter {
   MOE_DEVICE void write_choices(const RowMetadata& from) const {
     if (params_.weight_bytes == 0 && params_.with_topk_idx == 0)
       return;
-    const int64_t num_recv_topk = device::load_constant(params_.tables.num_rows + 1);
+    const int64_t num_recv_topk = device::load(params_.tables.num_rows + 1);
 #pragma unroll 1
     for (int64_t k = device::lane_idx(); k < num_recv_topk; k += device::kWarpSize) {
       const int64_t expert_idx = k < from.num_topk ? device::load(from.topk_idx + k) : -1;
@@ -255,13 +252,11 @@ class RowMetadataWriter {
           const int64_t place = layout::Slot::row_idx(slot) * num_recv_topk + k;
           if (params_.with_topk_idx != 0)
             device::store(
-                reinterpret_cast<int64_t*>(base + device::load_constant(&window.topk_idx_offset)) +
-                    place,
+                reinterpret_cast<int64_t*>(base + device::load(&window.topk_idx_offset)) + place,
                 is_there ? local_idx : int64_t{-1});
           if (params_.weight_bytes > 0)
             device::store(
-                reinterpret_cast<Weight*>(base + device::load_constant(&window.weights_offset)) +
-                    place,
+                reinterpret_cast<Weight*>(base + device::load(&window.weights_offset)) + place,
                 is_there ? weight : Weight{});
         }
       });

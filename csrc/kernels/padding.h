@@ -19,7 +19,7 @@ class Padding {
   MOE_DEVICE void zero() {
     if (params_.arrangement.layout == layout::RowLayout::kLowLatency)
       return;  // what is not filled is undefined
-    const int64_t num_rows = device::load_constant(params_.tables.num_rows);
+    const int64_t num_rows = device::load(params_.tables.num_rows);
     if (params_.arrangement.is_by_rank()) {
       zero_rows(num_received_by_rank(), num_rows);
       return;
@@ -32,16 +32,16 @@ class Padding {
       int64_t begin = 0;
       int64_t end = 0;
       if (expert_idx < num_experts) {
-        begin = device::load_constant(tables.expert_offsets + expert_idx) +
-                device::load_constant(tables.num_tokens_per_expert + expert_idx);
-        end = device::load_constant(tables.expert_offsets + expert_idx + 1);
+        begin = device::load(tables.expert_offsets + expert_idx) +
+                device::load(tables.num_tokens_per_expert + expert_idx);
+        end = device::load(tables.expert_offsets + expert_idx + 1);
       }
       for (uint32_t padded = device::ballot(begin < end); padded != 0; padded &= padded - 1) {
         const int lane = device::first_bit(padded);
         zero_rows(device::shuffle(begin, lane), device::shuffle(end, lane));
       }
     }
-    zero_rows(device::load_constant(tables.expert_offsets + num_experts), num_rows);
+    zero_rows(device::load(tables.expert_offsets + num_experts), num_rows);
   }
 
  private:
@@ -51,8 +51,8 @@ class Padding {
     int64_t num_rows = 0;
     for (int src_rank = device::lane_idx(); src_rank < buffer.num_ranks;
          src_rank += device::kWarpSize)
-      num_rows += device::load_constant(params_.tables.counts + int64_t{src_rank} * stride +
-                                        buffer.num_experts + buffer.rank_idx);
+      num_rows += device::load(params_.tables.counts + int64_t{src_rank} * stride +
+                               buffer.num_experts + buffer.rank_idx);
     return device::warp_sum(num_rows);
   }
 
@@ -72,31 +72,28 @@ class Padding {
   }
 
   MOE_DEVICE void zero_row(int64_t row_idx) const {
-    std::byte* const base = device::load_constant(&peer_.rows);
+    std::byte* const base = device::load(&peer_.rows);
     device::fill_bytes(offset_ptr(base, row_idx, params_.row_bytes), params_.row_bytes, 0);
     if (params_.num_scales > 0)
       zero_scales(base, row_idx);
     if (params_.arrangement.has_origins && device::lane_idx() == 0)
       device::store(
-          reinterpret_cast<int32_t*>(base + device::load_constant(&peer_.window.origins_offset)) +
-              row_idx,
+          reinterpret_cast<int32_t*>(base + device::load(&peer_.window.origins_offset)) + row_idx,
           static_cast<int32_t>(row_idx));
     const int64_t per_row =
-        params_.arrangement.is_by_rank() ? device::load_constant(params_.tables.num_rows + 1) : 1;
+        params_.arrangement.is_by_rank() ? device::load(params_.tables.num_rows + 1) : 1;
     const int64_t weights = per_row * params_.weight_bytes;
     device::fill_bytes(
-        base + device::load_constant(&peer_.window.weights_offset) + row_idx * weights, weights, 0);
+        base + device::load(&peer_.window.weights_offset) + row_idx * weights, weights, 0);
     if (params_.with_topk_idx != 0)
-      device::fill_bytes(
-          base + device::load_constant(&peer_.window.topk_idx_offset) + row_idx * per_row * 8,
-          per_row * 8,
-          0xFF);
+      device::fill_bytes(base + device::load(&peer_.window.topk_idx_offset) + row_idx * per_row * 8,
+                         per_row * 8,
+                         0xFF);
   }
 
   MOE_DEVICE void zero_scales(std::byte* base, int64_t row_idx) const {
     const layout::ScaleMap map = load_scale_map(&peer_.window.scales);
-    std::byte* const scales =
-        base + device::load_constant(&peer_.window.scales_offset) + map.place(row_idx);
+    std::byte* const scales = base + device::load(&peer_.window.scales_offset) + map.place(row_idx);
     if (!map.is_column_major) {
       device::fill_bytes(scales, map.num_scales * map.scale_bytes, 0);
       return;

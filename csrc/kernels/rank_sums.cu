@@ -200,10 +200,9 @@ MOE_DEVICE void add_for_ranks(const RankSumsParams& params, int64_t row_bytes) {
 #pragma unroll 1
   for (int rank_idx = 0; rank_idx < params.buffer.num_ranks; ++rank_idx) {
     const Peer* const peer = params.tables.peers + rank_idx;
-    if (device::load_constant(&peer->is_received_from) == 0)
+    if (device::load(&peer->is_received_from) == 0)
       continue;
-    const auto requests =
-        RankRequests<typename Number::Scalar>::of(device::load_constant(&peer->rows));
+    const auto requests = RankRequests<typename Number::Scalar>::of(device::load(&peer->rows));
     const bool skips_alone = offers_rows && !requests.is_weighted;
 #pragma unroll 1
     for (; token_idx < requests.num_tokens; token_idx += step) {

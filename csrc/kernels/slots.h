@@ -95,7 +95,7 @@ class SlotFinder {
 #pragma unroll 1
       for (int j = device::load_constant(table.expert_begin + expert_idx); j < end; ++j) {
         const int32_t next = device::load_constant(table.expert_slots + j);
-        const int32_t next_begin = device::load_constant(params_.replicas.run_begins + next);
+        const int32_t next_begin = device::load(params_.replicas.run_begins + next);
         if (next_begin > place)
           break;
         chosen = next;
@@ -133,13 +133,13 @@ class SlotFinder {
       const int rank_idx = first + device::lane_idx();
       const int64_t word = int64_t{rank_idx} * num_words + token_idx / device::kWarpSize;
       const bool is_rank = rank_idx < params_.buffer.num_ranks;
-      const uint32_t tokens = is_rank ? device::load_constant(params_.sets.bound_tokens + word) : 0;
+      const uint32_t tokens = is_rank ? device::load(params_.sets.bound_tokens + word) : 0;
       const bool is_bound = (tokens >> bit_idx & 1) != 0;
       const uint32_t ranks = device::ballot(is_bound);
       const uint32_t lower_ranks = ranks & ((uint32_t{1} << device::lane_idx()) - 1);
       const int i = num_bound + device::population(lower_ranks);
       if (is_bound && i < choices.num_slots) {
-        const int32_t place = device::load_constant(params_.sets.bound_before + word) +
+        const int32_t place = device::load(params_.sets.bound_before + word) +
                               device::population(tokens & ((uint32_t{1} << bit_idx) - 1));
         put(i, pack(place, params_.buffer.num_experts + rank_idx, rank_idx, rank_idx));
       }
@@ -196,18 +196,18 @@ class SlotFinder {
   MOE_DEVICE int32_t place_of(int64_t token_idx, int64_t entry, int column) const {
     const Choices& choices = params_.choices;
     const int64_t chunk_idx = token_idx / choices.tokens_per_chunk;
-    int32_t place = device::load_constant(choices.place_in_chunk + entry);
-    place += device::load_constant(choices.chunk_counts + chunk_idx * num_columns_ + column);
+    int32_t place = device::load(choices.place_in_chunk + entry);
+    place += device::load(choices.chunk_counts + chunk_idx * num_columns_ + column);
     return place;
   }
 
   /// @param place   of the row, among those of this rank in the column
   /// @param stream  of Tables::stream_starts
   MOE_DEVICE int64_t pack(int32_t place, int column, int stream, int dst_rank) const {
-    const int32_t num_kept = device::load_constant(kept_ + column);
+    const int32_t num_kept = device::load(kept_ + column);
     if (place >= num_kept)
       return layout::Slot::kNone;
-    const int64_t start = device::load_constant(params_.tables.stream_starts + stream);
+    const int64_t start = device::load(params_.tables.stream_starts + stream);
     return layout::Slot::pack(dst_rank, start + place);
   }
 

@@ -87,11 +87,6 @@ void Machine::learn(Thread* thread, const Knowledge& knowledge) {
   thread->actor.knowledge.join(knowledge);
 }
 
-void Machine::come_behind(Thread* thread, const Knowledge& before) {
-  learn(thread, before);
-  thread->actor.at_launch = thread->actor.knowledge.all;
-}
-
 // --- Stores on their way -----------------------------------------------------------------------
 
 bool Machine::overlaps(const Pending& store, const void* address, size_t bytes) {

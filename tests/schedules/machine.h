@@ -61,8 +61,6 @@ class Machine {
   /// it starts.
   Knowledge knowledge_of(Thread* thread);
   void learn(Thread* thread, const Knowledge& knowledge);
-  /// A thread that began earlier comes behind the end of the kernel ahead, as if it began there.
-  void come_behind(Thread* thread, const Knowledge& before);
   /// The barriers for bulk copies of a block are gone with its shared memory.
   void end_block(std::byte* shared, int64_t bytes);
 

@@ -160,7 +160,8 @@ void RankStream::await_prerequisites(Launched& launched) {
     launched.waiting.push_back(scheduler.current_fiber());
     scheduler.block({"the end of the kernel ahead"});
   }
-  run_.machine().come_behind(scheduler.thread_of(scheduler.current_fiber()), launched.before);
+  // What is constant was written before the kernel began, which may be earlier.
+  run_.machine().learn(scheduler.thread_of(scheduler.current_fiber()), launched.before);
 }
 
 Machine::Thread* RankStream::thread_at(const Launched& launched,
