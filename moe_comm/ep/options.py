@@ -2,7 +2,7 @@
 
 An option is a field of `DispatchOptions` or `CombineOptions`. Its annotation has an `Option` beside the
 type. From these come the checks, what ranks say where they disagree, and the numbers that operators
-take; csrc/bindings/shared/call_options.cpp reads the fields by place. Rules that also look at tensors,
+take; csrc/bindings/shared/call_options.cpp reads the fields by name. Rules that also look at tensors,
 or at two options at once, are those of `validation`.
 """
 

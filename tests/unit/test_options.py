@@ -107,7 +107,7 @@ class _WithStride(NamedTuple):
 def test_an_option_that_is_forgotten_is_found(missing_in: Callable[..., list[str]]) -> None:
     found = missing_in(_WithStride)
     assert found
-    assert all("stride" in each or "must be 8, got 9" in each for each in found)
+    assert all("stride" in each for each in found)
 
 
 def test_operators_take_every_option_that_has_numbers() -> None:

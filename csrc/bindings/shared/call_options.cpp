@@ -13,34 +13,48 @@ namespace moe::bindings {
 
 namespace {
 
-/// Values by place; looking for names would take longer than the rest of a call.
+/// Values by name. That takes longer than the rest of a call, but options are read once, and known
+/// by their values from then on.
 class Values {
  public:
-  Values(const py::tuple& values, const char* operation, size_t num_options) : values_(values) {
-    MOE_CHECK(values.size() == num_options,
+  Values(const py::tuple& values, const char* operation)
+      : values_(values),
+        operation_(operation),
+        names_(values.attr("_fields").cast<std::vector<std::string>>()) {
+    MOE_CHECK(values.size() == names_.size(),
               "options of a ",
               operation,
               " must be ",
-              num_options,
+              names_.size(),
               ", got ",
               values.size());
   }
 
-  py::handle at(int place) const { return PyTuple_GET_ITEM(values_.ptr(), place); }
-
-  template <typename Value>
-  Value as(int place) const {
-    return at(place).cast<Value>();
+  py::object take(const char* name) {
+    std::erase(names_, name);
+    return values_.attr(name);
   }
 
-  ops::CopyOut copy_out(int place) const {
-    if (!PyBool_Check(at(place).ptr()))
+  template <typename Value>
+  Value take_as(const char* name) {
+    return take(name).cast<Value>();
+  }
+
+  ops::CopyOut take_copy_out() {
+    const py::object mode = take("copy_out");
+    if (!PyBool_Check(mode.ptr()))
       return ops::CopyOut::kAuto;
-    return as<bool>(place) ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
+    return mode.cast<bool>() ? ops::CopyOut::kAlways : ops::CopyOut::kNever;
+  }
+
+  void check_all_taken() const {
+    MOE_CHECK(names_.empty(), "call_options.cpp reads no ", names_.front(), " of a ", operation_);
   }
 
  private:
   const py::tuple& values_;
+  const char* operation_;
+  std::vector<std::string> names_;  ///< not taken yet
 };
 
 void read_capacity(py::handle capacity, ops::DispatchOptions* options) {
@@ -58,36 +72,27 @@ void read_capacity(py::handle capacity, ops::DispatchOptions* options) {
 }
 
 ops::DispatchOptions read_dispatch(const py::tuple& tuple) {
-  enum {
-    kLayout,
-    kExpertAlignment,
-    kQuantization,
-    kCapacity,
-    kMaskedRanks,
-    kCopyOut,
-    kAsyncOp,
-    kGradients,
-    kNumOptions
-  };
-  const Values values(tuple, "dispatch", kNumOptions);
+  Values values(tuple, "dispatch");
   ops::DispatchOptions options;
-  options.layout = static_cast<layout::RowLayout>(values.as<int>(kLayout));
-  options.expert_alignment = values.as<int64_t>(kExpertAlignment);
-  read_capacity(values.at(kCapacity), &options);
-  options.masked_ranks = values.as<std::vector<int>>(kMaskedRanks);
-  options.copy_out = values.copy_out(kCopyOut);
-  options.is_async = values.as<bool>(kAsyncOp);
-  options.gradients = values.as<int32_t>(kGradients);
+  options.layout = static_cast<layout::RowLayout>(values.take_as<int>("layout"));
+  options.expert_alignment = values.take_as<int64_t>("expert_alignment");
+  values.take("quantization");  // comes with its scale factors
+  read_capacity(values.take("capacity"), &options);
+  options.masked_ranks = values.take_as<std::vector<int>>("masked_ranks");
+  options.copy_out = values.take_copy_out();
+  options.is_async = values.take_as<bool>("async_op");
+  options.gradients = values.take_as<int32_t>("gradients");
+  values.check_all_taken();
   return options;
 }
 
 ops::CombineOptions read_combine(const py::tuple& tuple) {
-  enum { kCopyOut, kAsyncOp, kGradients, kNumOptions };
-  const Values values(tuple, "combine", kNumOptions);
+  Values values(tuple, "combine");
   ops::CombineOptions options;
-  options.copy_out = values.copy_out(kCopyOut);
-  options.is_async = values.as<bool>(kAsyncOp);
-  options.gradients = values.as<int32_t>(kGradients);
+  options.copy_out = values.take_copy_out();
+  options.is_async = values.take_as<bool>("async_op");
+  options.gradients = values.take_as<int32_t>("gradients");
+  values.check_all_taken();
   return options;
 }
 

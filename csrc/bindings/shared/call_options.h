@@ -11,7 +11,7 @@
 #include "ops/dispatch.h"
 
 // The options of a call: a DispatchOptions or a CombineOptions of moe_comm/ep/options.py, read by
-// place. Rules are Python's alone. A call with options that have passed them before, which is
+// name. Rules are Python's alone. A call with options that have passed them before, which is
 // nearly every call, is known by their values, and nobody reads them again.
 
 namespace moe::bindings {

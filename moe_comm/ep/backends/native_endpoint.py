@@ -130,7 +130,7 @@ class NativeEndpoint(Protocol):
         """Uncached with `topk_idx`, which may be a routing map, else to the places of `plan`.
 
         What the options say of quantization is read from `scales`, its native form; all else from the
-        options, by place. Where arguments have passed every rule, `row_type` is the number of the dtype
+        options, by name. Where arguments have passed every rule, `row_type` is the number of the dtype
         of x. None: a glance at them must suffice, and nothing is returned where it does not. What a
         caller with a backward looks at comes along.
         """
