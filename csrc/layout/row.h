@@ -98,6 +98,16 @@ struct OperationArguments {
   int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
   uint64_t plan_hash = 0;        ///< of the handle, see ops::PlanHeader; 0 without one
 
+  /// Calls @p say with the name and value of every further option that says something, for the
+  /// text in which ranks disagree: the words of moe_comm/ep/options.py.
+  template <typename Say>
+  void say_options(const Say& say) const {
+    if (on_overflow > 0 && on_overflow < 3)
+      say("on_overflow", kOnOverflowNames[on_overflow]);
+    if (expert_capacity >= 0)
+      say("num_rows_per_expert", expert_capacity);
+  }
+
   bool operator==(const OperationArguments&) const = default;
   /// Returns whether two ranks do the same, whatever each says of gradients.
   MOE_HOST_DEVICE bool is_same_as(OperationArguments other) const {

@@ -199,10 +199,8 @@ std::string describe(const layout::OperationArguments& arguments) {
     text += concat(", float", arguments.weight_bytes * 8, " weights");
   else
     text += ", no weights";
-  if (arguments.on_overflow > 0 && arguments.on_overflow < 3)
-    text += concat(", on_overflow=", layout::kOnOverflowNames[arguments.on_overflow]);
-  if (arguments.expert_capacity >= 0)
-    text += concat(", num_rows_per_expert=", arguments.expert_capacity);
+  arguments.say_options(
+      [&text](const char* name, const auto& value) { text += concat(", ", name, "=", value); });
   if (arguments.plan_hash != 0)
     text += concat(", handle ", arguments.plan_hash % 1000000);
   return text + ")";

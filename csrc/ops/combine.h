@@ -15,7 +15,8 @@ namespace moe::ops {
 struct CombineOptions {
   CopyOut copy_out = CopyOut::kAuto;
   bool is_async = false;  ///< as in DispatchOptions
-  int32_t gradients = 0;  ///< layout::GradientWord without bytes of weights
+  /// As in DispatchOptions; the word on gradients is without bytes of weights.
+  layout::OperationArguments arguments;
 };
 
 struct CombineParams : CombineOptions {

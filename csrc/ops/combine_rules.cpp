@@ -15,7 +15,7 @@ bool adds_by_rank(const EndpointConfig& config, const CombineParams& params) {
 
 layout::OperationArguments combine_arguments(const CombineParams& params) {
   const PlanHeader& plan = *params.plan;
-  layout::OperationArguments arguments;
+  layout::OperationArguments arguments = params.arguments;
   arguments.operation = static_cast<int32_t>(layout::Operation::kCombine);
   arguments.layout = static_cast<int32_t>(plan.layout());
   arguments.expert_alignment = static_cast<int32_t>(plan.arrangement.expert_alignment);
@@ -24,8 +24,7 @@ layout::OperationArguments combine_arguments(const CombineParams& params) {
   // Weights that peers pull must be there on every rank; weights applied while adding concern no
   // peer but in the backward.
   arguments.weight_bytes = params.row_weight_bytes;
-  arguments.gradients = params.gradients | params.weight_bytes
-                                               << layout::GradientWord::kWeightBytesShift;
+  arguments.gradients |= params.weight_bytes << layout::GradientWord::kWeightBytesShift;
   arguments.plan_hash = plan.hash;
   return arguments;
 }

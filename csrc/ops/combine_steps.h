@@ -53,7 +53,7 @@ class CombineSteps {
     mover().publish(message);
     if constexpr (Exchange::kMayDefer) {
       if (exchange_.defers_agreement(message.arguments)) {
-        outcome_.gradients = params_.gradients;  // to which no rank can add
+        outcome_.gradients = params_.arguments.gradients;  // to which no rank can add
         return mover().outcome();
       }
     }

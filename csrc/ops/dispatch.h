@@ -26,16 +26,19 @@ enum class CopyOut { kAuto, kAlways, kNever };
 struct DispatchOptions {
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;
   int64_t expert_alignment = 1;
-  layout::CapacityRule capacity;
   int64_t fixed_rows = -1;        ///< rows of this rank's result; -1 for as many as arrive
   std::vector<int> masked_ranks;  ///< low-latency
   CopyOut copy_out = CopyOut::kAuto;
   /// The caller asks for the end later, by DispatchOutcome::end where there is one: rows for this
   /// rank may be on their way when the call returns.
   bool is_async = false;
-  int32_t gradients = 0;  ///< layout::GradientWord
+  layout::OperationArguments
+      arguments;  ///< options that travel; dispatch_arguments() adds the rest
 
-  bool has_capacity() const { return fixed_rows >= 0 || capacity.expert_capacity >= 0; }
+  layout::CapacityRule capacity() const {
+    return {arguments.expert_capacity, static_cast<layout::OnOverflow>(arguments.on_overflow)};
+  }
+  bool has_capacity() const { return fixed_rows >= 0 || arguments.expert_capacity >= 0; }
 };
 
 struct DispatchParams : DispatchOptions {

@@ -29,7 +29,7 @@ ReceiveWindow receive_window(const layout::Arrangement& arrangement,
 
 layout::OperationArguments dispatch_arguments(const DispatchParams& params,
                                               const layout::Arrangement& arrangement) {
-  layout::OperationArguments arguments;
+  layout::OperationArguments arguments = params.arguments;
   arguments.operation = static_cast<int32_t>(params.plan ? layout::Operation::kCachedDispatch
                                                          : layout::Operation::kDispatch);
   arguments.layout = static_cast<int32_t>(arrangement.layout);
@@ -40,9 +40,6 @@ layout::OperationArguments dispatch_arguments(const DispatchParams& params,
   arguments.quantization = params.quantization.code;
   arguments.num_scales = static_cast<int32_t>(params.num_scales);
   arguments.scale_bytes = params.scale_bytes;
-  arguments.on_overflow = static_cast<int32_t>(params.capacity.on_overflow);
-  arguments.gradients = params.gradients;
-  arguments.expert_capacity = params.capacity.expert_capacity;
   arguments.plan_hash = params.plan ? params.plan->hash : 0;
   return arguments;
 }

@@ -149,7 +149,7 @@ class DispatchSteps {
       // One that is received later is told of when it is.
       const bool is_left = params_.is_async && !endpoint_.has_graphs();
       if (!is_left && exchange_.defers_agreement(arguments())) {
-        outcome_.gradients = params_.gradients;  // to which no rank can add
+        outcome_.gradients = params_.arguments.gradients;  // to which no rank can add
         return true;
       }
     }
@@ -178,7 +178,7 @@ class DispatchSteps {
     if (params_.replicas != nullptr)
       choose_replicas(rows);
     JudgedCounts judged = judge_counts(
-        std::move(rows->counts), endpoint_, arrangement_, params_.capacity, params_.row_bytes);
+        std::move(rows->counts), endpoint_, arrangement_, params_.capacity(), params_.row_bytes);
     if (judged.overflow) {
       mover().settle_overflow(judged.overflow);
       std::rethrow_exception(judged.overflow);

@@ -87,12 +87,12 @@ void check_was_made(const ops::PlanHeader& plan) {
 void check_fixed(const ops::DispatchParams& params) {
   if (params.plan || params.layout == RowLayout::kLowLatency)
     return;
-  MOE_CHECK(params.fixed_rows >= 0 && params.capacity.on_overflow != layout::OnOverflow::kGrow,
+  MOE_CHECK(params.fixed_rows >= 0 && params.capacity().on_overflow != layout::OnOverflow::kGrow,
             "a dispatch in a capture has a result of fixed size: it takes Layout.LOW_LATENCY or a "
             "Capacity with num_rows and on_overflow \"drop\" or \"raise\", got num_rows = ",
             params.fixed_rows,
             " (-1 for none) and on_overflow \"",
-            layout::kOnOverflowNames[static_cast<int>(params.capacity.on_overflow)],
+            layout::kOnOverflowNames[static_cast<int>(params.capacity().on_overflow)],
             "\"");
 }
 

@@ -123,7 +123,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     take_counts_ = [plan = launches_.made_plan(),
                     &endpoint = endpoint_,
                     arrangement = arrangement_,
-                    capacity = params_.capacity,
+                    capacity = params_.capacity(),
                     replicas = params_.replicas,
                     row_bytes = params_.row_bytes](ops::Rows rows, uint64_t epoch) {
       if (replicas != nullptr)

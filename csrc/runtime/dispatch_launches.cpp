@@ -114,7 +114,7 @@ ExchangeParams DispatchLaunches::row() const {
   row.arguments = ops::dispatch_arguments(params_, arrangement_);
   row.num_tokens = static_cast<int32_t>(params_.num_tokens);
   row.is_dispatch = 1;
-  row.rule = params_.capacity;
+  row.rule = params_.capacity();
   row.arrangement = arrangement_;
   row.is_column_major = params_.is_column_major() ? 1 : 0;
   row.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;

@@ -338,7 +338,7 @@ struct Recorded {
     ops::DispatchParams params = caller.dispatch_params(layout);
     if (layout != RowLayout::kLowLatency) {
       params.fixed_rows = 2 * caller.num_ranks * kNumTokens;
-      params.capacity.on_overflow = layout::OnOverflow::kDrop;
+      params.arguments.on_overflow = static_cast<int32_t>(layout::OnOverflow::kDrop);
     }
     dispatched = runtime::dispatch(*caller.endpoint, params, {});
     combined = caller.combine(dispatched);

@@ -303,7 +303,8 @@ void bind_dispatch(py::module_& module,
         SubmittedDispatch& submitted = *made;
         const py::object handed_out = py::cast(std::move(made));
         const bool is_map = call.listed != nullptr;
-        const bool needs_outputs = !call.params.is_async && (is_map || call.params.gradients != 0);
+        const bool needs_outputs =
+            !call.params.is_async && (is_map || call.params.arguments.gradients != 0);
         return py::make_tuple(handed_out,
                               needs_outputs ? outputs_of(submitted, is_map) : py::none());
       });

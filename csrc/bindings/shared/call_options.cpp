@@ -64,11 +64,11 @@ void read_capacity(py::handle capacity, ops::DispatchOptions* options) {
     return capacity.attr(name).cast<std::optional<int64_t>>().value_or(-1);
   };
   options->fixed_rows = limit("num_rows");
-  options->capacity.expert_capacity = limit("num_rows_per_expert");
+  options->arguments.expert_capacity = limit("num_rows_per_expert");
   const auto on_overflow = capacity.attr("on_overflow").cast<std::string>();
   const auto* const name = std::ranges::find(layout::kOnOverflowNames, on_overflow);
-  options->capacity.on_overflow =
-      static_cast<layout::OnOverflow>(name - std::begin(layout::kOnOverflowNames));
+  options->arguments.on_overflow =
+      static_cast<int32_t>(name - std::begin(layout::kOnOverflowNames));
 }
 
 ops::DispatchOptions read_dispatch(const py::tuple& tuple) {
@@ -81,7 +81,7 @@ ops::DispatchOptions read_dispatch(const py::tuple& tuple) {
   options.masked_ranks = values.take_as<std::vector<int>>("masked_ranks");
   options.copy_out = values.take_copy_out();
   options.is_async = values.take_as<bool>("async_op");
-  options.gradients = values.take_as<int32_t>("gradients");
+  options.arguments.gradients = values.take_as<int32_t>("gradients");
   values.check_all_taken();
   return options;
 }
@@ -91,7 +91,7 @@ ops::CombineOptions read_combine(const py::tuple& tuple) {
   ops::CombineOptions options;
   options.copy_out = values.take_copy_out();
   options.is_async = values.take_as<bool>("async_op");
-  options.gradients = values.take_as<int32_t>("gradients");
+  options.arguments.gradients = values.take_as<int32_t>("gradients");
   values.check_all_taken();
   return options;
 }
