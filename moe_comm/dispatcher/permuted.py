@@ -221,13 +221,11 @@ def start_dispatch(
         if buffer.config.placement is not None or _is_seen(routing_map, probs):
             listed, weights = list_choices(buffer.config, x, routing_map, probs)
             choices = listed
-    # By hand: the constructors of named tuples take twice as long.
-    options = tuple.__new__(
+    options = DispatchOptions.__new__(
         DispatchOptions,
-        (
-            *(Layout.EXPERT_MAJOR, expert_alignment, quantization, capacity),
-            *((), "auto", async_op, gradients),
-        ),
+        *(Layout.EXPERT_MAJOR, expert_alignment, quantization, capacity),
+        async_op=async_op,
+        gradients=gradients,
     )
     result = buffer.run_dispatch(x, choices, weights, None, options, takes_strides=True)
     probs_dtype = None if probs is None else probs.dtype
@@ -262,7 +260,7 @@ def start_combine(
     if type(rows) is not torch.Tensor:
         with Telling(buffer.reject, "combine"):
             rows = _plain(rows)
-    options = tuple.__new__(CombineOptions, ("auto", async_op, gradients))
+    options = CombineOptions.__new__(CombineOptions, async_op=async_op, gradients=gradients)
     combined = buffer.run_combine(
         rows, places, None, None, None, options, as_sums=True, takes_strides=True
     )

@@ -85,10 +85,8 @@ def dispatch(
         data, scales = x
     is_traced = torch.compiler.is_compiling()
     word = dispatch_word(data, topk_weights, is_traced=is_traced)
-    # By hand: the constructor of a named tuple takes twice as long.
-    options = tuple.__new__(
-        DispatchOptions,
-        (layout, expert_alignment, quantization, capacity, (), "auto", False, word),
+    options = DispatchOptions.__new__(
+        DispatchOptions, layout, expert_alignment, quantization, capacity, gradients=word
     )
     if (is_traced or needs_dispatcher(data, topk_idx, topk_weights, scales)) and (
         _is_operand(data)
@@ -120,18 +118,17 @@ def _by_operator(
     is_traced: bool,
 ) -> DispatchResult:
     """A dispatch that a compiler traces or somebody watches: all that it brings comes as tensors."""
-    layout, _, quantization, capacity, *_, word = options
-    anchor = buffer.gradient_anchor if word else None
+    anchor = buffer.gradient_anchor if options.gradients else None
     run = operators.DISPATCH if is_traced else _eager_dispatch
     brought = run(
         *(x, x_sf, topk_idx, topk_weights, buffer.id_tensor, _sizes(buffer)),
         *encode_dispatch(options),
-        *(word, anchor),
+        *(options.gradients, anchor),
     )
     rows, row_weights, link, local_topk_idx, num_tokens_per_expert, expert_offsets = brought[:6]
     further = brought[10:]
     limited = None
-    if capacity is not None or layout is Layout.LOW_LATENCY:
+    if options.capacity is not None or options.layout is Layout.LOW_LATENCY:
         limited = (further[0], further[1])
         further = further[2:]
     handle = TensorHandle(brought[6], brought[7], brought[8], brought[9], link)
@@ -139,8 +136,8 @@ def _by_operator(
         rows,
         further[1] if len(further) == 2 else None,
         further[0] if further else None,
-        quantization,
-        local_topk_idx if layout is Layout.RANK_MAJOR else None,
+        options.quantization,
+        local_topk_idx if options.layout is Layout.RANK_MAJOR else None,
         None if topk_weights is None else row_weights,
         num_tokens_per_expert,
         expert_offsets,
@@ -148,7 +145,7 @@ def _by_operator(
         handle,
     )
     output = cast("DispatchOutput", parts)
-    return DispatchResult(output, output, capacity, handle=handle)
+    return DispatchResult(output, output, options.capacity, handle=handle)
 
 
 def _for_graphs(result: DispatchResult) -> DispatchResult:

@@ -297,8 +297,7 @@ def combine_rows(
     gradients: int,
 ) -> tuple[torch.Tensor, int]:
     """The sums of `EpBuffer.combine` for tensors of any strides, and what all ranks say of gradients."""
-    # By hand: the constructor of a named tuple takes twice as long.
-    options = tuple.__new__(CombineOptions, ("auto", False, gradients))
+    options = CombineOptions.__new__(CombineOptions, gradients=gradients)
     combined = buffer.run_combine(expert_out, handle, topk_weights, None, None, options, True, True)
     assert isinstance(combined, tuple)
     return combined
