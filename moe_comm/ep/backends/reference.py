@@ -26,7 +26,7 @@ from moe_comm.ep.backends.buffer_agreement import Peers, agree_on_config
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
 from moe_comm.ep.gradients import clash, unite, with_applied_weights
-from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.options import CombineOptions, DispatchOptions, describe_options
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.replica_spec import choose_slots
 from moe_comm.errors import CapacityError
@@ -37,6 +37,12 @@ from moe_comm.tensors.quantization import Quantization
 __all__ = ["ReferenceBackend", "ReferencePlan"]
 
 ValueT = TypeVar("ValueT")
+# Options that ranks agree on and the definition has as fields of a dispatch.
+_PLACING = [
+    name
+    for name, option in describe_options(DispatchOptions).items()
+    if option.ranks == "equal" and name in spec.Dispatch.__annotations__
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +124,7 @@ class ReferenceBackend(Backend):
         )
         if placement is not None:
             gathered = self._with_slots(gathered, placement)
-        dispatch = self._dispatch_of(gathered, options.layout, options.expert_alignment)
+        dispatch = self._dispatch_of(gathered, options)
         if dispatch.overflows:
             raise _beyond_limits(dispatch, rows.x.shape[1] * rows.x.element_size())
         plan = ReferencePlan(
@@ -245,16 +251,15 @@ class ReferenceBackend(Backend):
     def _dispatch_of(
         self,
         gathered: Sequence[_Contribution],
-        layout: Layout,
-        expert_alignment: int,
+        said: DispatchOptions | ReferencePlan,
         counts_of_earlier: torch.Tensor | None = None,
     ) -> spec.Dispatch:
+        num_places = num_places_per_expert(self.config, said.layout, self._peers.num_ranks)
         return spec.Dispatch(
             topk_idx=[_present(rank.topk_idx) for rank in gathered],
             expert_rank=self._expert_rank.tolist(),
-            layout=layout,
-            expert_alignment=expert_alignment,
-            num_places_per_expert=num_places_per_expert(self.config, layout, self._peers.num_ranks),
+            num_places_per_expert=num_places,
+            **{name: getattr(said, name) for name in _PLACING if hasattr(said, name)},
             capacities=[rank.capacity for rank in gathered],
             masked_ranks=frozenset(peer for rank in gathered for peer in rank.masked_ranks),
             counts_of_earlier=counts_of_earlier,
@@ -262,9 +267,7 @@ class ReferenceBackend(Backend):
 
     def _earlier(self, plan: ReferencePlan, gathered: Sequence[_Contribution]) -> spec.Dispatch:
         """The dispatch that the plan is a part of."""
-        return plan.dispatch or self._dispatch_of(
-            gathered, plan.layout, plan.expert_alignment, plan.counts
-        )
+        return plan.dispatch or self._dispatch_of(gathered, plan, plan.counts)
 
     def _received(
         self,
