@@ -18,11 +18,13 @@ class Values:
         good: Two values or more that a call takes; where ranks must say the same, no two are the same.
         bad: Values that no call takes.
         words: Where ranks must say the same: of each good value, what their disagreement quotes.
+        moves_rows: No two good values bring the same rows. Else all do.
     """
 
     good: tuple[Any, ...]
     bad: tuple[Any, ...]
     words: tuple[str, ...] = ()
+    moves_rows: bool = True
 
 
 VALUES = {
@@ -43,14 +45,14 @@ VALUES = {
     ),
     "capacity": Values(
         (
-            Capacity(num_rows_per_expert=8, on_overflow="drop"),
+            Capacity(num_rows_per_expert=4, on_overflow="drop"),
             Capacity(num_rows_per_expert=16, on_overflow="raise"),
         ),
         (8, "drop", (8, None, "drop")),
-        ("on_overflow=drop, num_rows_per_expert=8", "on_overflow=raise, num_rows_per_expert=16"),
+        ("on_overflow=drop, num_rows_per_expert=4", "on_overflow=raise, num_rows_per_expert=16"),
     ),
     "masked_ranks": Values(((), (1,)), ()),
-    "copy_out": Values(("auto", True, False), (1, None, "yes", 0)),
-    "async_op": Values((False, True), (1, None, "no")),
-    "gradients": Values((1, 3), (True, 2, -1, 1.0, None)),
+    "copy_out": Values(("auto", True, False), (1, None, "yes", 0), moves_rows=False),
+    "async_op": Values((False, True), (1, None, "no"), moves_rows=False),
+    "gradients": Values((1, 3), (True, 2, -1, 1.0, None), moves_rows=False),
 }
