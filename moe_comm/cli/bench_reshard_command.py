@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
@@ -18,6 +18,7 @@ from moe_comm.cli.bench.reshard.case import (
     RESHARD_PEERS,
     ReshardCase,
     ReshardOptions,
+    TransportName,
     shape_of_bytes,
 )
 from moe_comm.cli.bench.reshard.engine_storage import check_uncut
@@ -34,10 +35,6 @@ from moe_comm.output_files import check_output
 from moe_comm.resharding.describe.parallelism import Parallelism
 
 __all__ = ["bench_reshard"]
-
-
-TransportName = Literal["symmetric", "gloo", "nvshmem"]
-"""Names of `TRANSPORTS`."""
 
 
 def bench_reshard(

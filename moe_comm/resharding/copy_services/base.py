@@ -75,6 +75,8 @@ class CopyService(abc.ABC):
     requires_process_group_barrier = True
     # True where both ends may be strided views; otherwise the executor hands over contiguous tensors.
     takes_strided_tensors = False
+    # True where the group of the constructor may be a `Bootstrap`, too.
+    takes_bootstrap = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is not None and not hasattr(group, "rank"):

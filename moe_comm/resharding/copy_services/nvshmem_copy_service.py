@@ -39,6 +39,7 @@ class NVSHMEMCopyService(QueuedCopyService):
 
     requires_process_group_barrier = False
     takes_strided_tensors = True
+    takes_bootstrap = True
     device_types = ("cpu",)
 
     def __init__(

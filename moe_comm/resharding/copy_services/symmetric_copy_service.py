@@ -73,6 +73,7 @@ class SymmetricCopyService(QueuedCopyService):
 
     requires_process_group_barrier = False
     takes_strided_tensors = True
+    takes_bootstrap = True
     device_types = ("cpu",)
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from moe_comm.resharding.hold.refit_group import RefitGroup, agree, identity_of
 from moe_comm.resharding.hold.refit_options import Group
 
 __all__ = [
+    "SERVICES",
     "RefitBackendName",
     "check_backend",
     "check_serves",
@@ -31,7 +31,7 @@ __all__ = [
 
 RefitBackendName = Literal["gloo", "nccl", "nvshmem", "symmetric"]
 
-_SERVICES: dict[str, Callable[[Any], CopyService]] = {
+SERVICES: dict[str, type[CopyService]] = {
     "gloo": GlooCopyService,
     "nccl": NCCLCopyService,
     "nvshmem": NVSHMEMCopyService,
@@ -89,15 +89,16 @@ def clear_service_cache() -> None:
 
 def check_backend(backend: str) -> None:
     """Raise ValueError where there is no backend of that name."""
-    if backend not in _SERVICES:
+    if backend not in SERVICES:
         what = f"backend {NO_NIXL}" if backend == "nixl" else f"Unknown backend {backend!r}"
-        raise ValueError(f"{what}; there are {', '.join(sorted(_SERVICES))}")
+        raise ValueError(f"{what}; there are {', '.join(sorted(SERVICES))}")
 
 
 def check_serves(backend: str, group: RefitGroup) -> None:
     """There is such a service, and it can serve this group."""
     check_backend(backend)
-    if backend in ("gloo", "nccl") and not isinstance(group.handle, dist.ProcessGroup | None):
+    is_bootstrap = not isinstance(group.handle, dist.ProcessGroup | None)
+    if is_bootstrap and not SERVICES[backend].takes_bootstrap:
         raise ValueError(
             f"{backend} needs a torch.distributed process group, got {type(group.handle).__name__}"
         )
@@ -112,7 +113,9 @@ def create_service(backend: str, group: RefitGroup) -> CopyService:
     old = service_cache.pop(key, None)
     if old is not None:
         old.close()
-    service = service_cache[key] = _SERVICES[backend](group.handle)
+    make: Any = SERVICES[backend]
+    service: CopyService = make(group.handle)
+    service_cache[key] = service
     return service
 
 
@@ -134,10 +137,10 @@ def find_service(
     if isinstance(given, str):
         return given, service_cache.get((given, key)), given
     kind: type = type(given)
-    for name, made in _SERVICES.items():
+    for name, made in SERVICES.items():
         if given is service_cache.get((name, key)):
             return name, given, name
-        if isinstance(made, type) and isinstance(given, made):
+        if isinstance(given, made):
             kind = made
             break
     return "", given, f"a {kind.__name__}"

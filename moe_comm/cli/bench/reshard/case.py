@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,12 +23,14 @@ __all__ = [
     "TRANSPORTS",
     "ReshardCase",
     "ReshardOptions",
+    "TransportName",
     "dtype_name",
     "shape_of_bytes",
 ]
 
 MEMORIES = ("heap", "shared", "outside")
-TRANSPORTS = ("symmetric", "gloo", "nvshmem")
+TransportName = Literal["symmetric", "gloo", "nvshmem"]
+TRANSPORTS = get_args(TransportName)
 FULL_TENSORS = "full-tensors"
 CHECKSUM = "checksum"
 DELTA = "delta"

@@ -25,8 +25,6 @@ from moe_comm.cli.reshard.model_shapes import ShapedModel, build_module, fill, f
 from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.copy_services.base import CopyService
 from moe_comm.resharding.copy_services.changed_blocks import BLOCK_BYTES
-from moe_comm.resharding.copy_services.gloo_copy_service import GlooCopyService
-from moe_comm.resharding.copy_services.nvshmem_copy_service import NVSHMEMCopyService
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
@@ -36,6 +34,7 @@ from moe_comm.resharding.hold.heap_parameters import (
     share_in_place,
 )
 from moe_comm.resharding.hold.refit import Refit, clear_all_caches, swap_model_weights
+from moe_comm.resharding.hold.refit_services import SERVICES
 
 __all__ = ["RefitSample", "ReshardWorker"]
 
@@ -272,9 +271,9 @@ class ReshardWorker(RankWorker):
     def _make_service(self, transport: str) -> CopyService:
         if transport == "symmetric":
             return SymmetricCopyService(communicator=self.communicator)
-        if transport == "nvshmem":
-            return NVSHMEMCopyService()
-        return GlooCopyService()
+        make: Any = SERVICES[transport]
+        service: CopyService = make()
+        return service
 
     def _run_roof(self) -> None:
         from moe_comm import _host
