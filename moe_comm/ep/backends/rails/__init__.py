@@ -85,8 +85,10 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
         if name == "gloo":
             assert group is not None  # else there was a problem
             engine = GlooEngine(peers, group)
-        else:
+        elif name == "mpi":
             engine = MpiEngine(peers, [peer_place for _, _, peer_place in said])
+        else:
+            raise ValueError(f"no engine belongs to the rail {name!r}")
     if isinstance(first.error, CommunicationError):
         first.raise_own()
     try:
