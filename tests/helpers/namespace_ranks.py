@@ -126,7 +126,6 @@ def until_error(job: Job, rank_idx: int, folder: Path) -> Outcome:
     started_path(folder, rank_idx).touch()
     error, raised_at = failing_ranks.steps_until_error(buffer, HANG_S)
     ranks = error.ranks if isinstance(error, errors.CommunicationError) else ()
-    buffer.destroy()
     communicator.destroy()
     return Outcome([], type(error).__name__, str(error), tuple(ranks), raised_at, time.monotonic())
 

@@ -132,7 +132,6 @@ def check_gradient(context: RankContext, backend: str, case: Case) -> None:
             values.view(-1)[position] = entry
             numerical.view(-1)[position] = (sides[0] - sides[1]) / (2 * step)
         torch.testing.assert_close(leaf.grad[mine], numerical[mine], rtol=1e-6, atol=1e-7)
-    buffer.destroy()
     communicator.destroy()
 
 

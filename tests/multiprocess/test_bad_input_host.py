@@ -178,7 +178,6 @@ def _overfill(context: RankContext) -> list[tuple[int, int, tuple[int, ...]]]:
     held.clear()
     kept.clear()
     step(buffer, 3, num_tokens=64)
-    buffer.destroy()
     buffer.communicator.destroy()
     return found
 
@@ -218,7 +217,6 @@ def _interrupt_a_queue(context: RankContext, folder: str) -> None:
         del result
     buffer.communicator.all_gather(b"")
     step(buffer, 3)
-    buffer.destroy()
     buffer.communicator.destroy()
 
 

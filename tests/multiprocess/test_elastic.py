@@ -90,7 +90,6 @@ def _lose_two(context: RankContext) -> tuple[Any, ...]:
             step(buffer, seed)
     assert torch.equal(kept, torch.full((100,), 7.0))
     assert comm.bootstrap.all_gather(comm.rank_idx) == list(range(comm.num_ranks))
-    buffer.destroy()
     comm.destroy()
     return tuple(found)
 

@@ -234,7 +234,6 @@ def _stop(context: RankContext, folder: str) -> tuple[Told, Told]:
     recovery = comm.recover()
     assert recovery.failed_ranks == ()
     step(buffer, 3)
-    buffer.destroy()
     comm.destroy()
     return told(first), told(comm_error)
 
@@ -269,7 +268,6 @@ def _stop_elsewhere(context: RankContext, folder: str) -> Told:
         os.kill(pids[3], signal.SIGCONT)
     assert comm.recover().failed_ranks == ()
     step(buffer, 2)
-    buffer.destroy()
     comm.destroy()
     return told(error)
 
@@ -291,7 +289,6 @@ def _never_come(context: RankContext, folder: str) -> Told | None:
         done.touch()
     buffer.communicator.recover()
     step(buffer, 2)
-    buffer.destroy()
     buffer.communicator.destroy()
     return None if error is None else told(error)
 
@@ -480,7 +477,6 @@ def _interrupt(context: RankContext, folder: str) -> Told:
         error = error_of(lambda: step(buffer, 1))
     assert comm.recover().failed_ranks == ()
     step(buffer, 2)
-    buffer.destroy()
     comm.destroy()
     return told(error)
 

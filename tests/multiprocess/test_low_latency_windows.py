@@ -66,7 +66,6 @@ def _num_allocations_of(
         assert int(result.num_tokens_per_expert.sum()) > 0
         numbers.append(communicator.heap_stats().num_allocations - before)
         del result
-    buffer.destroy()
     communicator.destroy()
     return numbers
 

@@ -77,7 +77,6 @@ def _large(context: RankContext, num_threads: int) -> None:
             )
             assert not result.x_sf.view(words)[~filled].any()
         del result
-    buffer.destroy()
     comm.destroy()
 
 

@@ -106,7 +106,6 @@ def _two_deaths(context: RankContext) -> list[tuple[int, ...]]:
             step(later, 7, living)
             comm.all_gather(b"")
         _use_replicas(comm, living)
-    buffer.destroy()
     comm.destroy()
     return found
 
@@ -139,7 +138,6 @@ def _die_in_recover(context: RankContext, delay_s: float | None) -> tuple[int, .
         assert error.ranks == (1,)
     for seed in range(50):
         step(buffer, seed, living)
-    buffer.destroy()
     comm.destroy()
     return failed
 
@@ -172,7 +170,6 @@ def _recover_late(context: RankContext, folder: str) -> Recovery:
         recovery = comm.recover()
     for seed in range(5):
         step(buffer, seed)
-    buffer.destroy()
     comm.destroy()
     return recovery
 
@@ -199,7 +196,6 @@ def _recover_with_operations_in_flight(context: RankContext) -> None:
     assert all("PeerFailedError" in error for error in errors), errors
     for seed in range(5):
         step(buffer, seed)
-    buffer.destroy()
     comm.destroy()
 
 
@@ -215,7 +211,6 @@ def _recover_without_failure(context: RankContext) -> tuple[int, ...]:
         recovery = buffer.communicator.recover()
         assert recovery.failed_ranks == ()
         found.append(recovery.completed_epochs[0])
-    buffer.destroy()
     buffer.communicator.destroy()
     return tuple(found)
 
@@ -255,7 +250,6 @@ def _chain(context: RankContext, folder: str) -> tuple[str, tuple[int, ...]]:
         os.kill(pids[2], signal.SIGCONT)
     comm.recover()
     step(buffer, 2)
-    buffer.destroy()
     comm.destroy()
     if context.rank_idx == 2 and error is None:
         return "", (2,)  # all that it waited for had come before it looked for an abort
