@@ -41,7 +41,6 @@ class _Finder:
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> None:
         """Refuse a module; called as every finder of `sys.meta_path` is."""
-        del path, target
         refuse(fullname)
 
 

@@ -198,7 +198,6 @@ class MegatronTokenDispatcher:
                 and only `combine_postprocess` makes use of it.
             allocate_on_comm_stream: No effect.
         """
-        del allocate_on_comm_stream
         if not async_finish:
             return self._comm_manager.combine(hidden_states)
         self._combining = self._comm_manager.start_combine(hidden_states, async_op=True)

@@ -232,7 +232,6 @@ class MegatronManager:
         Returns:
             `[M, hidden]`, permuted by expert; see `async_finish`.
         """
-        del allocate_on_comm_stream
         routing_map, probs = self.routing_map, self.token_probs
         if routing_map is None or probs is None:
             with Telling(keep, "dispatch"):
@@ -297,7 +296,6 @@ class MegatronManager:
         Returns:
             `[num_tokens, hidden]`.
         """
-        del async_finish, allocate_on_comm_stream
         return self.start_combine(hidden_states).wait_differentiable(hidden_states)
 
     def start_combine(

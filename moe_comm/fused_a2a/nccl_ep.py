@@ -32,7 +32,6 @@ def ensure_nccl_ep_bootstrapped(*args: Any, **kwargs: Any) -> NoReturn:
     Raises:
         RuntimeError: Always, with the backends that there are.
     """
-    del args, kwargs
     raise RuntimeError(
         "the flex backend 'ncclep' is Transformer Engine's, which moe_comm.fused_a2a does not offer: "
         "use 'hybridep' or 'deepep'"

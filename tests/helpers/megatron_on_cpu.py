@@ -50,13 +50,11 @@ _THE_STREAM = _Stream()
 
 def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's function, for tensors that are there already: it heeds `as_numpy` on GPUs only."""
-    del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _fork_nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
     """For attention, which asks for a generator of CUDA around its dropout, also one of probability 0."""
-    del args, kwargs
     return contextlib.nullcontext()
 
 

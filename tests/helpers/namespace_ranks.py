@@ -96,7 +96,6 @@ def connect(job: Job, **options: Any) -> Communicator:
 
 
 def conform(job: Job, rank_idx: int, folder: Path) -> Outcome:
-    del folder
     faults: list[str] = []
     context = RankContext(rank_idx, job.num_ranks, None)
     target = Target(name="host", connect=lambda _: connect(job))

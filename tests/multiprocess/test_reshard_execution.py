@@ -244,7 +244,6 @@ class SequentialExperts(nn.Module):
 
     def __init__(self, layout: str, rank: int, first: torch.Tensor, second: torch.Tensor) -> None:
         super().__init__()
-        del second
         parallelism = Parallelism.parse(layout, NUM_RANKS)
         self.pg_collection = parallelism.groups(rank)
         num_local = 8 // parallelism.ep

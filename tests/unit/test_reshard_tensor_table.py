@@ -189,7 +189,6 @@ def test_any_has() -> None:
 
 
 def test_weak_references_are_what_they_refer_to(kind: str) -> None:
-    del kind
     tensors = some_tensors()
     references = list(map(weakref.ref, tensors))
     table = TensorTable(references)

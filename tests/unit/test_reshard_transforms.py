@@ -416,7 +416,6 @@ class _Foreign:
         return param_name == NAME
 
     def prepare_send(self, param_name: str, src_slice: Any, src_param: torch.Tensor) -> Any:
-        del param_name
         return (src_param[src_slice],)
 
     def prepare_recv(self, param_name: str, dst_slice: Any) -> Any:

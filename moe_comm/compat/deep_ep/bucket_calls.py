@@ -42,7 +42,6 @@ class BucketCalls:
         self, srcs: Tensors, outs: Tensors, returned: Returned, *, async_finish: bool
     ) -> EventOverlap:
         """Bytes of every `srcs[i]` of all ranks into `outs[i]`, in rank order. Collective."""
-        del async_finish  # read by the decorator
         buffer = self._buffer()
         parts = [src.view(-1).view(torch.uint8)[None] for src in srcs]
         num_rows, width = _cut(sum(part.shape[1] for part in parts))
@@ -79,7 +78,6 @@ class BucketCalls:
             dtype: In which parts travel; sums are float32, in rank order.
             async_finish: True.
         """
-        del async_finish
         buffer, num_ranks = self._buffer(), self._owner.num_ranks
         parts = [src.view(num_ranks, -1) for src in srcs]
         num_rows, num_bytes = _cut(dtype.itemsize * sum(part.shape[1] for part in parts))
@@ -116,7 +114,6 @@ class BucketCalls:
         async_finish: bool,
     ) -> EventOverlap:
         """Sums over ranks of every float32 `srcs[i]`, times `scale`, into `outs[i]`. Collective."""
-        del async_finish
         buffer, num_ranks = self._buffer(), self._owner.num_ranks
         parts = [src.view(1, -1) for src in srcs]
         slice_elements = -(-sum(part.shape[1] for part in parts) // num_ranks)

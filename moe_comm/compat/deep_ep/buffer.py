@@ -473,7 +473,6 @@ class Buffer(MaskedRanks):
             TypeError: A dtype or type is wrong on some rank.
             NotImplementedError: `topk_weights`, `use_nvfp4` or `use_ue8m0_for_sf` asks for something.
         """
-        del x_global_scale
         buffer = self._low_latency_buffer(num_experts, num_max_dispatch_tokens_per_rank)
         refuse_not_offered(
             buffer,
@@ -554,7 +553,6 @@ class Buffer(MaskedRanks):
             NotImplementedError: `overlap` or `src_signals` asks for something.
         """
         self._owner.shared()
-        del packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signal_expect_value
         try:
             known = require_low_latency(handle)
         except TypeError as error:

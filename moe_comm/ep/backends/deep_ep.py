@@ -174,7 +174,6 @@ class DeepEpRows(RowMover):
         send_splits: list[int],
         operation: str,
     ) -> None:
-        del recv_splits  # DeepEP counts for itself
         self.transport.all_to_all(arrived, sent, send_splits, operation)
 
     def _expert_ids(self, plan: CollectivePlan) -> torch.Tensor:

@@ -21,7 +21,6 @@ class NixlCopyService:
 
     def __new__(cls, group: Any = None, agent_name: str | None = None) -> NoReturn:
         """Say which services there are instead."""
-        del group, agent_name
         raise ImportError(
             f"{NO_NIXL}: take SymmetricCopyService (one machine), GlooCopyService, NCCLCopyService "
             "or NVSHMEMCopyService"

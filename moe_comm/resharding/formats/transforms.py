@@ -124,7 +124,6 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         self, param_name: str, src_slice: Slices, src_param: torch.Tensor
     ) -> list[torch.Tensor]:
         """bfloat16 values; data and scales with `convert_on_send`."""
-        del param_name
         return self._send(src_slice, src_param, None, is_quantized=self.convert_on_send)
 
     def prepare_send_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor]:
@@ -312,7 +311,6 @@ class FP8BlockReshardTransform(ScaledBufferTransform):
         self, param_name: str, src_slice: Slices, src_param: torch.Tensor
     ) -> list[torch.Tensor]:
         """Prepare a send like `prepare_send_of`, of a piece that has the same bounds at both ends."""
-        del param_name
         return self._send(src_slice, src_slice, src_param, None)
 
     def prepare_send_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor]:

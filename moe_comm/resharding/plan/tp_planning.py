@@ -147,7 +147,6 @@ def _finalize_dp_transfers(
     my_global_rank: int,
 ) -> list[Transfer]:
     """Return the transfers of a parameter that is not sharded to a destination rank: all of it."""
-    del param_name
     src_ranks = src_metadata.data_parallel_group_ranks or []
     dst_ranks = dst_metadata.data_parallel_group_ranks or []
     if my_global_rank not in dst_ranks:

@@ -23,7 +23,6 @@ class ReshardTransform:
 
     def should_transform(self, param_name: str) -> bool:
         """Return whether the methods below handle `param_name`, a name in this rank's own module."""
-        del param_name
         return False
 
     def prepare_send(
@@ -60,12 +59,10 @@ class ReshardTransform:
         Asked for by `verify="checksum"`, as is `written_of`. The base class says of nothing what it must
         be: its parameters are not proven.
         """
-        del op, src_param
         return None
 
     def written_of(self, op: TransferOp) -> list[torch.Tensor] | None:
         """Return the destination's tensors of a piece, read from its storage; None where nobody can tell."""
-        del op
         return None
 
     def prepare_send_of(self, op: TransferOp, src_param: torch.Tensor) -> list[torch.Tensor]:

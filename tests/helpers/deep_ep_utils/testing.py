@@ -27,7 +27,6 @@ def bench(
         post_fn: Called after each of these, not timed.
         flush_l2: Of GPUs, no effect.
     """
-    del flush_l2
     for _ in range(num_warmups):
         fn()
     seconds = []
@@ -68,7 +67,6 @@ def bench_kineto(
     Raises:
         NotImplementedError: There is a `trace_path`.
     """
-    del suppress_kineto_output
     if trace_path is not None:
         raise NotImplementedError(
             f"trace_path must be None, there is no profile of kernels; got {trace_path!r}"
