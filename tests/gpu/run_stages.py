@@ -401,8 +401,7 @@ def kernel_times(num_ranks: int, num_tokens: int, *options: str) -> Callable[[],
 
 def last_document(found: dict[str, Any]) -> dict[str, Any]:
     """The JSON document that a program has printed last."""
-    document: dict[str, Any] = json.loads(found["output"].strip().splitlines()[-1])
-    return document
+    return json.loads(found["output"].strip().splitlines()[-1])
 
 
 def check_spread(devices: Sequence[object]) -> None:

@@ -167,8 +167,7 @@ class DeepEpV1:
         self._buffer.dispatch(self._inputs.x, handle=handle)
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
-        sums: torch.Tensor = self._buffer.combine(rows, handle)[0]
-        return sums
+        return self._buffer.combine(rows, handle)[0]
 
     def destroy(self) -> None:
         self._buffer.destroy()
@@ -208,8 +207,7 @@ class DeepEpV2:
         )
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
-        sums: torch.Tensor = self._buffer.combine(rows, handle)[0]
-        return sums
+        return self._buffer.combine(rows, handle)[0]
 
     def destroy(self) -> None:
         self._buffer.destroy()
@@ -248,10 +246,8 @@ class DeepEpLowLatency:
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
         inputs = self._inputs
-        sums: torch.Tensor = self._buffer.low_latency_combine(
-            rows, inputs.topk_idx, inputs.topk_weights, handle
-        )[0]
-        return sums
+        given = (rows, inputs.topk_idx, inputs.topk_weights, handle)
+        return self._buffer.low_latency_combine(*given)[0]
 
     def destroy(self) -> None:
         self._buffer.destroy()

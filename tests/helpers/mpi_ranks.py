@@ -32,8 +32,7 @@ class MpiBootstrap:
         self.num_ranks = MPI.COMM_WORLD.Get_size()
 
     def all_gather(self, item: Any) -> list[Any]:
-        gathered: list[Any] = MPI.COMM_WORLD.allgather(item)
-        return gathered
+        return MPI.COMM_WORLD.allgather(item)
 
 
 def exchange_messages(bootstrap: MpiBootstrap, num_local_ranks: int) -> None:

@@ -202,8 +202,7 @@ class _PretendedBackend(SimtBackend):
         return _Arrived(super().combine(*args, **options))
 
     def empty_expert_output(self, *args: Any) -> torch.Tensor:
-        made: torch.Tensor = _wrapped(super().empty_expert_output(*args))
-        return made
+        return _wrapped(super().empty_expert_output(*args))
 
 
 class PretendedCommunicator(Communicator):

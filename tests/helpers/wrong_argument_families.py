@@ -285,8 +285,7 @@ def serving_calls(context: RankContext) -> Mapping[str, Entry]:
     def finalize(**arguments: Any) -> torch.Tensor:
         shape._prepared.update(prepared)
         shape.finalize(**arguments)
-        result: torch.Tensor = arguments["output"]
-        return result
+        return arguments["output"]
 
     finalize.__signature__ = inspect.signature(shape.finalize)  # type: ignore[attr-defined]
     finalizing = {

@@ -49,18 +49,15 @@ class Watch(TorchDispatchMode):
 
     def dispatch(self) -> Received:
         """Send the tokens of this rank."""
-        received: Received = self._call("kernels", "dispatch")
-        return received
+        return self._call("kernels", "dispatch")
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
         """Sums of rows."""
-        sums: torch.Tensor = self._call("kernels", "combine", rows, handle)
-        return sums
+        return self._call("kernels", "combine", rows, handle)
 
     def empty_expert_output(self, handle: Any) -> torch.Tensor:
         """A window, for which the heap may grow."""
-        window: torch.Tensor = self._call("the device waits", "empty_expert_output", handle)
-        return window
+        return self._call("the device waits", "empty_expert_output", handle)
 
     def _note(self, kind: str, name: str) -> None:
         assert self._since_barrier in ("", kind), f"{name} since {self._since_barrier}"

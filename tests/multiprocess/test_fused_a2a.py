@@ -361,8 +361,7 @@ def transform_on_rank_0(context: RankContext, *, hybrid: bool) -> None:
     x, probs = inputs(context)
 
     def rows(x: torch.Tensor) -> torch.Tensor:
-        brought: torch.Tensor = exchange(context, x, probs, hybrid=hybrid)[0]
-        return brought
+        return exchange(context, x, probs, hybrid=hybrid)[0]
 
     rows(x)
     with pytest.raises(ValueError, match="rank 0: a transform of torch"):

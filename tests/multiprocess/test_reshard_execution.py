@@ -113,7 +113,6 @@ def make(
         )
         model_shapes.fill(target, 1000)
     plan = build_local_reshard_plan(source, target, shape.num_experts, context.group)
-    service: CopyService
     if transport == "gloo":
         service = GlooCopyService()
     else:

@@ -298,7 +298,6 @@ def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 def _does_not_come(context: RankContext, name: str, folder: str) -> list[object]:
     """Rank 1 does not run until the others have given up."""
     group = _patient_group()
-    service: CopyService
     if name == "gloo":
         service = GlooCopyService(group)
     else:

@@ -311,8 +311,7 @@ def test_the_policy_can_be_an_override() -> None:
 
 def as_plain(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor that may be a `DTensor`."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def build_twins(context: RankContext, fields: dict[str, Any]) -> list[Any]:

@@ -33,8 +33,7 @@ def invoke(*arguments: str) -> Any:
 def plan(*arguments: str) -> dict[str, Any]:
     done = invoke(*SIZES, *arguments, "--json")
     assert done.exit_code == 0, done.output
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    return json.loads(done.stdout)
 
 
 def roster_bytes(parallelism: Parallelism, rank: int) -> int:

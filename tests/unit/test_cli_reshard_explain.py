@@ -35,8 +35,7 @@ def invoke(source: str, destination: str, *arguments: str) -> Any:
 def document(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
     done = invoke(*arguments, "--json")
     assert done.exit_code == exit_code, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def pairs(found: dict[str, Any]) -> dict[tuple[int, int], int]:

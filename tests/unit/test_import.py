@@ -29,8 +29,7 @@ def modules_added_by(statement: str) -> list[str]:
     """Modules that `statement` loads in a fresh interpreter that has imported torch."""
     run = run_python("-c", PROGRAM.format(statement=statement))
     assert run.returncode == 0, run.stderr
-    added: list[str] = json.loads(run.stdout.splitlines()[-1])
-    return added
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def expensive(modules: list[str]) -> list[str]:

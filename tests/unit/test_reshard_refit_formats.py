@@ -87,8 +87,7 @@ def test_buffers_of_pipeline_stages_are_known_by_their_global_layer() -> None:
         known = plan.buffer_dtypes
         refit._harmonize_buffer_dtypes(plan, source, target, None)
         assert plan.buffer_dtypes is known
-        dtype: torch.dtype = target.layers[0].bias.dtype
-        return dtype
+        return target.layers[0].bias.dtype
 
     assert threads(rank, 2) == [full, half]
 
