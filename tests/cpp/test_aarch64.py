@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.source_tree import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-g++"
@@ -28,11 +29,5 @@ def test_compiles_for_aarch64(source: str, tmp_path: Path) -> None:
     if shutil.which(COMPILER) is None:
         pytest.skip(f"{COMPILER} is not installed")
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-I", "csrc"]
-    compiled = subprocess.run(
-        [COMPILER, *flags, "-c", source, "-o", str(tmp_path / "out.o")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    compiled = captured([COMPILER, *flags, "-c", source, "-o", str(tmp_path / "out.o")], cwd=ROOT)
     assert compiled.returncode == 0, compiled.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.source_tree import captured
 from tests.schedules.fault_catalogue import read_catalogue, write_copies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,11 +88,8 @@ def check(ptx: Path, pipeline: str) -> str:
     config.write_text(
         json.dumps({"schema": "spverify.kernel-input/v1", "entry": pipeline, "launch": launch})
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "sentryward", ptx, "--input", config, "--timeout", "120"],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = captured(
+        [sys.executable, "-m", "sentryward", ptx, "--input", config, "--timeout", "120"]
     )
     said = json.loads(done.stdout)
     if said["result"] == "race_free":

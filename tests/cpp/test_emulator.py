@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.native_programs import ROOT, build_program, cases_of
+from tests.helpers.source_tree import captured
 
 CASES = {
     name: cases_of(name) for name in ("emulator_kernels", "emulator_memory", "emulator_streams")
@@ -19,9 +20,7 @@ OTHERS = ("measure", "stack_overflow")
 
 
 def run(program: Path, case: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(program), case], capture_output=True, text=True, check=False, timeout=300
-    )
+    return captured([str(program), case], timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_other_ways_to_switch(switch: str, tmp_path: Path) -> None:
     flags.append('-DMOE_DEVICE_PRIMITIVES="simt/primitives.h"')
     program = tmp_path / "program"
     command = ["g++", *flags, *map(str, sources), "-o", str(program), *libraries]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    built = captured(command)
     assert built.returncode == 0, built.stderr
     for case in CASES["emulator_kernels"]:
         if case not in OTHERS:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.native_programs import build_program
+from tests.helpers.source_tree import captured
 
 
 @pytest.mark.full
@@ -23,7 +24,7 @@ def test_heap_stress(sanitizer: str, name: str, tmp_path: Path) -> None:
     if not _succeeds(command) or not _succeeds([str(probe)]):
         pytest.skip(f"programs with -fsanitize={sanitizer} do not build or run here")
     program = build_program(f"{name}_{sanitizer.replace(',', '_')}")
-    ended = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=200)
+    ended = captured([str(program)], timeout=200)
     assert (ended.returncode, ended.stdout) == (0, "ok\n"), ended.stderr
 
 

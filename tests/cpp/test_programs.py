@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.helpers.native_programs import build_program
+from tests.helpers.source_tree import captured
 from tests.schedules.fault_catalogue import names_found_by
 
 # Those that have to see faults, which schedules do not find, and what they say of one.
@@ -30,7 +31,7 @@ PROGRAMS = [
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(build_program(name)), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return captured(command, timeout=300)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

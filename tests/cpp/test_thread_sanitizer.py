@@ -10,13 +10,12 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.source_tree import copy_source_tree, run
+from tests.helpers.source_tree import captured, copy_source_tree, run
 
 RACE = re.compile(r"^SUMMARY: ThreadSanitizer: (.*)$", re.MULTILINE)
 EXIT_STATUS_OF_A_RACE = "66"
@@ -59,14 +58,7 @@ def races(tree: Path) -> list[str]:
     }
     # ThreadSanitizer of GCC 12 knows the usual layout of addresses only, not a randomized one.
     program = [sys.executable, str(tree / "tests" / "helpers" / "threaded_ranks.py")]
-    done = subprocess.run(
-        ["setarch", platform.machine(), "-R", *program],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured(["setarch", platform.machine(), "-R", *program], cwd=tree, env=environment)
     found = RACE.findall(done.stderr)
     assert str(done.returncode) == (EXIT_STATUS_OF_A_RACE if found else "0"), done.stderr[-4000:]
     return found

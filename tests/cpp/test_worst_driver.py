@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.helpers.native_programs import build_program, cases_of
+from tests.helpers.source_tree import captured
 
 pytestmark = pytest.mark.skipif(
     shutil.which("nvcc") is None, reason="CUDA's headers come with nvcc, which is not installed"
@@ -49,7 +50,7 @@ CASES = [case for case in cases_of("worst_driver") if case not in DEADLOCKS | HO
 
 def run(case: str) -> subprocess.CompletedProcess[str]:
     command = [str(build_program("worst_driver")), case]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    return captured(command, timeout=200)
 
 
 @pytest.mark.parametrize("case", CASES)

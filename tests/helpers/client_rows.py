@@ -10,12 +10,12 @@ import functools
 import importlib
 import importlib.metadata
 import os
-import subprocess
 
 import pytest
 import torch
 
 from moe_comm.cli.bench.environment import collect_environment
+from tests.helpers.source_tree import captured
 
 __all__ = ["properties_of"]
 
@@ -40,7 +40,7 @@ def release_of(framework: str) -> str:
         (checkout,) = importlib.import_module("miles").__path__
     if checkout is not None:
         described = ["git", "-C", checkout, "describe", "--always", "--tags", "--dirty"]
-        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+        return captured(described, check=True).stdout.strip()
     for name in DISTRIBUTIONS[framework]:
         for found in importlib.metadata.distributions(name=name):
             return found.version

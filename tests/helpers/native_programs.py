@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.source_tree import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,12 +26,7 @@ def build_program(name: str) -> Path:
     # The lock that setup.py takes.
     with build_dir.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        built = subprocess.run(
-            [cmake, "--build", str(build_dir), "--target", name],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        built = captured([cmake, "--build", str(build_dir), "--target", name])
     assert built.returncode == 0, built.stdout + built.stderr
     return build_dir / name
 

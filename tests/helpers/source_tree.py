@@ -1,26 +1,26 @@
-"""Copies of the checkout that a test may build in and break."""
+"""Programs that tests run, and copies of the checkout that one may build in and break."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def captured(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Result of a command, output and all; `options` of `subprocess.run`, whose `check` is False."""
+    return subprocess.run(command, capture_output=True, text=True, **{"check": False, **options})
+
+
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     """Standard output of a command that must succeed."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured(command, cwd=cwd, env=env)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,16 +12,14 @@ import pytest
 import torch
 
 from moe_comm.ep.routing_trace import load_routing_trace
+from tests.helpers.source_tree import captured
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def said_by(example: str, *arguments: object, timeout: float = 300) -> str:
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{example}.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+    ended = captured(
+        [sys.executable, str(EXAMPLES / f"{example}.py"), *map(str, arguments)], timeout=timeout
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

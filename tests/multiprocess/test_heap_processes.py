@@ -20,6 +20,7 @@ from moe_comm import _host
 from tests.helpers import fresh_python
 from tests.helpers import heap_ranks as steps
 from tests.helpers.heap_ranks import MIB, WAIT_S, RankProcess, rank_processes
+from tests.helpers.source_tree import captured
 
 
 @contextlib.contextmanager
@@ -257,11 +258,8 @@ def test_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
     probe = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=1M tmpfs /dev/shm"]
     with contextlib.suppress(FileNotFoundError):
         if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
-            ended = subprocess.run(
+            ended = captured(
                 ["unshare", "-m", "sh", "-c", shell],
-                capture_output=True,
-                text=True,
-                check=False,
                 timeout=2 * WAIT_S,
                 cwd=Path.cwd(),
                 env=python_environment(),
@@ -533,11 +531,8 @@ def start_python(script: str, *args: str) -> subprocess.Popen[str]:
 
 
 def run_python(script: str, *args: str) -> Any:
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", as_program(script), *args],
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=2 * WAIT_S,
         env=python_environment(),
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.pages import python_blocks
+from tests.helpers.source_tree import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/testing.md"
@@ -112,9 +112,7 @@ def test_the_variable_reaches_imports_at_the_top(
 
 def test_the_plugin_alone_imports_no_torch() -> None:
     code = "import moe_comm_pytest, sys; print('torch' in sys.modules, 'moe_comm' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = captured([sys.executable, "-c", code], check=True, cwd=ROOT)
     assert done.stdout == "False False\n"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from moe_comm.cli.bench.peers.mpi_launcher import find_mpi
 from tests.helpers.mpi_here import why_no_mpi
+from tests.helpers.source_tree import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 330.0  # after a rank that hangs has said where
@@ -18,13 +19,8 @@ pytestmark = pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi())
 
 
 def mpiexec(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*find_mpi().command(num_ranks), sys.executable, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    return captured(
+        [*find_mpi().command(num_ranks), sys.executable, *arguments], cwd=ROOT, timeout=TIMEOUT_S
     )
 
 

@@ -23,6 +23,7 @@ from tests.helpers.failing_ranks import (
     resident_bytes,
     step,
 )
+from tests.helpers.source_tree import captured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +233,9 @@ def test_small_dev_shm(tmp_path: Path) -> None:
         if subprocess.run([*in_namespace, mount], capture_output=True, check=False).returncode:
             pytest.skip("a mount namespace of its own is not permitted")
     root = str(Path(__file__).parents[2])
-    result = subprocess.run(
+    result = captured(
         [*in_namespace, f'{mount} && exec "{sys.executable}" "{script}"'],
-        capture_output=True,
-        text=True,
         timeout=PROGRAM_S,
-        check=False,
         cwd=root,
     )
     assert (result.returncode, result.stdout) == (0, "works\n"), result.stderr

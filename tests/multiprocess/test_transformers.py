@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from moe_comm.dispatcher.transformers import balance_experts, register
 from moe_comm.tensors.quantized import dequantize, quantize
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers import transformers_models as models
+from tests.helpers.source_tree import captured
 from tests.helpers.transformers_models import Layout
 
 # FSDP over efsdp in those of 4 ranks with 2 for the experts; EP groups that are a TP group, or several.
@@ -464,12 +464,7 @@ def test_the_example_trains_and_generates() -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "train_transformers.py"
     sizes = ["--steps", "6", "--hidden", "32", "--context", "32", "--text-bytes", "20000"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ended = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", example, *sizes],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    ended = captured([*launcher, "--nproc-per-node", "2", example, *sizes], timeout=500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("│")[1:-1] for line in ended.stdout.splitlines() if line.count("│") == 4]
     assert [way.strip() for way, _, _ in rows] == ["all_to_all", "moe_comm"]
@@ -479,7 +474,7 @@ def test_the_example_trains_and_generates() -> None:
 
 def test_the_example_is_started_by_torchrun() -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "train_transformers.py"
-    ended = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=200)
+    ended = captured([sys.executable, example], timeout=200)
     assert ended.returncode != 0
     assert "torchrun --nproc-per-node 2" in ended.stderr
 

@@ -6,7 +6,6 @@ tests/schedules/README.md says what is modeled, and how to replay what a failure
 from __future__ import annotations
 
 import json
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.native_programs import build_program
+from tests.helpers.source_tree import captured
 from tests.schedules.fault_catalogue import Fault, read_catalogue
 
 NUM_PROCESSES = 2
@@ -46,7 +46,7 @@ def program() -> Path:
 
 
 def run_command(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = captured(command)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -65,15 +65,12 @@ class Explored:
 def explore(
     program: Path, scenario: str, num_schedules: int, *, fault: str = "none", first: int = 0
 ) -> Explored:
-    done = subprocess.run(
+    done = captured(
         [
             str(program),
             *("--scenario", scenario, "--seeds", f"{first}:{first + num_schedules}"),
             *("--fault", fault, "--json"),
         ],
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=600,
     )
     where = f"schedules --scenario {scenario} --fault {fault}"
@@ -142,7 +139,7 @@ def test_a_seed_replays_its_schedule(program: Path) -> None:
 def test_a_signal_is_a_finding(program: Path) -> None:
     """Code of the host that reads what it likes ends a schedule, not the program."""
     command = [str(program), "--scenario", "litmus_signal,host_layer", "--seeds", "7:9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = captured(command)
     assert done.returncode == 1, done.stderr
     assert "crash: signal 11 " in done.stdout
     assert "ended the schedule of seed 7\n" in done.stdout
@@ -152,7 +149,7 @@ def test_a_signal_is_a_finding(program: Path) -> None:
 
 def test_a_failure_says_how_to_replay_it(program: Path) -> None:
     command = [str(program), "--scenario", "litmus_message_released_at_device", "--seeds", "5:9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = captured(command)
     assert done.returncode == 1
     assert "replay: schedules --scenario litmus_message_released_at_device --seeds 5\n" in (
         done.stdout
@@ -170,7 +167,7 @@ def test_a_failure_says_how_to_replay_it(program: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_refused(program: Path, arguments: tuple[str, ...]) -> None:
-    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
+    done = captured([str(program), *arguments])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr
 
@@ -181,7 +178,7 @@ def test_a_fault_that_nothing_comes_across_is_refused(program: Path) -> None:
         ("host_layer", "done_before_rows_were_read"),
     ):
         command = [str(program), "--scenario", scenario, "--seeds", "3", "--fault", fault]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = captured(command)
         assert done.returncode == 2, done.stdout
         assert f"no code that ran has a fault '{fault}'" in done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from moe_comm.cli.bench.run import CaseRun
 from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.commands import help_text
 from moe_comm.ep.limits import NUM_MAX_EXPERTS
+from tests.helpers.source_tree import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 NARROW = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
@@ -51,9 +51,7 @@ def test_help_of_the_script_imports_no_torch() -> None:
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
         "print([name for name in ('torch', 'typer', 'rich', 'moe_comm.cli.app') if name in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = captured([sys.executable, "-c", program], check=True, cwd=ROOT)
     text, _, loaded = done.stdout.rstrip("\n").rpartition("\n")
     assert loaded == "[]"
     assert text + "\n" == help_text()

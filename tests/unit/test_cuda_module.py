@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import types
@@ -29,7 +28,7 @@ from moe_comm.testing import launch as ranks_launch
 from moe_comm.testing import run_ranks
 from tests.helpers.fresh_python import run_python
 from tests.helpers.on_device import NUM_SMS
-from tests.helpers.source_tree import ROOT, run
+from tests.helpers.source_tree import ROOT, captured, run
 
 IS_BUILT = importlib.util.find_spec(cuda_devices.CUDA_MODULE) is not None
 needs_module = pytest.mark.skipif(not IS_BUILT, reason="moe_comm._cuda was built without nvcc")
@@ -213,9 +212,7 @@ class TestDoctorOnGpus:
         ]
         script = tmp_path / "list.cmake"
         script.write_text("\n".join([*lines, 'message("${archs_text}")']), encoding="utf-8")
-        done = subprocess.run(
-            ["cmake", "-P", str(script)], capture_output=True, text=True, check=True
-        )
+        done = captured(["cmake", "-P", str(script)], check=True)
         native.ARCHITECTURES = done.stderr.strip()
         assert re.findall(r"\d+", native.ARCHITECTURES) == ["80", "90", "100"]
         described = {**native.describe_device(0), "compute_capability": (major, 0)}
@@ -253,11 +250,8 @@ def test_kernels_that_wait_for_each_other_must_fit_at_once() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("architecture", ["80", "90a", "100"])
 def test_kernels_compile_without_spills(architecture: str) -> None:
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "benchmarks/ptxas_report.py", "--architectures", architecture, "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.source_tree import captured
+
 PROGRAM = Path(__file__).resolve().parents[1] / "gpu/run_stages.py"
 
 Main = Callable[..., int]
@@ -515,12 +517,7 @@ def test_gpus_are_those_that_this_program_was_given(
 def test_the_probe_compiles(tmp_path: Path) -> None:
     flags = ("-std=c++20", "-arch=sm_90a", "--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra")
     source = str(PROGRAM.with_name("probe.cu"))
-    done = subprocess.run(
-        ["nvcc", *flags, "-o", str(tmp_path / "probe"), source],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured(["nvcc", *flags, "-o", str(tmp_path / "probe"), source])
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 

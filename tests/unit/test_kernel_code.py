@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.combine_path import count_paths, find_cuobjdump
 from benchmarks.ptxas_report import short_names
+from tests.helpers.source_tree import captured
 
 # A module may have code for one of them, and for others as well.
 ARCHITECTURES = ("sm_90a", "sm_100")
@@ -99,9 +100,7 @@ def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
                 kernel.num_wide_shared_loads += "LDS.128" in line
     if not found:
         pytest.skip(f"moe_comm.{module} was built for other GPUs than {architecture}")
-    usage = subprocess.run(
-        [*command, "-res-usage", built], capture_output=True, text=True, check=True
-    )
+    usage = captured([*command, "-res-usage", built], check=True)
     for symbol, registers in re.findall(r"Function (\S+):\s+REG:(\d+)", usage.stdout):
         if symbol in found:
             found[symbol].registers = int(registers)

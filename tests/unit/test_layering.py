@@ -6,13 +6,13 @@ import ast
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.source_tree import captured
 from tools.drawings.folders import known_folders, read_arrows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -616,10 +616,5 @@ def test_ruff_enforces_what_this_file_leaves_to_it(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("import os\nfrom . import x\n\n\ndef f():\n    global y\n    y = os.environ\n")
     options = ["--config", str(ROOT / "pyproject.toml"), "--output-format=concise"]
-    run = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", *options, str(bad)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = captured([sys.executable, "-m", "ruff", "check", *options, str(bad)])
     assert {"TID251", "TID252", "PLW0603"} <= set(re.findall(r"\b[A-Z]+\d+\b", run.stdout))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from moe_comm.cli import doctor_gpu
 from moe_comm.peers import nvshmem
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from tests.helpers.fresh_python import run_python
-from tests.helpers.source_tree import ROOT, run
+from tests.helpers.source_tree import ROOT, captured, run
 
 IS_BUILT = importlib.util.find_spec(nvshmem.NVSHMEM_MODULE) is not None
 needs_module = pytest.mark.skipif(not IS_BUILT, reason="moe_comm._nvshmem was not built")
@@ -288,5 +287,5 @@ def test_kernels_across_nodes_compile_and_link(tmp_path: Path) -> None:
     built = run("cmake", "--build", tmp_path, "--target", "moe_comm_nvshmem_kernels")
     assert "Linking" in built
     archive = tmp_path / "libmoe_comm_nvshmem_kernels.a"
-    members = subprocess.run(["ar", "t", archive], capture_output=True, text=True, check=True)
+    members = captured(["ar", "t", archive], check=True)
     assert "cmake_device_link.o" in members.stdout
