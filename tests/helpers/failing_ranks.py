@@ -19,6 +19,7 @@ import moe_comm
 from moe_comm import CommunicationError, Communicator, EpBuffer, EpConfig
 from moe_comm.peers.bootstrap import bootstrap_for
 from moe_comm.testing import RankContext
+from tests.helpers.configs import ep_config
 
 NUM_TOPK = 2
 EXPERTS_PER_RANK = 2
@@ -45,12 +46,7 @@ class Told(NamedTuple):
 
 
 def config_for(num_ranks: int, num_tokens: int = 64, hidden: int = 64) -> EpConfig:
-    return EpConfig(
-        num_experts=EXPERTS_PER_RANK * num_ranks,
-        num_topk=NUM_TOPK,
-        hidden=hidden,
-        num_max_tokens_per_rank=num_tokens,
-    )
+    return ep_config(EXPERTS_PER_RANK * num_ranks, NUM_TOPK, hidden, num_tokens)
 
 
 def gather_pids(comm: Communicator) -> list[int]:

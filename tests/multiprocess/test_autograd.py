@@ -10,6 +10,7 @@ import torch
 import moe_comm
 from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.testing.launch import RankContext, RankError, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import (
     MoeLayer,
     assert_same_bits,
@@ -59,13 +60,8 @@ PLACES = [
 
 
 def make_buffer(communicator: Communicator, case: Case) -> EpBuffer:
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=8,
-        dtype=torch.float64,
-        expert_rank=case.expert_rank,
+    config = ep_config(
+        NUM_EXPERTS, NUM_TOPK, HIDDEN, 8, dtype=torch.float64, expert_rank=case.expert_rank
     )
     return EpBuffer(communicator, config)
 

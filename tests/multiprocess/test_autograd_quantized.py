@@ -19,6 +19,7 @@ from moe_comm import (
     QuantizedRows,
 )
 from moe_comm.testing.launch import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations
 
 NUM_EXPERTS, HIDDEN, MAX_TOKENS = 5, 160, 8
@@ -27,13 +28,7 @@ MODES = [("reference", "threads"), ("host", "processes"), ("collective", "proces
 
 
 def open_config() -> EpConfig:
-    return EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=None,
-        hidden=None,
-        num_max_tokens_per_rank=MAX_TOKENS,
-        dtype=None,
-    )
+    return ep_config(NUM_EXPERTS, None, None, MAX_TOKENS, dtype=None)
 
 
 def inputs(rank_idx: int, num_tokens: int, num_topk: int) -> list[torch.Tensor]:

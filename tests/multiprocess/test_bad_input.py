@@ -27,12 +27,11 @@ from moe_comm import (
     ScaleFormat,
 )
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.wrong_arguments import missing_of, told_by
 
 CONFIG = EpConfig(num_experts=6, num_topk=2, hidden=16, num_max_tokens_per_rank=4)
-ELASTIC = EpConfig(
-    num_experts=6, num_topk=None, hidden=None, num_max_tokens_per_rank=None, dtype=None
-)
+ELASTIC = ep_config(6, None, None, None, dtype=None)
 COMPLEX = torch.zeros(4, 16, dtype=torch.complex64)
 BACKENDS = ["reference", "collective", "host"]
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import CapacityError, Communicator, EpBuffer, EpConfig
+from moe_comm import CapacityError, Communicator, EpBuffer
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import (
     config_for,
     error_of,
@@ -111,13 +112,7 @@ def _make_buffers(context: RankContext) -> list[str]:
         lambda: EpBuffer(comm, "nonsense" if is_wrong else config_for(2)),  # type: ignore[arg-type]
         lambda: EpBuffer(
             comm,
-            EpConfig(
-                num_experts=2,
-                num_topk=1,
-                hidden=8,
-                num_max_tokens_per_rank=1,
-                expert_rank=[0, 5 if is_wrong else 1],
-            ),
+            ep_config(2, 1, 8, 1, expert_rank=[0, 5 if is_wrong else 1]),
         ),
     ]
     texts = []

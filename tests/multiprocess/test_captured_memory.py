@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm import Capacity, Communicator, EpBuffer, Layout
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.configs import ep_config
 
 NUM_RANKS = 2
 NUM_LAYERS = 58
@@ -24,12 +25,7 @@ WINDOW_BYTES = NUM_EXPERTS * NUM_MAX_TOKENS * HIDDEN * 2
 def _buffer(context: RankContext, hidden: int = HIDDEN) -> EpBuffer:
     return EpBuffer(
         Communicator(context.group, backend="simt", arrival_timeout_s=60.0),
-        EpConfig(
-            num_experts=NUM_EXPERTS,
-            num_topk=NUM_TOPK,
-            hidden=hidden,
-            num_max_tokens_per_rank=NUM_MAX_TOKENS,
-        ),
+        ep_config(NUM_EXPERTS, NUM_TOPK, hidden, NUM_MAX_TOKENS),
     )
 
 

@@ -17,10 +17,9 @@ from moe_comm import (
 )
 from moe_comm.ep.backends.collective import CollectiveBackend
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 
-CONFIG = EpConfig(
-    num_experts=4, num_topk=2, hidden=8, num_max_tokens_per_rank=16, dtype=torch.float32
-)
+CONFIG = ep_config(4, 2, 8, 16, dtype=torch.float32)
 
 
 def tokens_of(rank_idx: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

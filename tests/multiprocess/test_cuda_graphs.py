@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import Capacity, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm import Capacity, Communicator, EpBuffer, Layout
 from moe_comm.tensors.arithmetic import sum_rows_by_node
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import error_of
 
 NUM_RANKS = 3
@@ -49,11 +50,11 @@ def _buffer(
     )
     return EpBuffer(
         comm,
-        EpConfig(
-            num_experts=NUM_EXPERTS,
-            num_topk=NUM_TOPK,
-            hidden=HIDDEN,
-            num_max_tokens_per_rank=NUM_TOKENS,
+        ep_config(
+            NUM_EXPERTS,
+            NUM_TOPK,
+            HIDDEN,
+            NUM_TOKENS,
             node_reduction=reduction == "node",
             rank_reduction=reduction == "rank",
         ),

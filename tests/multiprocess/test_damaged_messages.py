@@ -16,6 +16,7 @@ import torch
 
 import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout, Quantization, QuantizationFormat
+from tests.helpers.configs import ep_config
 from tests.helpers.rank_threads import on_ranks
 from tests.helpers.scripted_rails import Message, ScriptedRails
 
@@ -209,11 +210,11 @@ def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch, damage: _
                 numbers[i] = number
 
     rails = ScriptedRails(monkeypatch, rewrite=rewrite)
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=damage.num_topk,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=NUM_TOKENS,
+    config = ep_config(
+        NUM_EXPERTS,
+        damage.num_topk,
+        HIDDEN,
+        NUM_TOKENS,
         dtype=torch.bfloat16,
         node_reduction=damage.node_reduction,
         placement=damage.placement,
@@ -282,11 +283,11 @@ class _Layer:
 
     @property
     def config(self) -> EpConfig:
-        return EpConfig(
-            num_experts=NUM_EXPERTS,
-            num_topk=4,
-            hidden=HIDDEN,
-            num_max_tokens_per_rank=NUM_TOKENS,
+        return ep_config(
+            NUM_EXPERTS,
+            4,
+            HIDDEN,
+            NUM_TOKENS,
             dtype=torch.bfloat16,
             node_reduction=self.node_reduction,
             placement=self.placement,

@@ -32,6 +32,7 @@ from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.ep.gradients import ENABLED, NEEDS_ROWS
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import interrupt_when_waiting, wait_for, when_waiting
 
 NUM_RANKS = 2
@@ -49,11 +50,11 @@ Call = Callable[[EpBuffer, DispatchResult], object]
 
 
 def _config(num_experts: int = NUM_EXPERTS, num_windows: int | None = None) -> EpConfig:
-    return EpConfig(
-        num_experts=num_experts,
-        num_topk=NUM_TOPK,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=NUM_TOKENS,
+    return ep_config(
+        num_experts,
+        NUM_TOPK,
+        HIDDEN,
+        NUM_TOKENS,
         dtype=torch.bfloat16,
         num_low_latency_windows=num_windows,
     )

@@ -17,6 +17,7 @@ from moe_comm import FP8_BLOCK128, Capacity, Communicator, EpBuffer, EpConfig, L
 from moe_comm.dispatcher import TokenDispatcher
 from moe_comm.tensors.quantized import dequantize
 from moe_comm.testing.launch import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import expert_scale, recorded_operations
 
 NUM_EXPERTS, NUM_TOPK = 5, 2
@@ -197,13 +198,7 @@ def check_gradients(context: RankContext, backend: str, cases: list[Case]) -> No
 
 
 def check_case(context: RankContext, communicator: Communicator, case: Case) -> None:
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=case.hidden,
-        num_max_tokens_per_rank=8,
-        dtype=case.dtype,
-    )
+    config = ep_config(NUM_EXPERTS, NUM_TOPK, case.hidden, 8, dtype=case.dtype)
     rank_idx = context.rank_idx
     tokens = Tokens.of(case)
     first = sum(case.num_tokens[:rank_idx])
@@ -394,13 +389,7 @@ def clash(context: RankContext, backend: str, how: str, layout: Layout) -> list[
     """Rank 0 needs gradients, rank 1 has none, the last rank needs none; what each raises."""
     said = []
     rank_idx = context.rank_idx
-    config = EpConfig(
-        num_experts=6,
-        num_topk=2,
-        hidden=8,
-        num_max_tokens_per_rank=4,
-        dtype=torch.float32,
-    )
+    config = ep_config(6, 2, 8, 4, dtype=torch.float32)
     topk_idx = torch.tensor([[0, 5], [3, 2]])
     x = torch.ones(2, 8)
     with Communicator(context.group, backend=backend) as communicator:

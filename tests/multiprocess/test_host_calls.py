@@ -10,6 +10,7 @@ import torch
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.ep.backends.simt import current_stream, use_device
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.on_stream import in_stream
 
 NUM_EXPERTS = 6
@@ -58,13 +59,7 @@ def _count_calls(
     context: RankContext, layout: Layout, num_devices: int, rank_reduction: bool = False
 ) -> dict[str, Calls]:
     comm = Communicator(context.group, backend="simt", arrival_timeout_s=60.0)
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=NUM_TOKENS,
-        rank_reduction=rank_reduction,
-    )
+    config = ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS, rank_reduction=rank_reduction)
     generator = torch.Generator().manual_seed(context.rank_idx)
     x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
     topk_idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(NUM_TOPK, dim=1)[1]

@@ -13,6 +13,7 @@ import torch
 
 import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout
+from tests.helpers.configs import ep_config
 from tests.helpers.internode_traffic import agreement_bytes, counted_combines, rows_of
 from tests.helpers.rank_threads import on_ranks
 
@@ -40,12 +41,8 @@ class Case:
 
     @property
     def config(self) -> EpConfig:
-        return EpConfig(
-            num_experts=self.num_experts,
-            num_topk=self.num_topk,
-            hidden=self.hidden,
-            num_max_tokens_per_rank=max(self.num_tokens),
-            dtype=self.dtype,
+        return ep_config(
+            self.num_experts, self.num_topk, self.hidden, max(self.num_tokens), dtype=self.dtype
         )
 
     def batch(self, rank_idx: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 import moe_comm
 from moe_comm import EpBuffer, EpConfig, Layout
 from moe_comm.testing.launch import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.internode_traffic import agreement_bytes
 from tests.helpers.rank_threads import on_ranks
 from tests.helpers.scripted_rails import Message, ScriptedRails
@@ -27,13 +28,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def config_of(hidden: int, num_tokens: int = 4096) -> EpConfig:
-    return EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=hidden,
-        num_max_tokens_per_rank=num_tokens,
-        dtype=torch.bfloat16,
-    )
+    return ep_config(NUM_EXPERTS, NUM_TOPK, hidden, num_tokens, dtype=torch.bfloat16)
 
 
 def batch_of(

@@ -13,11 +13,11 @@ from moe_comm import (
     CapacityError,
     Communicator,
     EpBuffer,
-    EpConfig,
     Layout,
     PeerFailedError,
 )
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import die, meet
 
 
@@ -39,12 +39,7 @@ MODES = ["processes", "threads"]
 
 def _buffer(context: RankContext, backend: str = "host", **options: int) -> EpBuffer:
     comm = Communicator(context.group, backend=backend, arrival_timeout_s=60.0, **options)
-    config = EpConfig(
-        num_experts=EXPERTS_PER_RANK * comm.num_ranks,
-        num_topk=2,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=NUM_TOKENS,
-    )
+    config = ep_config(EXPERTS_PER_RANK * comm.num_ranks, 2, HIDDEN, NUM_TOKENS)
     return EpBuffer(comm, config)
 
 

@@ -16,6 +16,7 @@ from moe_comm import (
     ScaleFormat,
 )
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 
 NUM_RANKS = 2
 NUM_TOKENS = 6
@@ -33,13 +34,8 @@ FORMATS = (
 
 
 def _config(hidden: int, dtype: torch.dtype, num_windows: int | None = None) -> EpConfig:
-    return EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=hidden,
-        num_max_tokens_per_rank=NUM_TOKENS,
-        dtype=dtype,
-        num_low_latency_windows=num_windows,
+    return ep_config(
+        NUM_EXPERTS, NUM_TOPK, hidden, NUM_TOKENS, dtype=dtype, num_low_latency_windows=num_windows
     )
 
 
@@ -109,12 +105,8 @@ def test_windows_that_do_not_fit_are_refused_on_every_rank() -> None:
 
 def test_how_many_windows_there_are() -> None:
     def number(num_max_tokens: int | None, num_windows: int | None, hidden: int | None = 16) -> int:
-        return EpConfig(
-            num_experts=4,
-            num_topk=2,
-            hidden=hidden,
-            num_max_tokens_per_rank=num_max_tokens,
-            num_low_latency_windows=num_windows,
+        return ep_config(
+            4, 2, hidden, num_max_tokens, num_low_latency_windows=num_windows
         ).num_windows_to_reserve
 
     assert [number(tokens, None) for tokens in (None, 0, 1024, 1025)] == [0, 2, 2, 0]

@@ -16,6 +16,7 @@ from moe_comm.testing.case_list import NODE_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case
 from moe_comm.testing.target import Target
+from tests.helpers.configs import ep_config
 from tests.helpers.internode_traffic import agreement_bytes, counted_combines, rows_of
 from tests.helpers.rank_threads import on_ranks
 
@@ -57,11 +58,11 @@ class Shape:
 
     @property
     def config(self) -> EpConfig:
-        return EpConfig(
-            num_experts=self.num_experts,
-            num_topk=self.num_topk,
-            hidden=self.hidden,
-            num_max_tokens_per_rank=self.num_tokens,
+        return ep_config(
+            self.num_experts,
+            self.num_topk,
+            self.hidden,
+            self.num_tokens,
             node_reduction=self.node_reduction,
         )
 

@@ -13,19 +13,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moe_comm import Capacity, Communicator, DispatchResult, EpBuffer, EpConfig, Layout
+from moe_comm import Capacity, Communicator, DispatchResult, EpBuffer, Layout
 from moe_comm.ep.backends.simt import Stream, use_device, use_stream
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.configs import ep_config
 
 NUM_RANKS = 2
 NUM_EXPERTS = 4
 NUM_TOKENS = 3
 NUM_TOPK = 2
 HIDDEN = 16
-CONFIG = EpConfig(
-    num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=NUM_TOKENS
-)
+CONFIG = ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS)
 ROUNDS = 3
 SLOW_S = 0.002
 

@@ -8,7 +8,6 @@ import torch
 from moe_comm import (
     Communicator,
     EpBuffer,
-    EpConfig,
     Layout,
     Quantization,
     QuantizationFormat,
@@ -16,6 +15,7 @@ from moe_comm import (
     quantize,
 )
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 
 NUM_TOKENS = 700  # 80 MB of quantized rows over both ranks
 HIDDEN = 7168
@@ -38,9 +38,7 @@ def _inputs(rank_idx: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _large(context: RankContext, num_threads: int) -> None:
     comm = Communicator(context.group, backend="host", num_threads=num_threads)
-    config = EpConfig(
-        num_experts=16, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=NUM_TOKENS
-    )
+    config = ep_config(16, NUM_TOPK, HIDDEN, NUM_TOKENS)
     buffer = EpBuffer(comm, config)
     x, topk_idx, origin = _inputs(comm.rank_idx)
     everything = torch.cat([_inputs(rank_idx)[0] for rank_idx in range(comm.num_ranks)])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import Communicator, EpBuffer, EpConfig
+from moe_comm import Communicator, EpBuffer
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import HANG_S
 from tests.helpers.scripted_rails import Message, ScriptedRails
 
@@ -41,13 +42,7 @@ class _Gate:
 
 def _buffer(context: RankContext, node_reduction: bool) -> EpBuffer:
     comm = Communicator(context.group, backend="host", num_local_ranks=1)
-    config = EpConfig(
-        num_experts=4,
-        num_topk=2,
-        hidden=16,
-        num_max_tokens_per_rank=3,
-        node_reduction=node_reduction,
-    )
+    config = ep_config(4, 2, 16, 3, node_reduction=node_reduction)
     return EpBuffer(comm, config)
 
 

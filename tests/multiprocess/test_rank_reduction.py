@@ -16,6 +16,7 @@ from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import RANK_REDUCTION_CASES
 from moe_comm.testing.cases import Case
 from moe_comm.testing.conformance import check_case
+from tests.helpers.configs import ep_config
 from tests.multiprocess.test_conformance import TARGETS
 
 RUNS = [
@@ -44,13 +45,7 @@ NUM_EXPERTS, NUM_TOKENS, NUM_TOPK, HIDDEN = 9, 12, 6, 64
 
 
 def _config(rank_reduction: bool) -> EpConfig:
-    return EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=NUM_TOKENS,
-        rank_reduction=rank_reduction,
-    )
+    return ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS, rank_reduction=rank_reduction)
 
 
 def _batch(rank_idx: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

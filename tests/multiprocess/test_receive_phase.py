@@ -14,12 +14,12 @@ from moe_comm import (
     Communicator,
     DispatchResult,
     EpBuffer,
-    EpConfig,
     Layout,
     PeerFailedError,
 )
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import HANG_S, die, die_after, error_of, wait_for
 from tests.helpers.on_stream import on_devices
 
@@ -34,12 +34,7 @@ def _buffer(context: RankContext, num_local_ranks: int | None = None, **options:
     comm = Communicator(context.group, backend="simt", num_local_ranks=num_local_ranks, **options)
     return EpBuffer(
         comm,
-        EpConfig(
-            num_experts=NUM_EXPERTS,
-            num_topk=2,
-            hidden=HIDDEN,
-            num_max_tokens_per_rank=NUM_TOKENS,
-        ),
+        ep_config(NUM_EXPERTS, 2, HIDDEN, NUM_TOKENS),
     )
 
 
@@ -310,9 +305,7 @@ def _dead_while_sending(context: RankContext) -> None:
         context.group, backend="simt", stall_timeout_s=600.0, arrival_timeout_s=600.0
     )
     hidden, num_tokens = 4096, 32
-    config = EpConfig(
-        num_experts=NUM_EXPERTS, num_topk=2, hidden=hidden, num_max_tokens_per_rank=num_tokens
-    )
+    config = ep_config(NUM_EXPERTS, 2, hidden, num_tokens)
     buffer = EpBuffer(comm, config)
     # Rows of the victim take long: it dies before, between or behind its phases.
     comm.all_gather(b"every rank has its buffer")

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm import Communicator, DispatchResult, EpBuffer, EpConfig, Layout
+from moe_comm import Communicator, DispatchResult, EpBuffer, Layout
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.captured_graphs import Graph
+from tests.helpers.configs import ep_config
 from tests.helpers.on_stream import in_stream, on_devices
 from tests.multiprocess import test_cuda_graphs as graphs
 
@@ -28,9 +29,7 @@ NUM_EXPERTS = 6
 NUM_TOKENS = 5
 NUM_TOPK = 2
 HIDDEN = 64
-CONFIG = EpConfig(
-    num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=NUM_TOKENS
-)
+CONFIG = ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS)
 GATE_S = 20.0
 LAYOUTS = (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR, Layout.LOW_LATENCY)
 

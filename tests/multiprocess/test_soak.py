@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm import Communicator, EpBuffer, EpConfig
+from moe_comm import Communicator, EpBuffer
 from moe_comm.testing import RankContext, run_ranks
+from tests.helpers.configs import ep_config
 from tests.helpers.failing_ranks import (
     PROGRAM_S,
     inputs,
@@ -117,12 +118,7 @@ def _many_buffers(context: RankContext) -> list[_Usage]:
     with Communicator(context.group, backend="host") as comm:
         for _ in range(3):
             for seed in range(20):
-                config = EpConfig(
-                    num_experts=2 * context.num_ranks,
-                    num_topk=2,
-                    hidden=64,
-                    num_max_tokens_per_rank=16,
-                )
+                config = ep_config(2 * context.num_ranks, 2, 64, 16)
                 with EpBuffer(comm, config) as buffer:
                     step(buffer, seed)
                     x, topk_idx = inputs(buffer, seed)
@@ -166,13 +162,7 @@ def _far(context: RankContext, hidden: int) -> None:
     """Few long rows: the last ones start beyond 2**31 elements of a window."""
     num_ranks = context.num_ranks
     comm = Communicator(context.group, backend="host")
-    config = EpConfig(
-        num_experts=num_ranks,
-        num_topk=1,
-        hidden=hidden,
-        num_max_tokens_per_rank=20,
-        dtype=torch.uint8,
-    )
+    config = ep_config(num_ranks, 1, hidden, 20, dtype=torch.uint8)
     buffer = EpBuffer(comm, config)
     # All rows go to rank 1, where those of the last rank begin far beyond 2**31.
     x = torch.empty(20, hidden, dtype=torch.uint8)

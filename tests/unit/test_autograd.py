@@ -15,6 +15,7 @@ from moe_comm.ep.autograd import operators
 from moe_comm.ep.backends import BACKEND_CLASSES
 from moe_comm.ep.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
 from moe_comm.ep.options import DispatchOptions, encode_dispatch
+from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import (
     MoeLayer,
     assert_same_bits,
@@ -46,13 +47,7 @@ def communicator(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 @pytest.fixture
 def buffer(communicator: Communicator) -> Iterator[EpBuffer]:
     """float64, 4 experts, top-2, hidden 2."""
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=NUM_TOPK,
-        hidden=HIDDEN,
-        num_max_tokens_per_rank=16,
-        dtype=torch.float64,
-    )
+    config = ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, 16, dtype=torch.float64)
     with EpBuffer(communicator, config) as buffer:
         yield buffer
 

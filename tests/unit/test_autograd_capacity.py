@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import moe_comm
-from moe_comm import Capacity, CapacityError, Communicator, EpBuffer, EpConfig, Layout
+from moe_comm import Capacity, CapacityError, Communicator, EpBuffer, Layout
+from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import recorded_operations
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, ALIGNMENT = 4, 3, 2, 2
@@ -30,13 +31,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 @pytest.fixture(params=BACKENDS)
 def buffer(request: pytest.FixtureRequest) -> Iterator[EpBuffer]:
     """Only the number of experts is configured."""
-    config = EpConfig(
-        num_experts=NUM_EXPERTS,
-        num_topk=None,
-        hidden=None,
-        num_max_tokens_per_rank=None,
-        dtype=None,
-    )
+    config = ep_config(NUM_EXPERTS, None, None, None, dtype=None)
     with Communicator(backend=request.param) as communicator:
         with EpBuffer(communicator, config) as buffer:
             yield buffer

@@ -16,7 +16,6 @@ from moe_comm import (
     MXFP8,
     Communicator,
     EpBuffer,
-    EpConfig,
     Layout,
     Quantization,
     QuantizationFormat,
@@ -25,6 +24,7 @@ from moe_comm import (
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.options import DispatchOptions, encode_dispatch, encode_quantization
 from moe_comm.testing import case_list
+from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 4, 2, 160  # the last block of 128 is shorter
@@ -47,9 +47,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 @pytest.fixture(params=BACKENDS)
 def buffer(request: pytest.FixtureRequest) -> Iterator[EpBuffer]:
-    config = EpConfig(
-        num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=16
-    )
+    config = ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, 16)
     with Communicator(backend=request.param) as communicator:
         with EpBuffer(communicator, config) as buffer:
             yield buffer

@@ -20,6 +20,7 @@ from moe_comm.tensors.quantization import (
     ScaleFormat,
 )
 from tests.helpers.command_line import output_of
+from tests.helpers.configs import ep_config
 
 MIB = 1 << 20
 
@@ -214,11 +215,11 @@ def test_memory_between_nodes_holds_the_largest_operation(
     node_reduction: bool,
     expected: int,
 ) -> None:
-    config = EpConfig(
-        num_experts=num_experts,
-        num_topk=num_topk,
-        hidden=row[0],
-        num_max_tokens_per_rank=num_tokens,
+    config = ep_config(
+        num_experts,
+        num_topk,
+        row[0],
+        num_tokens,
         dtype=row[1],
         num_max_in_flight=depth,
         node_reduction=node_reduction,
@@ -278,14 +279,7 @@ def test_weights_at_the_experts_let_their_output_go() -> None:
 
 
 def test_config_counts_its_busiest_rank() -> None:
-    config = EpConfig(
-        num_experts=4,
-        num_topk=2,
-        hidden=1024,
-        num_max_tokens_per_rank=1024,
-        dtype=torch.float32,
-        expert_rank=[0, 0, 0, 1],
-    )
+    config = ep_config(4, 2, 1024, 1024, dtype=torch.float32, expert_rank=[0, 0, 0, 1])
     # Rank 0 has 3 experts: 2048 rows and 3 * 511 of padding, 4096 bytes and a weight each.
     assert (
         config.heap_bytes(

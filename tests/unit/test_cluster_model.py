@@ -21,9 +21,9 @@ from moe_comm.cli.model.workload import (
     expected_alone,
     expected_distinct,
 )
-from moe_comm.ep.config import EpConfig
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
 from tests.helpers.command_line import output_of
+from tests.helpers.configs import ep_config
 
 H100 = CLUSTERS["h100-cx7"]
 ONCE = Movement(element_bytes=2.0, is_once_per_node=True, is_once_per_rank=True)
@@ -240,13 +240,7 @@ def test_json_holds_what_the_table_shows() -> None:
 def test_the_heap_is_that_of_a_buffer(
     nodes: int, wire: str, quantization: Quantization | None
 ) -> None:
-    config = EpConfig(
-        num_experts=16,
-        num_topk=4,
-        hidden=1040,
-        num_max_tokens_per_rank=96,
-        rank_reduction=nodes == 1,
-    )
+    config = ep_config(16, 4, 1040, 96, rank_reduction=nodes == 1)
     sizes = config.window_sizes(2 * nodes, quantization=quantization, spans_devices=nodes == 1)
     arguments = f"model --nodes {nodes} --local-ranks 2 --tokens 96 --hidden 1040 --topk 4".split()
     arguments += ["--experts", "16", "--wire", wire, "--json"]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
+from tests.helpers.configs import ep_config
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK = 16, 3, 2
 
@@ -42,9 +43,7 @@ WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 @pytest.fixture
 def buffer() -> Iterator[EpBuffer]:
-    config = EpConfig(
-        num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, hidden=HIDDEN, num_max_tokens_per_rank=8
-    )
+    config = ep_config(NUM_EXPERTS, NUM_TOPK, HIDDEN, 8)
     with Communicator(backend="host") as comm:
         yield EpBuffer(comm, config)
 
