@@ -49,6 +49,5 @@ def test_every_rank_raises_what_is_left_untold() -> None:
 
 
 def test_an_interrupt_is_not_told() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        with missed_calls.Telling(reject, "combine"):
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), missed_calls.Telling(reject, "combine"):
+        raise KeyboardInterrupt

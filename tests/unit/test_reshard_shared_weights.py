@@ -254,11 +254,11 @@ def test_a_file_and_memory_that_is_shared_are_refused(
     ):
         share_in_place(net, communicator)
     assert not shared_lines(held.storage)
-    with share_in_place(held, communicator):
-        with pytest.raises(
-            ValueError, match=r"bytes are not private, writable memory of this process"
-        ):
-            share_in_place(held, communicator)
+    with (
+        share_in_place(held, communicator),
+        pytest.raises(ValueError, match=r"bytes are not private, writable memory of this process"),
+    ):
+        share_in_place(held, communicator)
     with pytest.raises(
         TypeError, match=r"side must be a torch.nn.Module or CheckpointViews, got 3"
     ):
