@@ -22,8 +22,6 @@ from moe_comm.cli.bench.svg import (
     vertical,
 )
 
-__all__ = ["Picture", "RowGroup", "draw", "picture_of"]
-
 DISPATCH_COMBINE = "train_4_ranks"
 RESHARD = "reshard_tp2_ep2_to_tp4"
 PEER_NAMES = {"gloo": "Gloo", "mpi": "MPI"}

@@ -27,8 +27,6 @@ from moe_comm.cli.model.workload import (
     expected_distinct_limited,
 )
 
-__all__ = ["PUBLISHED", "Comparison", "Published", "compare", "spread"]
-
 FP8 = 1.03125
 BF16 = 2.0
 

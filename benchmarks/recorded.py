@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Recorded", "load_recorded", "machine_line", "mpi_names"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorded:

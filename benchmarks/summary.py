@@ -18,8 +18,6 @@ from benchmarks.tables import markdown_tables, write_between_marks
 from moe_comm.cli.bench.svg import DARK, LIGHT
 from moe_comm.output_files import check_output
 
-__all__ = ["summary"]
-
 
 def summary(
     folder: Annotated[

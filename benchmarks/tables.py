@@ -11,8 +11,6 @@ from benchmarks.recorded import Recorded, machine_line, mpi_names
 from moe_comm.cli.bench.parts import PARTS
 from moe_comm.cli.bench.report import LABELS
 
-__all__ = ["BEGIN", "END", "markdown_tables", "write_between_marks"]
-
 BEGIN = "<!-- measured: begin -->"
 END = "<!-- measured: end -->"
 

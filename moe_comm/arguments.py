@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_int", "check_bool"]
-
 
 def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """An integer of any type that is one, NumPy's too, as an int.

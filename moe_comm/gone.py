@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 
-__all__ = ["answer_imports", "refuse"]
-
 # Modules, and names of modules that stay, with their place in a checkout.
 _DEEP_EP_UTILS = r"(?:moe_comm\.compat\.)?deep_ep\.utils\."
 _GONE = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["check_output"]
-
 
 def check_output(option: str, path: Path | None) -> None:
     """Return whether a file can be written, before the work whose result it is to hold.

@@ -38,8 +38,6 @@ from moe_comm.errors import CheckpointError
 from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.tensors.memory import bytes_of
 
-__all__ = ["BlockFile", "Changed", "blocks_name", "read_block_file", "write_block_file"]
-
 _RUNS = "moe_comm.runs"
 _SUMS = "moe_comm.checksums"
 

@@ -12,8 +12,6 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.intervals import Box, Intervals
 from moe_comm.resharding.describe.tensor_layout import Layout, Shape
 
-__all__ = ["HeldBox", "boxes_of", "cells_of", "is_within", "part_of"]
-
 
 class HeldBox(NamedTuple):
     """A box of a whole tensor, and where it lies in the memory of one that a rank holds.

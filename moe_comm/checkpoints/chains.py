@@ -28,16 +28,6 @@ from moe_comm.checkpoints.tensor_file import DTYPES, StoredTensor, stored_bytes
 from moe_comm.checkpoints.versions import MANIFEST, check_version_name, fitting, read_json
 from moe_comm.errors import CheckpointError
 
-__all__ = [
-    "MAX_DELTAS",
-    "block_files_of",
-    "elements_stored",
-    "is_delta",
-    "open_checkpoint",
-    "take_over_sums",
-    "verify_checkpoint",
-]
-
 MAX_DELTAS = 100
 """Limit of one chain: a load opens all of them."""
 

@@ -11,8 +11,6 @@ from moe_comm.peers.agree import FirstError, Problem, raise_different, raise_tog
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.resharding.hold.refit_group import RefitGroup, RefitRanks
 
-__all__ = ["CheckpointRanks"]
-
 MineT = TypeVar("MineT")
 
 

@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["ChunkedTensor"]
-
 _aten: Any = torch.ops.aten
 
 

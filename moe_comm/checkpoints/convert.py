@@ -55,15 +55,6 @@ from moe_comm.resharding.formats.number_formats import (
 )
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
-__all__ = [
-    "DEFAULT_QUANTIZED",
-    "Compaction",
-    "ConversionTarget",
-    "NewFormat",
-    "compact_checkpoint",
-    "convert_checkpoint",
-]
-
 ConversionTarget = Literal["same", "bf16", "fp16", "fp32", "fp8_block128", "mxfp8"]
 
 DEFAULT_QUANTIZED = r"((?<!\.weights)_proj|\.experts\.\d+\.w[123])\.weight$"

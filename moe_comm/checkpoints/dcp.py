@@ -29,8 +29,6 @@ from moe_comm.resharding.hold.refit_models import Model, unwrap_models
 from moe_comm.resharding.move.execution import _refresh_module_caches
 from moe_comm.tensors.memory import bytes_of
 
-__all__ = ["CheckpointState"]
-
 
 class CheckpointState:
     """A model, and its optimizer if wanted, for `save`, `async_save` and `load` of `torch.distributed.checkpoint`.

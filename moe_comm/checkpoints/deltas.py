@@ -31,8 +31,6 @@ from moe_comm.errors import CheckpointError
 from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
-__all__ = ["Base", "changed_parts", "check_builds_on", "open_base"]
-
 
 class Base(NamedTuple):
     """A version that a delta builds on.

@@ -18,17 +18,6 @@ from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.describe.tensor_layout import Shape
 
-__all__ = [
-    "Entry",
-    "Path",
-    "Place",
-    "States",
-    "entries_of",
-    "problem_of",
-    "told_of",
-    "value_text",
-]
-
 Path = tuple[str, ...]
 _ONE_ELEMENT = HeldBox((), 0, ())
 

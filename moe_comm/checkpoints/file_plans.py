@@ -29,17 +29,6 @@ from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.tied_weights import source_name_of
 from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 
-__all__ = [
-    "FilePart",
-    "check_becomes",
-    "names_on_disk",
-    "plan_load",
-    "plan_save",
-    "read_parts",
-    "whole_tensors",
-    "written_parts",
-]
-
 _NOTHING = decode_rank_metadata(encode_rank_metadata([]))
 
 

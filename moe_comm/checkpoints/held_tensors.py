@@ -32,8 +32,6 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.tensors.memory import check_memory
 
-__all__ = ["Cell", "Described", "HeldTensor", "WholeTensor", "describe_side"]
-
 
 class Cell(NamedTuple):
     """A box that ranks hold whole or not at all, and these ranks."""

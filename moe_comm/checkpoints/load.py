@@ -42,8 +42,6 @@ from moe_comm.resharding.plan.planner import encoded_side
 from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 
-__all__ = ["load_checkpoint"]
-
 
 def load_checkpoint(
     model: Model,

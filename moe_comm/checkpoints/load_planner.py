@@ -15,8 +15,6 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.conversions import cannot_become
 from moe_comm.resharding.describe.intervals import Box
 
-__all__ = ["CheckingLoadPlanner"]
-
 # Different problems that a message lists.
 _MAX_PROBLEMS = 8
 

@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-__all__ = ["MappedFileReader"]
-
 # Header of a file in a zip archive, before its name: see APPNOTE 4.3.7 of the format.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 

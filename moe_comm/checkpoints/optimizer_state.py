@@ -16,8 +16,6 @@ from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.tensors.memory import num_spanned, storage_id
 
-__all__ = ["Beside", "StateKind", "states_beside"]
-
 Role = Literal["like", "scalar", "value"]
 
 

@@ -15,8 +15,6 @@ from moe_comm.checkpoints.blocks import Segment, boxes_of_run, num_neighbors, pl
 from moe_comm.checkpoints.rectangles import Rectangle
 from moe_comm.resharding.describe.intervals import Box
 
-__all__ = ["OverlaidBox", "Overlay", "StoredRun"]
-
 
 class StoredRun(NamedTuple):
     """Elements of a segment in a file.

@@ -11,8 +11,6 @@ from moe_comm.checkpoints.stored_checkpoint import file_name
 from moe_comm.checkpoints.tensor_file import StoredTensor, encode_header, stored_bytes
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
-__all__ = ["NewFile", "owners_of", "packed_files"]
-
 _NUMBER = re.compile(r"([0-9]+)")
 
 

@@ -11,8 +11,6 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.checkpoint_views import CheckpointView
 from moe_comm.resharding.describe.intervals import Interval
 
-__all__ = ["placed_views"]
-
 
 def placed_views(
     name: str, tensor: torch.Tensor, placement: Placement, rank_idx: int

@@ -17,8 +17,6 @@ from moe_comm.checkpoints.stored_checkpoint import find_checkpoint, has_all_tens
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
 from moe_comm.resharding.describe.transformers_views import empty_model, transformers_views
 
-__all__ = ["load_pretrained"]
-
 
 def load_pretrained(
     auto_class: Any,

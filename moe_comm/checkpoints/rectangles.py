@@ -14,15 +14,6 @@ from moe_comm.checkpoints.tensor_file import crc32c
 from moe_comm.resharding.describe.intervals import Box, Piece, cut_piece
 from moe_comm.tensors.memory import bytes_of
 
-__all__ = [
-    "Rectangle",
-    "as_integers",
-    "read_rectangle",
-    "rectangle_checksum",
-    "write_all",
-    "write_rectangle",
-]
-
 # Bytes that wait in memory beside the model.
 _CHUNK_BYTES = 4 << 20
 # Bytes that stay in a core's own cache between two passes over them.

@@ -48,14 +48,6 @@ from moe_comm.resharding.plan.planner import encoded_side
 from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 
-__all__ = [
-    "DEFAULT_FILE_BYTES",
-    "FileWriter",
-    "file_metadata",
-    "finish_version",
-    "save_checkpoint",
-]
-
 DEFAULT_FILE_BYTES = 5_000_000_000
 
 

@@ -13,8 +13,6 @@ from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.formats.number_formats import FP8_BLOCKS, MXFP8_BLOCK, scale_shape
 from moe_comm.resharding.plan.reshard_plan import TensorSpec
 
-__all__ = ["SCALE_SUFFIX", "BlockScales", "block_of", "lacks_scales", "scale_names"]
-
 SCALE_SUFFIX = "_scale_inv"
 """End of the name of a weight's scale factors, by which its values are multiplied."""
 

@@ -30,24 +30,6 @@ from moe_comm.errors import CheckpointError
 from moe_comm.peers.plain_data import travels
 from moe_comm.resharding.describe.intervals import Box, find_defect
 
-__all__ = [
-    "INDEX",
-    "SAVE_KEY",
-    "SINGLE_FILE",
-    "CheckedPart",
-    "Reader",
-    "StoredCheckpoint",
-    "checked_parts",
-    "file_name",
-    "find_checkpoint",
-    "has_all_tensors",
-    "is_tensor_file",
-    "manifest_text",
-    "open_whole",
-    "verify_parts",
-    "verify_small_files",
-]
-
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SAVE_KEY = "moe_comm_save"

@@ -16,17 +16,6 @@ from moe_comm.arguments import shortened
 from moe_comm.checkpoints.versions import fitting
 from moe_comm.errors import CheckpointError
 
-__all__ = [
-    "DTYPES",
-    "StoredTensor",
-    "TensorFile",
-    "crc32c",
-    "dtype_name",
-    "encode_header",
-    "read_header",
-    "stored_bytes",
-]
-
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 # The limit of the format's own reader.

@@ -22,20 +22,6 @@ from moe_comm.arguments import shortened
 from moe_comm.errors import CheckpointError
 from moe_comm.peers.plain_data import NOT_AS_EXPECTED
 
-__all__ = [
-    "MANIFEST",
-    "VERSIONS",
-    "NewVersion",
-    "Versions",
-    "check_version_name",
-    "create_file",
-    "failed",
-    "fitting",
-    "read_json",
-    "read_versions",
-    "sync_file",
-]
-
 VERSIONS = "versions.json"
 """File that says which versions of a folder are whole."""
 

@@ -14,8 +14,6 @@ from moe_comm.cli.model_command import model
 from moe_comm.cli.reshard_command import reshard_app
 from moe_comm.cli.trace_command import trace_app
 
-__all__ = ["app"]
-
 # Plain help: boxes of rich cut the names of options where a terminal is narrow.
 app = typer.Typer(
     name="moe-comm",

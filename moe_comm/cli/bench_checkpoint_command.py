@@ -25,8 +25,6 @@ from moe_comm.cli.progress import telling, write_json
 from moe_comm.output_files import check_output
 from moe_comm.resharding.describe.parallelism import Parallelism
 
-__all__ = ["bench_checkpoint"]
-
 
 def bench_checkpoint(
     ranks: Annotated[int, typer.Option(min=1, help="Processes that save and load.")] = 4,

@@ -35,8 +35,6 @@ from moe_comm.cli.progress import telling, write_json
 from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.output_files import check_output
 
-__all__ = ["bench_app"]
-
 bench_app = typer.Typer(
     help="Check an operation, then time it against what the machine can do.",
     epilog=example("moe-comm bench dispatch-combine --ranks 2"),

@@ -34,8 +34,6 @@ from moe_comm.cli.reshard.world import PlanningCase
 from moe_comm.output_files import check_output
 from moe_comm.resharding.describe.parallelism import Parallelism
 
-__all__ = ["bench_reshard"]
-
 
 def bench_reshard(
     ranks: Annotated[

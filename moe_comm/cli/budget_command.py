@@ -28,8 +28,6 @@ from moe_comm.ep import budget as formulas
 from moe_comm.ep.config import Capacity
 from moe_comm.ep.validation import check_capacity
 
-__all__ = ["budget"]
-
 
 def budget(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks.")] = 8,

@@ -36,8 +36,6 @@ from moe_comm.checkpoints.versions import read_versions
 from moe_comm.cli.command_rules import FoldedTable, example, in_a_sentence, wide_console
 from moe_comm.cli.options import parse_bytes
 
-__all__ = ["checkpoint_app"]
-
 Folder: TypeAlias = Annotated[
     Path, typer.Argument(help="Folder of versions, or of one checkpoint of safetensors files.")
 ]

@@ -16,8 +16,6 @@ from rich.table import Table
 
 from moe_comm import env
 
-__all__ = ["PIPE_WIDTH", "CommandGroup", "FoldedTable", "example", "in_a_sentence", "wide_console"]
-
 PIPE_WIDTH = 168
 
 # Beginnings of command lines that are no more, and what does the same in a checkout of the package.

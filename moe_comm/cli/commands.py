@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["COMMANDS", "EXAMPLE", "SUMMARY", "help_text"]
-
 SUMMARY = "Measure, inspect and plan expert-parallel communication."
 
 COMMANDS = {

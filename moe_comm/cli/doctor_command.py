@@ -12,8 +12,6 @@ from rich.table import Table
 from moe_comm.cli.command_rules import in_a_sentence, wide_console
 from moe_comm.cli.doctor import examine
 
-__all__ = ["doctor"]
-
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

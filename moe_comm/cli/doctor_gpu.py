@@ -12,8 +12,6 @@ from moe_comm.cli.finding import Finding
 from moe_comm.peers.cuda_devices import CUDA_MODULE, load_cuda_module
 from moe_comm.peers.nvshmem import NVSHMEM_MODULE, find_host_library, load_nvshmem_module
 
-__all__ = ["examine_gpus", "examine_internode"]
-
 
 def examine_gpus() -> list[Finding]:
     """The module for GPUs, the driver, every device and MPS."""

@@ -17,8 +17,6 @@ from moe_comm.ep import budget as formulas
 from moe_comm.ep.config import quantized_sizes
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8
 
-__all__ = ["model"]
-
 MAX_RANKS = 2048
 
 

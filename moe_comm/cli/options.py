@@ -8,19 +8,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from moe_comm.ep.config import Layout
 from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
-__all__ = [
-    "DtypeName",
-    "LayoutName",
-    "QuantizationName",
-    "ScaleFormatName",
-    "layout_of",
-    "parse_bytes",
-    "quantization_of",
-    "reduced_ranks",
-    "split_list",
-]
-
-
 LayoutName = Literal["expert-major", "rank-major", "low-latency"]
 """Names of `Layout` on the command line."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from moe_comm.output_files import check_output
 
-__all__ = ["PLOT_HELP", "check_plot", "new_figure", "write_matrix"]
-
 PLOT_HELP = "Write a plot here, .png, .svg or .pdf (needs matplotlib)."
 
 _ENDINGS = (".pdf", ".png", ".svg")

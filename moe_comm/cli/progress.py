@@ -13,8 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["telling", "write_json"]
-
 LINE_S = 2.0
 
 

@@ -27,8 +27,6 @@ from moe_comm.resharding.plan.name_matching import told_apart
 from moe_comm.resharding.plan.plan_check import format_plan, verify_plans
 from moe_comm.resharding.plan.unmatched_names import unmatched_names
 
-__all__ = ["reshard_app"]
-
 # Up to so many ranks the plans of all are held at once, and both ends of every piece compared.
 NUM_MAX_COMPARED_RANKS = 32
 # A rank of a model of a trillion parameters takes most of a second.

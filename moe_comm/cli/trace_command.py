@@ -30,8 +30,6 @@ from moe_comm.cli.trace_report import (
 from moe_comm.ep.tracing import NO_PEER, PhaseRecord, read_trace
 from moe_comm.output_files import check_output
 
-__all__ = ["trace_app"]
-
 trace_app = typer.Typer(
     help="Show which rank waited for which, per phase.",
     epilog=example("moe-comm trace run --ranks 2"),

@@ -10,8 +10,6 @@ from typing import Any
 
 from moe_comm.ep.tracing import NO_PEER, PhaseRecord
 
-__all__ = ["WAIT_PHASE", "PhaseSummary", "perfetto_document", "summarize_phases", "waited_us"]
-
 WAIT_PHASE = "wait"
 """Phase of a record that says which peer was waited for; it lies inside a record of a real phase."""
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from moe_comm import compat
 
-__all__ = ["main"]
-
 _PTH_NAME = "moe_comm_compat.pth"
 _PTH_LINE = (
     "import os; os.environ.get('MOE_COMM_COMPAT') "

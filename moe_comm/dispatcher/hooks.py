@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HookList", "RemovableHook"]
-
 
 class RemovableHook:
     """A registered hook; `remove()` ends it and may be called again."""

@@ -16,8 +16,6 @@ from moe_comm.peers.missed_calls import keeps_unbound
 if TYPE_CHECKING:
     from moe_comm.replicas import ExpertBalancer
 
-__all__ = ["balance_experts"]
-
 
 @keeps_unbound
 def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) -> ExpertBalancer:

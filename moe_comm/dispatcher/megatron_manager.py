@@ -26,8 +26,6 @@ from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import Telling, keep, keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["MegatronManager", "alignment_of"]
-
 
 def alignment_of(config: Any) -> int:
     """Rows an expert's segment is padded to, as Megatron's configuration asks for it.

@@ -24,19 +24,6 @@ from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.tensors.torch_hooks import needs_dispatcher
 
-__all__ = [
-    "PermutedCombine",
-    "PermutedDispatch",
-    "PermutedHandle",
-    "PermutedRows",
-    "check_no_transform",
-    "gradient_of_combine",
-    "gradient_of_dispatch",
-    "padded_tokens_per_expert",
-    "start_combine",
-    "start_dispatch",
-]
-
 
 class PermutedHandle(NamedTuple):
     """State of a dispatch that combine and the backward need; opaque, but for its last element.

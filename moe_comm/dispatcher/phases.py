@@ -13,8 +13,6 @@ from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
 from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["PendingCombine", "PendingDispatch", "begin_combine", "begin_dispatch", "by_expert"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingDispatch:

@@ -21,8 +21,6 @@ from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["DispatchedTokens", "TokenDispatcher"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchedTokens:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization, ScaleFormat
 
-__all__ = ["QUANT_KEYS", "DtypeChoice"]
-
 QUANT_KEYS = frozenset(
     {
         "quantization",

@@ -12,16 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "BaseDispatcher",
-    "CombineInputFormat",
-    "DeepEPLLCombineInput",
-    "DeepEPLLDispatchOutput",
-    "DeepEPNormalCombineInput",
-    "DeepEPNormalDispatchOutput",
-    "DispatchOutputFormat",
-]
-
 
 class _Format(enum.Enum):
     """Format of a dispatch output or a combine input."""

@@ -9,8 +9,6 @@ import importlib
 
 from moe_comm import env
 
-__all__ = ["register"]
-
 _REPLACED = "sglang.srt.layers.moe.token_dispatcher.deepep.DeepEPDispatcher"
 
 

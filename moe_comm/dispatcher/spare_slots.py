@@ -20,14 +20,6 @@ from moe_comm.peers.missed_calls import GATHER, Telling, keep
 if TYPE_CHECKING:
     from moe_comm.replicas import ExpertBalancer
 
-__all__ = [
-    "BalanceableLayer",
-    "SpareParameters",
-    "balance_layers",
-    "check_whole",
-    "with_spare_slots",
-]
-
 
 class BalanceableLayer(Protocol):
     """Layer whose tokens come to their experts over a buffer without a placement."""

@@ -11,18 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "All2AllManagerBase",
-    "CpuCommunicatorBase",
-    "ExpertTokensMetadata",
-    "FusedMoEActivationFormat",
-    "PrepareAndFinalizeBase",
-    "current_ubatch_id",
-    "num_experts_of_model",
-    "parallel_groups",
-    "vllm_module",
-]
-
 
 class _ActivationFormat(enum.Enum):
     """Form of dispatched rows: `[M, hidden]`, or `[num_local_experts, n, hidden]`."""

@@ -16,28 +16,6 @@ from moe_comm.ep.operations_in_flight import NUM_MAX_IN_FLIGHT
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = [
-    "Budget",
-    "LayoutName",
-    "ScaleSizes",
-    "WindowSizes",
-    "budget_bytes",
-    "count_row_bytes",
-    "expected_recv_rows",
-    "limited_recv_rows",
-    "live_heap_bytes",
-    "low_latency_recv_rows",
-    "rail_region_bytes",
-    "rank_major_recv_rows",
-    "receive_window_bytes",
-    "round_window_bytes",
-    "scale_region_bytes",
-    "token_sets_bytes",
-    "window_sizes",
-    "workspace_bytes",
-    "worst_case_recv_rows",
-]
-
 LayoutName = Literal["expert_major", "rank_major", "low_latency"]
 
 CACHE_LINE_BYTES = 64

@@ -33,8 +33,6 @@ from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.memory import as_resolved
 from moe_comm.tensors.quantization import Quantization, refusal
 
-__all__ = ["EpBuffer", "rejects_unbound", "resolve_buffer"]
-
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 _NOTHING = 0  # said of gradients; one object, and quicker to know than by its value

@@ -10,8 +10,6 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.config import EpConfig
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["BufferManager"]
-
 
 class BufferManager:
     """Owns the buffers of one communicator, one per configuration, so that layers can share them.

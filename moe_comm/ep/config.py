@@ -16,17 +16,6 @@ from moe_comm.ep.operations_in_flight import NUM_MAX_IN_FLIGHT
 from moe_comm.ep.placement import REPLICA_RULES, Placement, ReplicaRule
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = [
-    "ON_OVERFLOW",
-    "Capacity",
-    "EpConfig",
-    "Layout",
-    "default_expert_rank",
-    "num_places_per_expert",
-    "numbers_of",
-    "quantized_sizes",
-]
-
 OnOverflow = Literal["grow", "drop", "raise"]
 ON_OVERFLOW: tuple[OnOverflow, ...] = ("grow", "drop", "raise")
 """Actions of a `Capacity`, in the order in which `layout::OnOverflow` of csrc/layout/row.h counts them."""

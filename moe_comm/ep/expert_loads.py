@@ -9,8 +9,6 @@ import torch
 from moe_comm.ep.backends.base import DispatchOutput, Operation, Plan
 from moe_comm.ep.placement import Placement
 
-__all__ = ["ExpertLoads"]
-
 
 class ExpertLoads:
     """Choices of every logical expert by all ranks, added up over dispatches.

@@ -11,8 +11,6 @@ import torch
 from moe_comm.arguments import as_int, check_kind
 from moe_comm.ep.placement import EMPTY_SLOT, Placement, first_missing
 
-__all__ = ["ExpertTables"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertTables:

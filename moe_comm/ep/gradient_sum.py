@@ -20,8 +20,6 @@ from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
-__all__ = ["GradientSum"]
-
 # Long rows cost less each; short ones waste less at the end of a slice.
 MOST_ROW_BYTES = 8192
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

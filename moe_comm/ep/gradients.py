@@ -12,19 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "ENABLED",
-    "LEAVES_DISPATCH",
-    "NEEDS_ANY",
-    "NEEDS_ROWS",
-    "NEEDS_WEIGHTS",
-    "REACHES_DISPATCH",
-    "check_word",
-    "clash",
-    "unite",
-    "with_applied_weights",
-]
-
 ENABLED = 1
 """This rank can run a backward: its gradients are enabled and its call is differentiable."""
 NEEDS_ROWS = 2

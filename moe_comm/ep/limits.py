@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moe_comm.arguments import as_int
 
-__all__ = ["NUM_MAX_DECODED_TOKENS", "NUM_MAX_EXPERTS", "ROW_BYTES_MULTIPLE", "check_num_experts"]
 
 ROW_BYTES_MULTIPLE = 16
 """A divisor of the bytes of every row."""

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-__all__ = ["NUM_MAX_IN_FLIGHT"]
-
 NUM_MAX_IN_FLIGHT = 4
 """Entries of a buffer's ring: an operation begins when the one so many before it has ended on every rank."""

@@ -16,20 +16,6 @@ from moe_comm.ep.config import ON_OVERFLOW, Capacity, Layout, numbers_of
 from moe_comm.ep.gradients import check_word
 from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
-__all__ = [
-    "CombineOptions",
-    "CopyOut",
-    "DispatchOptions",
-    "Option",
-    "check_alignment",
-    "check_options",
-    "decode_dispatch",
-    "decode_quantization",
-    "describe_options",
-    "encode_dispatch",
-    "encode_quantization",
-]
-
 CopyOut: TypeAlias = bool | Literal["auto"]
 OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
 _NO_OPTION: list[int] = []

@@ -13,8 +13,6 @@ import torch
 
 from moe_comm.arguments import as_int, shown
 
-__all__ = ["EMPTY_SLOT", "REPLICA_RULES", "Placement", "ReplicaRule", "first_missing"]
-
 ReplicaRule = Literal["balanced", "nearest", "hash", "given"]
 REPLICA_RULES: tuple[ReplicaRule, ...] = get_args(ReplicaRule)
 """Rules that say which replica of an expert takes a row; see `moe_comm.ep.replica_spec`."""

@@ -15,8 +15,6 @@ from moe_comm.arguments import as_int, shown
 from moe_comm.ep.limits import NUM_MAX_EXPERTS
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 
-__all__ = ["MOST_SCATTER", "at_least_zero", "fullest_rank", "plan_placement"]
-
 MOST_SCATTER = 2.0
 """Loads above it, which differ by factors of thousands, say nothing of later ones."""
 

@@ -13,8 +13,6 @@ import torch
 
 from moe_comm.ep.placement import Placement, ReplicaRule
 
-__all__ = ["balance", "choose_slots", "share"]
-
 _HASH_FACTOR = 2654435769
 """2**32 over the golden ratio, as vLLM has it."""
 

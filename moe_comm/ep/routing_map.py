@@ -18,8 +18,6 @@ from moe_comm.ep.backends.native_dtypes import DLPACK_TYPES
 from moe_comm.ep.config import EpConfig
 from moe_comm.tensors.torch_hooks import needs_dispatcher
 
-__all__ = ["dense_of_topk", "list_choices", "routing_map_of_topk", "topk_of_routing_map"]
-
 
 def topk_of_routing_map(
     routing_map: torch.Tensor, probs: torch.Tensor | None = None

@@ -6,8 +6,6 @@ import torch
 
 from moe_comm.ep.placement import EMPTY_SLOT, Placement, ReplicaRule
 
-__all__ = ["SlotTable"]
-
 _HASH_FACTOR = 2654435769
 
 

@@ -25,8 +25,6 @@ from moe_comm.errors import Overflow
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization, ScaleFormat, refusal
 
-__all__ = ["Dispatch", "Origin", "Place", "Received", "Window", "quantize_rows", "sum_in_order"]
-
 _SLOT_RANK_SHIFT = 48
 
 

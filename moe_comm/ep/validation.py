@@ -13,19 +13,6 @@ from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization
 
-__all__ = [
-    "check_apart",
-    "check_cached_dispatch",
-    "check_capacity",
-    "check_combine",
-    "check_devices",
-    "check_dispatch",
-    "check_handle",
-    "check_row",
-    "check_rows",
-    "check_weighted_gradient",
-]
-
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
 

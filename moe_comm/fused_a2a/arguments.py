@@ -6,22 +6,6 @@ from typing import Any
 
 from moe_comm.arguments import as_int, check_bool
 
-__all__ = [
-    "DISPATCH_AS_IN_MAIN",
-    "DISPATCH_FIXED",
-    "DISPATCH_MAIN",
-    "DISPATCH_OPTIONS",
-    "INIT_FIXED",
-    "INIT_MAIN",
-    "INIT_R0_16",
-    "TUNING",
-    "bind_arguments",
-    "check_count",
-    "check_flags",
-    "check_tuning",
-    "dispatch_order",
-]
-
 _SMS = ("num_sms_dispatch_api", "num_sms_combine_api")
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
 TUNING = (*_SMS, *_BLOCKS, "num_sms_preprocessing_api")

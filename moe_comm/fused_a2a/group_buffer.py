@@ -11,8 +11,6 @@ from moe_comm.ep.buffer import EpBuffer
 from moe_comm.ep.group_buffers import GroupBuffers, group_buffers, is_alive
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["Group", "GroupBuffer", "buffer_of_group"]
-
 Group: TypeAlias = dist.ProcessGroup | Bootstrap | None
 
 

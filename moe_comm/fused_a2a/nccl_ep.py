@@ -8,17 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = [
-    "HAVE_TE_EP",
-    "alloc_ep_symm_buffer",
-    "ensure_nccl_ep_bootstrapped",
-    "is_nccl_ep_bootstrapped",
-    "nccl_ep_combine",
-    "nccl_ep_dispatch",
-    "nccl_ep_finalize",
-    "new_nccl_ep_buffer",
-]
-
 HAVE_TE_EP = False
 alloc_ep_symm_buffer = None
 new_nccl_ep_buffer = None

@@ -8,9 +8,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["GroupedExperts"]
-
-
 _GROUPED_ROW_BYTES = 16
 
 

@@ -21,8 +21,6 @@ from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound
 if TYPE_CHECKING:
     from moe_comm.replicas import ExpertBalancer
 
-__all__ = ["MoELayer"]
-
 
 class MoELayer(nn.Module):
     """Router, dispatch, experts, combine.

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Routing", "TopKRouter"]
-
 
 class Routing(NamedTuple):
     """The experts of every token, and their weights.

@@ -14,21 +14,6 @@ from typing import Any, TypeVar
 from moe_comm.arguments import text_of
 from moe_comm.errors import CapacityError, CheckpointError, PeerFailedError, PeerTimeoutError
 
-__all__ = [
-    "FirstError",
-    "Problem",
-    "agree",
-    "decode_problem",
-    "encode_problem",
-    "first_line",
-    "make_together",
-    "mismatched_transfers",
-    "name_ranks",
-    "raise_different",
-    "raise_together",
-    "raise_unequal",
-]
-
 KeyT = TypeVar("KeyT")
 MineT = TypeVar("MineT")
 SentT = TypeVar("SentT")

@@ -8,8 +8,6 @@ import torch
 
 from moe_comm.peers import node_layout
 
-__all__ = ["BACKENDS", "GPU_BACKENDS", "HEAP_BACKENDS", "choose_backend", "problem_with_names"]
-
 BACKENDS = ("auto", "host", "collective", "deep_ep", "reference", "simt", "cuda", "nvshmem")
 # Backends over shared-memory heaps, one a node.
 HEAP_BACKENDS = ("host", "simt", "cuda", "nvshmem")

@@ -17,17 +17,6 @@ from moe_comm.peers.agree import name_ranks
 from moe_comm.peers.gather_objects import gather_objects_of_group
 from moe_comm.peers.peer_timeouts import ARRIVAL_TIMEOUT_S
 
-__all__ = [
-    "Bootstrap",
-    "RankThreads",
-    "ThreadRank",
-    "bootstrap_for",
-    "check_process_of",
-    "group_behind",
-    "process_group_of",
-]
-
-
 WARN_EVERY_S = 60.0
 _logger = logging.getLogger("moe_comm")
 

@@ -10,8 +10,6 @@ import torch
 
 from moe_comm.arguments import as_int, check_bool, shown
 
-__all__ = ["CommunicatorOptions"]
-
 # No machine has more cores, SMs or bytes.
 _MOST = {"max_heap_bytes": (1 << 63) - 1, "num_threads": 4096, "num_sms": (1 << 31) - 1}
 

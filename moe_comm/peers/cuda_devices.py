@@ -13,18 +13,6 @@ import torch
 from moe_comm import env
 from moe_comm.peers.plain_data import travels
 
-__all__ = [
-    "CUDA_MODULE",
-    "DeviceIdentity",
-    "identify",
-    "load_cuda_module",
-    "max_connections",
-    "problem_with_devices",
-    "take_device",
-    "take_stream",
-    "unusable_reason",
-]
-
 CUDA_MODULE = "moe_comm._cuda"
 
 

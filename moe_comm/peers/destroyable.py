@@ -7,8 +7,6 @@ import logging
 import types
 from typing import TypeVar
 
-__all__ = ["Destroyable"]
-
 SelfT = TypeVar("SelfT", bound="Destroyable")
 
 

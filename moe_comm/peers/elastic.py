@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from moe_comm import _host
 
-__all__ = ["ElasticRanks", "Grown", "Shrunk"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shrunk(Generic[CommunicatorT]):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["in_use", "use_alone"]
-
 
 def in_use(operation: str) -> RuntimeError:
     """The error of a second caller, who wanted `operation`."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["forks"]
-
 
 class _Forks:
     __slots__ = ("generation",)

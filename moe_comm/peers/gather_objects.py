@@ -10,8 +10,6 @@ import torch.distributed as dist
 from moe_comm.errors import CommunicationError
 from moe_comm.peers.plain_data import decode_plain, encode_plain
 
-__all__ = ["decode_all", "gather_objects", "gather_objects_of_group"]
-
 _LENGTH_BYTES = 8
 # With the length: as much as most items are, so that they take one exchange.
 _FIRST_BYTES = 4096

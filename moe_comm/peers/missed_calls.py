@@ -12,17 +12,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = [
-    "GATHER",
-    "MissedCall",
-    "Telling",
-    "keep",
-    "keeps_unbound",
-    "kept",
-    "take",
-    "tells_peers",
-]
-
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 

@@ -17,8 +17,6 @@ from moe_comm.peers.threads_per_rank import default_num_threads
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = ["connect_group"]
-
 
 def connect_group(
     bootstrap: Bootstrap,

@@ -18,16 +18,6 @@ from moe_comm import env
 from moe_comm.peers.agree import raise_different
 from moe_comm.peers.plain_data import travels
 
-__all__ = [
-    "Machine",
-    "NodeLayout",
-    "RankPlace",
-    "agree_on_nodes",
-    "launched_num_local_ranks",
-    "own_machine",
-    "problem_with_declared",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeLayout:

@@ -13,15 +13,6 @@ from moe_comm.peers import agree as agreement
 from moe_comm.peers import node_layout
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = [
-    "HOST_LIBRARY",
-    "NVSHMEM_MODULE",
-    "agree",
-    "find_host_library",
-    "load_nvshmem_module",
-    "unusable_reason",
-]
-
 NVSHMEM_MODULE = "moe_comm._nvshmem"
 HOST_LIBRARY = "libnvshmem_host.so.3"
 PACKAGE = "nvidia.nvshmem"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ARRIVAL_TIMEOUT_S", "CONNECT_TIMEOUT_S", "STALL_TIMEOUT_S"]
-
 ARRIVAL_TIMEOUT_S = 1800.0
 """For a living rank that does not enter what others are in."""
 

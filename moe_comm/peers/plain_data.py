@@ -19,8 +19,6 @@ import torch
 from moe_comm.arguments import shortened
 from moe_comm.peers.agree import decode_problem, encode_problem
 
-__all__ = ["NOT_AS_EXPECTED", "decode_plain", "encode_plain", "travels"]
-
 NOT_AS_EXPECTED = (
     ArithmeticError,
     AttributeError,

@@ -15,8 +15,6 @@ from moe_comm.peers.sms_per_rank import default_num_sms, problem_with_sms
 if TYPE_CHECKING:
     from moe_comm import _cuda, _host
 
-__all__ = ["RankGpu"]
-
 
 class RankGpu:
     """The GPU of this rank, as its communicator and the buffers on it use it.

@@ -33,16 +33,6 @@ if TYPE_CHECKING:
 
     from moe_comm import _host
 
-__all__ = [
-    "Invitation",
-    "InvitingRank",
-    "JoiningRank",
-    "JoiningRanks",
-    "assign_ranks",
-    "host_store",
-    "open_store",
-]
-
 POLL_S = 0.01
 ResultT = TypeVar("ResultT")
 

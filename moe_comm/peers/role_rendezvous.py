@@ -32,8 +32,6 @@ from moe_comm.peers.rendezvous import host_store, open_store
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Place", "RoleHost", "RoleRank", "places_of"]
-
 _POLL_S = 0.02
 _BEAT_S = 0.25
 _LIVENESS_S = 5.0

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from moe_comm.peers.cuda_devices import DeviceIdentity
 
-__all__ = ["default_num_sms", "problem_with_sms"]
-
 NUM_SMS_AT_MOST = 24
 """SMs that keep memory busy by copies; experts have better use for more."""
 

@@ -18,19 +18,6 @@ from moe_comm.peers.rendezvous import JoiningRanks
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = [
-    "CommunicatorT",
-    "Decision",
-    "SocketRanks",
-    "Survivors",
-    "check_failed_ranks",
-    "failed_text",
-    "largest_node_size",
-    "make_grown",
-    "meet",
-    "rebuild",
-]
-
 MESSAGE_BYTES = 1 << 20
 # Rounds in which nobody is found to be gone, yet the group could not be made.
 NUM_MAX_REBUILDS = 8

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["default_num_threads"]
-
 
 def default_num_threads(num_machine_ranks: int) -> int:
     """Equal share of the cores that this process may use among the communicator's ranks on its machine.

@@ -11,8 +11,6 @@ import torch
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 from moe_comm.ep.planner import fullest_rank, plan_placement
 
-__all__ = ["LayerMove", "PlacedLayer", "plan_moves"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedLayer:

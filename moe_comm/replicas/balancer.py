@@ -24,8 +24,6 @@ from moe_comm.replicas.plan import plan_replicas
 from moe_comm.replicas.prefetch import Prefetch
 from moe_comm.replicas.slots import SlotTensors, addresses_of
 
-__all__ = ["BalanceReport", "ExpertBalancer"]
-
 _LOGGER = logging.getLogger("moe_comm")
 _DIFFERENT_STEPS = "ranks are in different steps"
 

@@ -21,8 +21,6 @@ from moe_comm.replicas.prefetch import Prefetch
 from moe_comm.replicas.slots import SlotTensors, check_step_bytes, placement_stated
 from moe_comm.resharding.copy_services.batched_copy import BatchedCopy
 
-__all__ = ["ReplicaCopies", "SumTo"]
-
 SumTo = Literal["all", "owner"]
 Weights = Sequence[torch.Tensor | Sequence[torch.Tensor]]
 _ADDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,6 @@ from moe_comm.replicas.prefetch import Copying, StagingArea
 from moe_comm.replicas.slots import Piece, SlotTensors, batches_of, pieces_of
 from moe_comm.resharding.copy_services.batched_copy import CopyItem
 
-__all__ = ["GradientReduction"]
-
 Slots = Sequence[tuple[int, int]]
 """Rank and local slot of an expert's owner, and of each of its replicas."""
 

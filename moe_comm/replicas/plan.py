@@ -7,8 +7,6 @@ import dataclasses
 from moe_comm.arguments import as_int, check_kind
 from moe_comm.ep.placement import EMPTY_SLOT, Placement
 
-__all__ = ["ReplicaMove", "ReplicaPlan", "owners_of", "plan_replicas", "replicated"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMove:

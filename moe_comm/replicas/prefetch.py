@@ -15,8 +15,6 @@ from moe_comm.replicas.plan import ReplicaMove
 from moe_comm.replicas.slots import SlotTensors, batches_of, pieces_of
 from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem, copy_tensors
 
-__all__ = ["Copying", "Prefetch", "StagingArea"]
-
 _ALIGNMENT = 64
 
 

@@ -14,16 +14,6 @@ from moe_comm.ep.placement import Placement
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap, has_element_twice
 
-__all__ = [
-    "Piece",
-    "SlotTensors",
-    "addresses_of",
-    "batches_of",
-    "check_step_bytes",
-    "pieces_of",
-    "placement_stated",
-]
-
 SlotShape = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of one slot of a tensor."""
 

@@ -11,20 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = [
-    "ADDABLE_DTYPES",
-    "accumulator_dtype",
-    "chunks",
-    "dot_rows",
-    "empty_rows",
-    "round_to",
-    "scale_rows",
-    "subnormals_kept",
-    "sum_rows",
-    "sum_rows_by_node",
-    "widen",
-]
-
 ADDABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _NUM_LANES = 32

@@ -6,15 +6,6 @@ from typing import TypeVar, cast
 
 import torch
 
-__all__ = [
-    "as_resolved",
-    "bytes_of",
-    "check_memory",
-    "num_spanned",
-    "problem_with_memory",
-    "storage_id",
-]
-
 TensorT = TypeVar("TensorT")
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Overlap", "first_overlap", "has_element_twice", "is_same_place", "shares_bytes"]
-
 # Steps that an exact answer may take; what takes more counts as sharing bytes.
 _MOST_STEPS = 1_000_000
 # NumPy takes any number of steps, of which its stubs do not know.

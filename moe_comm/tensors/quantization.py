@@ -12,17 +12,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = [
-    "FP8_BLOCK128",
-    "MXFP8",
-    "QUANTIZABLE_DTYPES",
-    "Quantization",
-    "QuantizationFormat",
-    "ScaleFormat",
-    "refusal",
-    "scale_column_stride",
-]
-
 QUANTIZABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of rows that a dispatch can quantize."""
 

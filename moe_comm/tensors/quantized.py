@@ -17,15 +17,6 @@ from moe_comm.tensors.quantization import (
     scale_column_stride,
 )
 
-__all__ = [
-    "column_major",
-    "dequantize",
-    "quantize",
-    "quantize_blocks",
-    "quantize_rows",
-    "store_factors",
-]
-
 _LARGEST = 448.0  # of e4m3
 _NAN_DATA = 0x7F
 _NAN_EXPONENT = 0xFF

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["are_plain", "has_torch_hooks", "needs_dispatcher"]
-
 _PLAIN_OR_NONE = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 

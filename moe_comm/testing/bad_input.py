@@ -20,8 +20,6 @@ from moe_comm.testing.launch import RankContext
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
-__all__ = ["run_bad_config", "run_bad_input"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Mistake:

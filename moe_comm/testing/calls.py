@@ -11,8 +11,6 @@ from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput
 
-__all__ = ["combine", "dispatch", "dispatch_cached"]
-
 
 def dispatch(
     backend: Backend,

@@ -12,8 +12,6 @@ from moe_comm.ep.spec import Dispatch, Received, quantize_rows
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput, random_weights, rows_of_case, seeded
 
-__all__ = ["CaseData", "as_sent"]
-
 _MakeRows = Callable[[int, torch.Generator], torch.Tensor]
 
 

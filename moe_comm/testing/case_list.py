@@ -18,8 +18,6 @@ from moe_comm.tensors.quantization import (
 )
 from moe_comm.testing.cases import ROUTINGS, Case
 
-__all__ = ["CASES", "NODE_REDUCTION_CASES", "QUANTIZATIONS", "RANK_REDUCTION_CASES", "in_layout"]
-
 _RAGGED = (5, 0, 9, 3, 17, 1, 0, 4)
 
 

@@ -11,18 +11,6 @@ from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.tensors.arithmetic import ADDABLE_DTYPES, accumulator_dtype
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = [
-    "ROUTINGS",
-    "Case",
-    "RankInput",
-    "case_inputs",
-    "random_rows",
-    "random_weights",
-    "rows_of_case",
-    "scales_of_case",
-    "seeded",
-]
-
 ROUTINGS = ("uniform", "masked", "skewed", "one_expert", "one_rank", "repeated", "nothing")
 
 

@@ -6,8 +6,6 @@ import dataclasses
 
 import torch
 
-__all__ = ["Expectations", "difference", "flat_copy"]
-
 
 def difference(got: object, want: torch.Tensor | None) -> str | None:
     """Describe how `got` differs from `want` in type, shape or any bit, or return None.

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from moe_comm import compat
 from moe_comm.testing.launch import RankContext, run_ranks
 
-__all__ = ["run_ranks_alike"]
-
 ResultT = TypeVar("ResultT")
 
 

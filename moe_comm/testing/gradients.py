@@ -25,8 +25,6 @@ from moe_comm.testing.launch import RankContext
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
-__all__ = ["run_gradients"]
-
 _OFF, _ON, _ROWS = 0, ENABLED, ENABLED | NEEDS_ROWS
 _WEIGHTS, _BOTH = ENABLED | NEEDS_WEIGHTS, ENABLED | NEEDS_ROWS | NEEDS_WEIGHTS
 

@@ -12,8 +12,6 @@ from moe_comm.testing.launch import RankContext
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
-__all__ = ["run_asynchronous", "run_in_flight", "run_overwrite", "run_same_bits"]
-
 
 def run_asynchronous(context: RankContext, target: Target, case: Case) -> list[str]:
     """Run as many operations in flight on one buffer as its configuration allows, waited for backwards."""

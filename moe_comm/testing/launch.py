@@ -18,8 +18,6 @@ from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from moe_comm.testing.pool import GRACE_S, Outcome, WorkerPool
 
-__all__ = ["RankContext", "RankError", "RankTimeoutError", "close_workers", "run_ranks"]
-
 ResultT = TypeVar("ResultT")
 
 

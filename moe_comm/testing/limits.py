@@ -23,8 +23,6 @@ from moe_comm.testing.launch import RankContext
 from moe_comm.testing.scripts import compare_dispatch
 from moe_comm.testing.target import Target
 
-__all__ = ["run_limits"]
-
 _NUM_TOKENS = 5
 _NUM_EXPERTS = 6
 _ALIGNMENT = 4

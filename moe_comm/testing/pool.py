@@ -24,8 +24,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GRACE_S", "Outcome", "WorkerPool"]
-
 GRACE_S = 10.0
 """Seconds that other ranks may go on after one has raised."""
 

@@ -19,8 +19,6 @@ from moe_comm.testing.compare import Expectations
 from moe_comm.testing.launch import RankContext
 from moe_comm.testing.target import Target
 
-__all__ = ["compare_dispatch", "run_case"]
-
 # Rules for leaving outputs in the backend's own memory; each must give the same bits.
 _COPY_OUT: tuple[CopyOut, ...] = ("auto", False, True)
 

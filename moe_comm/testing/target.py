@@ -13,8 +13,6 @@ from moe_comm.ep.config import EpConfig
 from moe_comm.peers.communicator import Communicator
 from moe_comm.testing.launch import RankContext
 
-__all__ = ["Target"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:

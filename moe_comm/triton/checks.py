@@ -6,16 +6,6 @@ import contextlib
 
 import torch
 
-__all__ = [
-    "check_dtype",
-    "check_no_gradient",
-    "check_tensor",
-    "int_view",
-    "on_device",
-    "rows_view",
-    "words_view",
-]
-
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["e4m3_from_float32", "float32_from_e4m3", "load_wide", "power_of_2", "rounded_bits"]
-
 
 @triton.jit
 def load_wide(ptrs: tl.tensor, mask: tl.tensor, is_bfloat16: tl.constexpr) -> tl.tensor:

@@ -8,8 +8,6 @@ import torch
 
 from moe_comm.triton.checks import check_tensor
 
-__all__ = ["ExpertOrder", "order_by_expert"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertOrder:

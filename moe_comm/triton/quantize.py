@@ -22,8 +22,6 @@ from moe_comm.triton.checks import (
 )
 from moe_comm.triton.quantize_kernels import dequantize_kernel, quantize_kernel
 
-__all__ = ["dequantize", "quantize"]
-
 _ELEMENTS_PER_PROGRAM = 1024
 
 

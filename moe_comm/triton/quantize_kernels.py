@@ -14,14 +14,6 @@ from moe_comm.triton.number_format import (
     rounded_bits,
 )
 
-__all__ = [
-    "FLOAT32_SCALES",
-    "POWER_OF_2_SCALES",
-    "UE8M0_SCALES",
-    "dequantize_kernel",
-    "quantize_kernel",
-]
-
 FLOAT32_SCALES = tl.constexpr(int(ScaleFormat.FLOAT32))
 POWER_OF_2_SCALES = tl.constexpr(int(ScaleFormat.FLOAT32_POWER_OF_2))
 UE8M0_SCALES = tl.constexpr(int(ScaleFormat.UE8M0))

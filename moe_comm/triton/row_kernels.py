@@ -7,8 +7,6 @@ import triton.language as tl
 
 from moe_comm.triton.number_format import load_wide, rounded_bits
 
-__all__ = ["gather_rows_kernel", "sum_rows_kernel"]
-
 
 # Grid: (rows of the output, blocks of columns). Words are integers: NaN payloads survive.
 # Example: row_idx = [2, -1] -> out = [rows[2], zeros].

@@ -17,8 +17,6 @@ from moe_comm.triton.checks import (
 )
 from moe_comm.triton.row_kernels import gather_rows_kernel, sum_rows_kernel
 
-__all__ = ["gather_rows", "permute", "unpermute"]
-
 _ADDABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_BLOCK_COLUMNS = 1024
 

@@ -17,8 +17,6 @@ import torch
 from moe_comm.cli.bench.environment import collect_environment
 from tests.helpers.source_tree import captured
 
-__all__ = ["properties_of"]
-
 # By the framework's name: the distributions that bring it.
 DISTRIBUTIONS = {
     "transformers": ["transformers"],

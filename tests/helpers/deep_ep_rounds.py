@@ -23,8 +23,6 @@ from moe_comm.cli.bench.traffic import combine_bytes, dispatch_bytes, rank_traff
 from moe_comm.peers import cuda_devices
 from moe_comm.testing import RankContext
 
-__all__ = ["SIDES", "compare", "missing_deep_ep", "sides_of"]
-
 SIDES = {
     "v1": "Buffer",
     "v2": "ElasticBuffer",

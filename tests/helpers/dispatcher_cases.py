@@ -17,17 +17,6 @@ from moe_comm.ep.config import Capacity, Layout, default_expert_rank
 from moe_comm.ep.spec import Dispatch, quantize_rows
 from moe_comm.tensors.quantization import FP8_BLOCK128, Quantization
 
-__all__ = [
-    "DISPATCHER_CASES",
-    "DispatcherCase",
-    "Expected",
-    "RankTokens",
-    "all_tokens",
-    "expected",
-    "expert_output",
-    "kept_choices",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatcherCase:

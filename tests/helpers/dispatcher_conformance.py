@@ -23,8 +23,6 @@ from tests.helpers.dispatcher_cases import (
     expected,
 )
 
-__all__ = ["DispatcherTarget", "RunLayer", "can_run", "check_dispatcher"]
-
 RunLayer = Callable[[GroupBuffers, DispatcherCase, RankTokens], torch.Tensor]
 
 

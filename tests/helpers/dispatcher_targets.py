@@ -31,8 +31,6 @@ from tests.helpers.dispatcher_cases import (
 )
 from tests.helpers.dispatcher_conformance import DispatcherTarget
 
-__all__ = ["DISPATCHERS", "local_experts", "most_tokens"]
-
 
 def local_experts(buffers: GroupBuffers, case: DispatcherCase) -> torch.Tensor:
     """int64 global ids of this rank's experts, ascending, on the device of the buffers."""

@@ -17,17 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "Experts",
-    "Routed",
-    "make_config",
-    "make_groups",
-    "make_moe_layer",
-    "on_cpu",
-    "run_layer",
-    "start_parallel_state",
-]
-
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens `[..., hidden]`, routing map and probs `[num_tokens, num_experts]` of a rank."""
 

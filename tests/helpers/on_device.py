@@ -24,15 +24,6 @@ from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import bootstrap_for
 from tests.helpers.staging import Staging, warm_up_allocator
 
-__all__ = [
-    "NUM_SMS",
-    "OnDevice",
-    "connect_nodes_to_gpu",
-    "connect_to_gpu",
-    "make_across_nodes",
-    "make_on_gpu",
-]
-
 NUM_SMS = 4
 """SMs of one buffer on one rank: all buffers of all ranks that a check has at a time fit one GPU."""
 

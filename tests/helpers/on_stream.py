@@ -21,18 +21,6 @@ from moe_comm.ep.backends.simt import (
 from moe_comm.testing import RankContext
 from tests.helpers.on_device import OnDevice
 
-__all__ = [
-    "NUM_DEVICES",
-    "OnStream",
-    "WaitsForStream",
-    "connect_streams",
-    "in_stream",
-    "make_on_devices",
-    "make_on_devices_and_streams",
-    "make_on_stream",
-    "on_devices",
-]
-
 ResultT = TypeVar("ResultT")
 
 LAG_S = 0.001

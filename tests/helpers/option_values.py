@@ -7,8 +7,6 @@ from typing import Any
 
 from moe_comm import FP8_BLOCK128, MXFP8, Capacity, Layout
 
-__all__ = ["VALUES", "Values"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Values:

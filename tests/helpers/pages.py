@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["python_blocks"]
-
 
 def python_blocks(page: Path) -> list[str]:
     """Python code of a page, block by block."""

@@ -23,8 +23,6 @@ from moe_comm.ep.autograd import operators
 from moe_comm.ep.backends import simt
 from moe_comm.ep.backends.simt import SimtBackend
 
-__all__ = ["DEVICE", "PretendedCommunicator", "Stream", "on_pretended_device", "pretend"]
-
 DEVICE = torch.device("meta")
 """The one kind of device of which every build of torch can make tensors that this module fills."""
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Batch", "expected_counts", "expected_rows", "make_batches"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Batch:

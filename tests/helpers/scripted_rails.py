@@ -12,8 +12,6 @@ import pytest
 from moe_comm import _host
 from moe_comm.ep.backends import host
 
-__all__ = ["Message", "ScriptedRails"]
-
 # (source rank, destination rank, how many of that pair came before).
 Message = tuple[int, int, int]
 

@@ -10,8 +10,6 @@ import threading
 
 import torch
 
-__all__ = ["Staging", "warm_up_allocator"]
-
 NUM_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20  # what torch takes from segments of small tensors at most
 NUM_SMALL = 32

@@ -9,8 +9,6 @@ from pathlib import Path
 from moe_comm.cli.bench.svg import MARGIN, WIDTH, Palette
 from tools.drawings.shapes import Canvas
 
-__all__ = ["draw_folders", "known_folders", "read_arrows"]
-
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KNOWS = re.compile(r"^Knows: ([\w, ]+)\.$", re.MULTILINE)
 TOP, LEVEL, BOX_WIDTH, BOX_HEIGHT = 44, 82, 194, 48

@@ -5,8 +5,6 @@ from __future__ import annotations
 from moe_comm.cli.bench.svg import Palette
 from tools.drawings.shapes import Canvas
 
-__all__ = ["draw_heap"]
-
 LEFTS, WIDTH, TOP = (8, 446), 406, 68
 SEGMENT_X, SEGMENT_WIDTH, SEGMENT_HEIGHT = 92, 300, 44
 # Windows of each segment of each rank: begin and size in shares of the segment, and whose they are.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from moe_comm.cli.bench.svg import Palette
 from tools.drawings.shapes import Canvas
 
-__all__ = ["draw_operation"]
-
 LEFT, UNIT = 84, 7.4
 LANE, HEIGHT = 46, 22
 # Of every rank: when it enters, and how long it moves rows. Rank 2 comes late.

@@ -8,8 +8,6 @@ from moe_comm.cli.bench.svg import Palette
 from moe_comm.resharding.describe.intervals import Intervals, Run, chunk, intersect, whole
 from tools.drawings.shapes import Canvas
 
-__all__ = ["draw_refit"]
-
 SHAPE = (6, 8)
 CELL = 24
 TOP = 96

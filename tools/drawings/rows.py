@@ -11,8 +11,6 @@ from moe_comm.cli.bench.svg import Palette
 from moe_comm.ep.spec import Dispatch, Origin
 from tools.drawings.shapes import Canvas
 
-__all__ = ["draw_rows"]
-
 # Two ranks of three tokens with two choices each; experts 0 and 1 lie on rank 0, 2 and 3 on rank 1.
 TOPK_IDX = [[[0, 2], [1, 3], [0, 3]], [[0, 2], [1, 2], [1, 3]]]
 EXPERT_RANK = [0, 0, 1, 1]

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from moe_comm.cli.bench.svg import MARGIN, Palette, head, text_at
 
-__all__ = ["Canvas", "Point"]
-
 Point = tuple[float, float]
 RANK_COLORS = ("python", "copies", "rows", "binding")
 HEAD = 7.0

@@ -7,8 +7,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["SpinBarrier", "bind_to_core"]
-
 CACHE_LINE_WORDS = 8
 NUM_SPINS_BEFORE_YIELD = 50
 NUM_YIELDS_BEFORE_SLEEP = 20_000

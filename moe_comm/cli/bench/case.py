@@ -16,17 +16,6 @@ from moe_comm.ep.routing_trace import load_routing_trace
 from moe_comm.ep.validation import check_dispatch, check_rows
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = [
-    "APIS",
-    "DTYPES",
-    "BenchCase",
-    "make_places",
-    "make_routing_map",
-    "make_topk_idx",
-    "make_topk_weights",
-    "make_x",
-]
-
 APIS = ("native", "hybrid_ep")
 
 DTYPES = {

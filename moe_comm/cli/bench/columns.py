@@ -9,8 +9,6 @@ from rich.table import Table
 
 from moe_comm.cli.bench.result import MeasuredRow
 
-__all__ = ["add_columns", "number", "plot_times", "ratio"]
-
 
 def add_columns(table: Table, *headings: str) -> None:
     """Add columns of numbers."""

@@ -13,14 +13,6 @@ import torch
 
 from moe_comm._version import __version__
 
-__all__ = [
-    "collect_environment",
-    "cpu_model",
-    "instruction_set",
-    "last_level_cache_bytes",
-    "transparent_huge_pages",
-]
-
 
 def collect_environment() -> dict[str, Any]:
     """Collect everything that the numbers of this run depend on, apart from the case."""

@@ -18,8 +18,6 @@ from moe_comm.ep.group_buffers import GroupBuffers
 from moe_comm.fused_a2a import hybrid_ep_combine, hybrid_ep_dispatch
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["Exchange", "HybridEpExchange", "NativeExchange", "Received"]
-
 
 class Received(Protocol):
     """Tensors that a dispatch brought."""

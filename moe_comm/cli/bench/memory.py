@@ -9,8 +9,6 @@ from pathlib import Path
 
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["PeakMemory", "WindowMemory", "parse_smaps", "total_bytes", "window_memory"]
-
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ (?P<inode>\d+)\s*(?P<name>.*)$")
 
 

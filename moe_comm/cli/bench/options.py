@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-__all__ = ["OPERATIONS", "PEERS", "BenchOptions", "RankOptions"]
-
 PEERS = ("gloo", "mpi", "collective")
 THROUGHPUT_OPERATIONS = ("dispatch", "combine", "combine_copy_in")
 LATENCY_OPERATIONS = ("dispatch+combine", "differentiable_overhead")

@@ -19,8 +19,6 @@ from moe_comm.ep.spec import Dispatch, sum_in_order
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantized import dequantize, quantize
 
-__all__ = ["check_combine", "check_dispatch", "expert_scale", "run_experts", "source_rows"]
-
 NUM_TOKENS_PER_BLOCK = 128
 NUM_SCALES = 61
 

@@ -14,8 +14,6 @@ from moe_comm.ep.tracing import NO_PEER, PhaseRecord
 if TYPE_CHECKING:
     from moe_comm.ep.backends.host import HostBackend
 
-__all__ = ["PARTS", "Parts", "middle_half", "take_apart", "timed_native_calls"]
-
 PARTS = ("python", "binding", "rows", "waiting", "copies")
 """From the outside inwards: what is spent before the native call and after it; in the native call outside
 the exchange; in the exchange outside the copies, in saying and hearing who sends what where; in waiting for

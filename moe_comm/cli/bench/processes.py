@@ -24,8 +24,6 @@ from moe_comm.peers.agree import name_ranks
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RankProcesses", "WorkerError", "WorkerProcesses"]
-
 JOIN_TIMEOUT_S = 20.0
 # No call of a worker takes as long; what ranks wait for each other has limits of its own.
 CALL_TIMEOUT_S = 3600.0

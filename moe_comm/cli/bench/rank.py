@@ -14,8 +14,6 @@ from moe_comm.cli.bench.barrier import SpinBarrier, bind_to_core
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["RankWorker", "Sample", "synchronize"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:

@@ -12,13 +12,6 @@ from moe_comm.cli.bench.case import BenchCase, make_topk_idx
 from moe_comm.ep.placement import Placement, ReplicaRule
 from moe_comm.ep.routing_trace import load_routing_trace
 
-__all__ = [
-    "place_replicas",
-    "placement_by_loads",
-    "slots_of_rank",
-    "summarize_rows",
-]
-
 NUM_EARLIER_BATCHES = 8
 
 

@@ -17,14 +17,6 @@ from moe_comm.cli.bench.result import BenchRow
 from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.plots import new_figure
 
-__all__ = [
-    "case_title",
-    "header_line",
-    "result_table",
-    "sweep_tables",
-    "write_plot",
-]
-
 LABELS = {
     "dispatch": "dispatch",
     "combine": "combine, in place",

@@ -14,8 +14,6 @@ from moe_comm.cli.bench.traffic import (
     dispatch_bytes,
 )
 
-__all__ = ["DeviceRoof", "Roof", "make_roof"]
-
 LINE_BYTES = 64
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["roof_state", "roofs_agree"]
-
 FAST_ROOF_GBS = 40.0
 """Between the two states in which the machines this was calibrated on are found."""
 ROOF_DISAGREEMENT = 0.20

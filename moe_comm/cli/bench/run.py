@@ -50,13 +50,6 @@ from moe_comm.cli.bench.traffic import (
 )
 from moe_comm.ep.config import Layout
 
-__all__ = [
-    "CaseRun",
-    "check_options",
-    "default_operations",
-    "operation_bytes",
-]
-
 NUM_ITERATIONS = 200
 NUM_PEER_ITERATIONS = 20
 

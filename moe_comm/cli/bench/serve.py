@@ -11,8 +11,6 @@ from typing import Any
 
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 
-__all__ = ["serve_threads", "serve_worker"]
-
 # Errors that users and their machines cause; for any other the place is told.
 EXPECTED_ERRORS = (ValueError, RuntimeError, OSError, MemoryError, ImportError)
 

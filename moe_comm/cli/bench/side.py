@@ -20,9 +20,6 @@ from moe_comm.cli.bench.traffic import rank_traffic
 from moe_comm.ep.handles import DispatchResult
 from moe_comm.nn import GroupedExperts
 
-__all__ = ["Side"]
-
-
 NUM_CHECKED_TOKENS = 4
 
 

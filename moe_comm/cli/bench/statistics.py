@@ -9,18 +9,6 @@ from typing import Any
 
 from moe_comm.cli.bench.roof_state import roofs_agree
 
-__all__ = [
-    "Interval",
-    "Pair",
-    "all_wall_times_us",
-    "makespan_us",
-    "median_ratio",
-    "medians",
-    "percentile",
-    "time_columns",
-    "wall_times_us",
-]
-
 Interval = tuple[int, int]
 """Start and end of a call on one rank, nanoseconds of `CLOCK_MONOTONIC`."""
 

@@ -9,23 +9,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-__all__ = [
-    "BAR",
-    "DARK",
-    "LIGHT",
-    "MARGIN",
-    "TICK",
-    "WIDTH",
-    "Palette",
-    "axis_label",
-    "bar",
-    "foot",
-    "head",
-    "notes_height",
-    "text_at",
-    "vertical",
-]
-
 # Pixels, at the width of a README.
 WIDTH = 860
 MARGIN = 8

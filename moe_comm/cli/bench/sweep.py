@@ -25,8 +25,6 @@ from moe_comm.cli.bench.statistics import (
 )
 from moe_comm.cli.bench.sweep_worker import CALLS, SweepWorker
 
-__all__ = ["SWEEP_TOKENS", "check_sweep", "run_sweep"]
-
 SWEEP_TOKENS = tuple(2**i for i in range(13))
 
 FIXED_ROW_BYTES = 16

@@ -24,8 +24,6 @@ from moe_comm.cli.bench.svg import (
     vertical,
 )
 
-__all__ = ["draw_sweep", "sweep_pictures"]
-
 # Pixels.
 TOP = 86
 ROW = 24

@@ -23,8 +23,6 @@ from moe_comm.ep import autograd
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["CALLS", "SweepWorker"]
-
 CALLS = ("EpBuffer.dispatch", "EpBuffer.combine", "moe_comm.dispatch", "moe_comm.combine")
 
 

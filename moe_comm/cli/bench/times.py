@@ -17,8 +17,6 @@ from moe_comm.cli.bench.statistics import (
     wall_times_us,
 )
 
-__all__ = ["Rounds", "SideTimes", "ratios_in_rounds", "sides_in_turn", "summarize_roof"]
-
 NUM_WARM_UP = 2
 MAX_ROUNDS_PER_PAIR = 5
 

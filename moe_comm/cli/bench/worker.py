@@ -26,8 +26,6 @@ from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.communicator import Communicator
 
-__all__ = ["Worker"]
-
 
 class Worker(RankWorker):
     """One rank that dispatches and combines.

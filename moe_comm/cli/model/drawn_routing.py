@@ -10,8 +10,6 @@ import numpy.typing as npt
 from moe_comm.cli.model.cluster import Cluster
 from moe_comm.cli.model.workload import Movement, Workload
 
-__all__ = ["Traffic", "draw_traffic"]
-
 # Tokens drawn over all ranks; traffic is scaled up from them.
 MAX_DRAWN_TOKENS = 1 << 17
 # Numbers held at a time while drawing.

@@ -9,8 +9,6 @@ from moe_comm.cli.model.drawn_routing import draw_traffic
 from moe_comm.cli.model.simulation import BYTES_PER_US, SimulatedOperation, simulate
 from moe_comm.cli.model.workload import Bytes, Workload
 
-__all__ = ["OperationPrediction", "predict"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationPrediction:

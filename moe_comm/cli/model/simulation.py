@@ -18,8 +18,6 @@ from moe_comm.cli.model.cluster import Cluster
 from moe_comm.cli.model.drawn_routing import Floats, Traffic
 from moe_comm.cli.model.workload import Workload
 
-__all__ = ["SimulatedOperation", "simulate"]
-
 BYTES_PER_US = 1e3  # of a link of 1 GB/s
 
 

@@ -13,16 +13,6 @@ from moe_comm.cli.model.cluster import Cluster
 from moe_comm.ep import budget
 from moe_comm.ep.limits import check_num_experts
 
-__all__ = [
-    "Bytes",
-    "Movement",
-    "Workload",
-    "count_row_bytes",
-    "expected_alone",
-    "expected_distinct",
-    "expected_distinct_limited",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Movement:

@@ -12,18 +12,6 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.parallelism import Parallelism
 
-__all__ = [
-    "DescribedTensor",
-    "LatentAttention",
-    "MoEShape",
-    "TensorList",
-    "dtype_of",
-    "ep_idx",
-    "held_dims",
-    "stage_layers",
-    "stage_of",
-]
-
 
 class DescribedTensor(NamedTuple):
     """One parameter or buffer of one rank. `partition_dim` is -1 where nothing is sharded."""

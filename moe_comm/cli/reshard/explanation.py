@@ -16,8 +16,6 @@ from moe_comm.cli.reshard.report import pairs_table, size_text
 from moe_comm.cli.reshard.traffic import Traffic
 from moe_comm.resharding.describe.tensor_layout import Shape, common_shape
 
-__all__ = ["Explanation", "TensorKind", "differing_shapes", "kinds_of"]
-
 _NUM_LISTED = 8
 _NUM_PAIRS = 32
 

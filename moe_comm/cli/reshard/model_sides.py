@@ -32,8 +32,6 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.tensors.memory import storage_id
 
-__all__ = ["ModelSide", "RankPart", "describe_both", "rosters_of"]
-
 _LAYOUT = re.compile(r"(tp|fsdp|ep)([1-9][0-9]*)")
 
 

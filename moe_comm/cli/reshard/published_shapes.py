@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from moe_comm.cli.reshard.model_shapes import LatentAttention, MoEShape
 
-__all__ = ["PUBLISHED_SHAPES"]
-
 PUBLISHED_SHAPES: dict[str, MoEShape] = {
     "mixtral-8x7b": MoEShape(
         num_layers=32,

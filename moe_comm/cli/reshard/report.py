@@ -15,8 +15,6 @@ from moe_comm.cli.reshard.shapes import describe
 from moe_comm.cli.reshard.traffic import GB, Links, Traffic, predict, schedule_steps
 from moe_comm.cli.reshard.world import PlanningCase
 
-__all__ = ["WorldReport", "pairs_table", "shape_title", "size_text"]
-
 NUM_LARGEST_PAIRS = 8
 
 

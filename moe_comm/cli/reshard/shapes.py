@@ -8,9 +8,6 @@ from typing import Any, Literal
 from moe_comm.cli.reshard.model_shapes import MoEShape, TensorList
 from moe_comm.cli.reshard.published_shapes import PUBLISHED_SHAPES
 
-__all__ = ["ModelName", "describe", "shape_from_options"]
-
-
 ModelName = Literal["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"]
 """Names of `PUBLISHED_SHAPES` on the command line."""
 

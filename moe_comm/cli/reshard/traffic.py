@@ -11,8 +11,6 @@ from typing import Any
 from moe_comm.resharding.plan.plan_check import bytes_per_pair
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 
-__all__ = ["GB", "Links", "Prediction", "Traffic", "predict", "schedule_steps"]
-
 GB = 1e9
 Pair = tuple[int, int]
 

@@ -18,8 +18,6 @@ from moe_comm.resharding.plan.rank_metadata import (
 )
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 
-__all__ = ["Planner", "PlanningCase"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanningCase:

@@ -10,14 +10,6 @@ import torch
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.peers.communicator import Communicator
 
-__all__ = [
-    "BufferAllocator",
-    "get_num_allocation_alignment",
-    "get_num_rdma_alignment",
-    "get_num_tma_alignment",
-    "storage_of",
-]
-
 
 def get_num_allocation_alignment() -> int:
     """Bytes of which the places of planned tensors and the sizes of storages are multiples."""

@@ -15,18 +15,6 @@ from moe_comm.compat.deep_ep.streams import running
 from moe_comm.compat.deep_ep.utils.event import EventHandle, EventOverlap, wait_for
 from moe_comm.tensors.memory import check_memory
 
-__all__ = [
-    "begin",
-    "check_bools",
-    "check_ints",
-    "check_num_sms",
-    "check_tensor",
-    "in_order_of_lineage",
-    "ints_as_bools",
-    "num_channels",
-    "passed",
-]
-
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 

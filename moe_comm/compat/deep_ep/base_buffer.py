@@ -9,8 +9,6 @@ import torch
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.utils.event import EventHandle
 
-__all__ = ["BufferBase"]
-
 
 class BufferBase:
     """Holds the group of a buffer until it is destroyed.

@@ -31,8 +31,6 @@ from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound, te
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import first_overlap
 
-__all__ = ["BucketBuffer", "BucketSession"]
-
 Given = torch.Tensor | Sequence[torch.Tensor]
 
 # By collective, what DeepEP asks for at least where all ranks are one NVLink domain.

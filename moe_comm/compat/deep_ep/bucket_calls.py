@@ -15,8 +15,6 @@ from moe_comm.ep.gradient_sum import MOST_ROW_BYTES
 from moe_comm.ep.handles import CombineResult, CommEvent, DispatchHandle
 from moe_comm.ep.limits import ROW_BYTES_MULTIPLE
 
-__all__ = ["BucketCalls"]
-
 Tensors = Sequence[torch.Tensor]
 Returned = torch.Tensor | list[torch.Tensor]
 Sums = Callable[[], torch.Tensor]

@@ -17,17 +17,6 @@ from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle
 from moe_comm.tensors import arithmetic
 
-__all__ = [
-    "Bias",
-    "Combined",
-    "announcement",
-    "check_biases",
-    "combine_rows",
-    "start_reduced",
-    "start_with_biases",
-    "sum_columns",
-]
-
 Bias = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 

@@ -10,14 +10,6 @@ import dataclasses
 
 import torch
 
-__all__ = [
-    "Config",
-    "low_latency_rdma_size_hint",
-    "recommended_combine_config",
-    "recommended_dispatch_config",
-    "topk_idx_t",
-]
-
 topk_idx_t = torch.int64
 """Dtype of expert ids."""
 

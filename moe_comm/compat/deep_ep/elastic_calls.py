@@ -31,20 +31,6 @@ from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors import arithmetic
 
-__all__ = [
-    "NUM_QPS",
-    "SIZE_BYTES",
-    "Dispatching",
-    "ElasticCalls",
-    "Group",
-    "PreviousEvent",
-    "Running",
-    "buffer_bytes",
-    "meet",
-    "reject_barrier",
-    "theoretical_num_sms",
-]
-
 PreviousEvent = EventOverlap | EventHandle | None
 Group = dist.ProcessGroup | Bootstrap | None
 

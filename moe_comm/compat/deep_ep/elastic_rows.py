@@ -21,8 +21,6 @@ from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import DispatchHandle, DispatchResult
 from moe_comm.tensors import quantized
 
-__all__ = ["EPHandle", "Received", "Sending", "Started", "start", "version_of"]
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class EPHandle:

@@ -34,8 +34,6 @@ from moe_comm.compat.deep_ep.utils.event import EventOverlap
 from moe_comm.compat.deep_ep.utils.math import align
 from moe_comm.peers.missed_calls import keeps_unbound, tells_peers
 
-__all__ = ["EPBuffer"]
-
 Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
 Combined = tuple[torch.Tensor, torch.Tensor | None, EventOverlap]
 

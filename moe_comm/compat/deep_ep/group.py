@@ -16,8 +16,6 @@ from moe_comm.ep.group_buffers import GroupBuffers, group_buffers
 from moe_comm.peers import missed_calls
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["GroupOwner", "MpiRanks", "refuse_not_offered", "rejects_unbound_of"]
-
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 

@@ -9,19 +9,6 @@ import torch
 from moe_comm.ep import config
 from moe_comm.ep.backends.base import PlanTensors
 
-__all__ = [
-    "Layout",
-    "dispatch_layout",
-    "last_choices",
-    "packed_layout_range",
-    "received_choices",
-    "recv_channel_prefix_matrix",
-    "row_sources",
-    "rows_on_ranks",
-    "send_channels",
-    "tokens_in_ranks",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

@@ -22,17 +22,6 @@ from moe_comm.ep.routing_map import topk_of_routing_map
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "HybridHandle",
-    "LowLatencyHandle",
-    "RankMajorHandle",
-    "are_parts",
-    "from_parts",
-    "require_low_latency",
-    "require_rank_major",
-]
-
-
 _NUM_RANK_MAJOR = 6
 _SLOT_RANK_SHIFT = 48  # of `PlanTensors.slots`
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from moe_comm.compat.deep_ep.arguments import check_ints
 
-__all__ = ["Configurer", "HybridEpConfigInstance", "rounded_max_tokens"]
-
 TOKEN_TYPES = ("UINT16", "UINT8")
 
 _LEAST_MAX_TOKENS = 512

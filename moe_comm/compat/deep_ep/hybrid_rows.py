@@ -28,14 +28,6 @@ from moe_comm.ep.routing_map import (
     topk_of_routing_map,
 )
 
-__all__ = [
-    "Routing",
-    "Wire",
-    "indices_to_map",
-    "permuted_places",
-    "rank_major_places",
-]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INT_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -20,8 +20,6 @@ from moe_comm.replicas.prefetch import Prefetch
 from moe_comm.replicas.slots import SlotTensors
 from moe_comm.tensors.memory import bytes_of, check_memory
 
-__all__ = ["LoadBalancing", "Payload"]
-
 Payload = torch.Tensor | Sequence[torch.Tensor]
 Sharing = tuple[int, int, int, int]
 """Owner, its local expert, rank that has a copy, slot of the copy there."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["LocalMemory"]
-
 
 class LocalMemory:
     """So many bytes, which exist from the first look on.

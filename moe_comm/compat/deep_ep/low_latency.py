@@ -21,8 +21,6 @@ from moe_comm.ep.handles import CombineResult, DispatchResult
 from moe_comm.ep.validation import check_apart
 from moe_comm.peers.missed_calls import Telling
 
-__all__ = ["Completion", "Statistics", "combine", "dispatch", "next_combine_buffer"]
-
 _LARGEST_EXACT_INDEX = 1 << 24  # token indices travel as float32
 
 

@@ -8,8 +8,6 @@ from moe_comm.compat.deep_ep.arguments import check_bools, check_ints, check_ten
 from moe_comm.compat.deep_ep.group import GroupOwner
 from moe_comm.compat.deep_ep.streams import on_device
 
-__all__ = ["MaskedRanks"]
-
 
 class MaskedRanks:
     """The part of `Buffer` that masks ranks; `Buffer` sets its attributes."""

@@ -6,8 +6,6 @@ import torch
 
 from moe_comm.compat.deep_ep.arguments import check_tensor
 
-__all__ = ["Rows", "check_rows", "packed", "unpacked"]
-
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
 

@@ -19,20 +19,6 @@ from torch import cuda
 
 from moe_comm.ep.backends.base import Plan, PlanTensors
 
-__all__ = [
-    "CommStream",
-    "Place",
-    "follow",
-    "in_callers_stream",
-    "on_call_device",
-    "on_device",
-    "plan_on_call_device",
-    "present",
-    "resumed",
-    "running",
-    "tensors_in",
-]
-
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 

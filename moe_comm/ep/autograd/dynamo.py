@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["is_loaded", "mark", "taken_whole", "untraced"]
-
 FunctionT = TypeVar("FunctionT")
 
 _whole: list[object] = []

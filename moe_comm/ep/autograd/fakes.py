@@ -10,8 +10,6 @@ from moe_comm.ep.config import Layout
 from moe_comm.ep.options import decode_dispatch
 from moe_comm.tensors.quantization import scale_column_stride
 
-__all__ = ["combine", "combine_backward", "dispatch", "dispatch_backward"]
-
 _GROW = 0
 
 

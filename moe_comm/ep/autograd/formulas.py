@@ -30,16 +30,6 @@ from moe_comm.ep.validation import SUMMABLE
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.tensors.torch_hooks import needs_dispatcher
 
-__all__ = [
-    "clone_of_inference",
-    "combine",
-    "combine_in_graph",
-    "dispatch",
-    "dispatch_in_graph",
-    "tie_of",
-]
-
-
 # Nobody can look at what the ranks of a traced call say together: `dispatch_word` and
 # `combine_word` then have this rank say all that can be needed, so that its own word is theirs.
 

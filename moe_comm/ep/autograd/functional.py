@@ -21,8 +21,6 @@ from moe_comm.peers.missed_calls import Telling, keep
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.tensors.torch_hooks import needs_dispatcher
 
-__all__ = ["combine", "dispatch"]
-
 # The formulas around the operators, without a round trip through the dispatcher of torch: the same
 # operators run, below autograd, so dispatch modes (selective checkpointing) see them all the same.
 _eager_dispatch = functools.partial(formulas.dispatch, None)

@@ -22,8 +22,6 @@ from moe_comm.ep.gradients import (
 )
 from moe_comm.ep.validation import SUMMABLE
 
-__all__ = ["combine_word", "dispatch_word"]
-
 
 def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> int:
     """Return the word on gradients that this rank sends in a dispatch.

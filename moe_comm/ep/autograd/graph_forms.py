@@ -18,8 +18,6 @@ from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["OperatorOutput", "TensorHandle"]
-
 
 class TensorHandle(DispatchHandle):
     """A handle whose contents are tensors, so that it can live inside a compiled graph.

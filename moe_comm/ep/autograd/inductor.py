@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["keep_program_order"]
-
 
 def keep_program_order(operators: Iterable[torch._ops.OpOverload]) -> None:
     """Give inductor, once it is loaded, lowerings that keep `operators` in program order.

@@ -28,22 +28,6 @@ from moe_comm.ep.options import CombineOptions, DispatchOptions, decode_dispatch
 from moe_comm.ep.validation import SUMMABLE
 from moe_comm.tensors.memory import as_resolved
 
-__all__ = [
-    "COMBINE",
-    "COMBINE_BACKWARD",
-    "DISPATCH",
-    "DISPATCH_BACKWARD",
-    "SAVED_OPERATORS",
-    "combine_backward",
-    "combine_rows",
-    "dispatch_backward",
-    "dispatch_rows",
-    "library",
-    "local_handle",
-    "tensors_of",
-    "zero_unfilled",
-]
-
 # Layout of the `meta` tensor of a handle.
 (
     META_BUFFER_ID,

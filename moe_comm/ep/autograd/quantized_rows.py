@@ -14,8 +14,6 @@ from moe_comm.ep.options import decode_quantization, encode_quantization
 from moe_comm.tensors import quantized
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["QuantizedRows", "wrap_rows"]
-
 # Takes any strides: held to those of column-major scale factors, which depend on the number of rows,
 # inductor of torch 2.13 would look for a size under a name that it has given up.
 library.define(

@@ -13,8 +13,6 @@ from moe_comm.peers.agree import agree, raise_different
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import Telling
 
-__all__ = ["Communicators", "Peers", "agree_on_backend", "agree_on_config"]
-
 
 class Peers(Protocol):
     """Interface that the plain backends need of a communicator."""

@@ -38,8 +38,6 @@ from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["CollectiveBackend"]
-
 OutputT = TypeVar("OutputT", DispatchOutput, CombineOutput)
 ResultT = TypeVar("ResultT")
 

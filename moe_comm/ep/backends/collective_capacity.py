@@ -14,8 +14,6 @@ from moe_comm import _host
 from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.config import Capacity, Layout, numbers_of
 
-__all__ = ["CapacityDecision", "ask", "decide"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacityDecision:

@@ -11,8 +11,6 @@ from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.expert_ranks import Placement
 from moe_comm.ep.config import Layout
 
-__all__ = ["CollectivePlan"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CollectivePlan(PlanTensors):

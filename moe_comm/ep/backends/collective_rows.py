@@ -17,8 +17,6 @@ from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.tensors import arithmetic
 
-__all__ = ["NodeReduction", "ReceivedRows", "RowMover"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReceivedRows:

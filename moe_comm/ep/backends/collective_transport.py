@@ -24,8 +24,6 @@ from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.forks import forks
 from moe_comm.peers.gather_objects import gather_objects_of_group
 
-__all__ = ["CollectiveTransport", "Pending", "ProgressThread"]
-
 OutputT = TypeVar("OutputT")
 
 

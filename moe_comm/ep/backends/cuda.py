@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from moe_comm import _cuda
     from moe_comm.peers.communicator import Communicator
 
-__all__ = ["CudaBackend"]
-
 NUM_THREADS = 0  # what each kernel is made for
 TOKENS_PER_CHUNK = 64
 

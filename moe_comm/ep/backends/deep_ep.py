@@ -31,8 +31,6 @@ from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.ep.config import EpConfig, Layout
 from moe_comm.peers.agree import agree
 
-__all__ = ["DeepEpBackend"]
-
 # Dispatches whose DeepEP handles are kept: the layers and microbatches between forward and backward.
 _MAX_NUM_ROUTES = 256
 

@@ -16,8 +16,6 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from moe_comm.ep.backends.rows import as_bytes
 from moe_comm.errors import CommunicationError
 
-__all__ = ["Arrival", "DeepEpTransport", "Rows", "problem_with_deep_ep"]
-
 _PACKAGE = __name__.partition(".")[0]
 _ROW_BYTES_MULTIPLE = 32  # of DeepEP's kernels, which move half a row of 16-byte words at a time
 _SMALLEST_ROW_BYTES = 4096

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-__all__ = ["EnginePool", "Lease", "make_group"]
-
 EngineT = TypeVar("EngineT")
 AllGather = Callable[[Any], list[Any]]
 

@@ -13,8 +13,6 @@ from moe_comm import _host
 from moe_comm.ep import placement as placements
 from moe_comm.ep.config import EpConfig, Layout, num_places_per_expert
 
-__all__ = ["Placement", "arrangement_of", "local_topk_idx", "replicas_of"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:

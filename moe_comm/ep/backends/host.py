@@ -10,8 +10,6 @@ from moe_comm.ep.backends.native_endpoint import NativeGroupOwner
 from moe_comm.ep.backends.rails import RailEngine, RailOwner, make_rail
 from moe_comm.ep.config import EpConfig
 
-__all__ = ["HostBackend"]
-
 
 class _NodeOwner(NativeGroupOwner, RailOwner, Protocol):
     """Interface that this backend needs of a communicator."""

@@ -16,8 +16,6 @@ import torch
 from moe_comm.tensors import arithmetic, quantized
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["gather_rows", "has_triton", "place_rows", "quantize_rows", "sum_rows"]
-
 
 def has_triton(device: torch.device) -> bool:
     """Return whether rows on `device` are worked on by Triton."""

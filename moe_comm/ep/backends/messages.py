@@ -15,14 +15,6 @@ from moe_comm.ep.config import EpConfig
 from moe_comm.ep.options import DispatchOptions, describe_options
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = [
-    "call_hash",
-    "describe_combine",
-    "describe_config",
-    "describe_dispatch",
-    "describe_dispatch_cached",
-]
-
 
 def call_hash(call: str) -> int:
     """63 bits that tell calls apart, for backends that exchange numbers only."""

@@ -9,8 +9,6 @@ import zlib
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["DLPACK_TYPES", "SUMMABLE_TYPES", "as_dtype", "dlpack_type", "tensor_type"]
-
 # DLPack's `type code << 8 | bits`. Other dtypes travel as bytes and are viewed afterwards.
 DLPACK_TYPES: dict[torch.dtype, int] = {
     torch.bfloat16: 4 << 8 | 16,

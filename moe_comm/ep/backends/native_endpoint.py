@@ -12,17 +12,6 @@ from moe_comm.ep.options import CombineOptions, DispatchOptions
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = [
-    "Brought",
-    "EndpointPlan",
-    "NativeEndpoint",
-    "NativeGroupOwner",
-    "PendingNative",
-    "Settings",
-    "SubmittedCombine",
-    "SubmittedDispatch",
-]
-
 
 class EndpointPlan(Protocol):
     """A plan as the endpoint that made it has it."""

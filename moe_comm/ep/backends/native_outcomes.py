@@ -20,8 +20,6 @@ from moe_comm.ep.backends.native_endpoint import (
 from moe_comm.ep.backends.native_scales import Scales
 from moe_comm.ep.config import Layout
 
-__all__ = ["NativeCombineOutput", "NativeDispatchOutput", "NativePlan"]
-
 IssuedT = TypeVar("IssuedT", bound="_Issued")
 
 

@@ -9,8 +9,6 @@ import torch
 from moe_comm.ep.backends.native_dtypes import SUMMABLE_TYPES, tensor_type
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["Scales", "describe_scales", "quantization_code"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scales:

@@ -9,8 +9,6 @@ from moe_comm.ep.backends.cuda import CudaBackend
 if TYPE_CHECKING:
     from moe_comm import _cuda
 
-__all__ = ["NvshmemBackend"]
-
 
 class NvshmemBackend(CudaBackend):
     """Operations by kernels, in the order of the caller's current stream; see `Backend`."""

@@ -34,8 +34,6 @@ from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization
 
-__all__ = ["ReferenceBackend", "ReferencePlan"]
-
 ValueT = TypeVar("ValueT")
 # Options that ranks agree on and the definition has as fields of a dispatch.
 _PLACING = [

@@ -6,8 +6,6 @@ import torch
 
 from moe_comm.tensors import quantized
 
-__all__ = ["arrange_scales", "as_bytes"]
-
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """The same memory as uint8 `[N, row_bytes]`; `rows` is contiguous."""

@@ -11,8 +11,6 @@ import torch
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan
 from moe_comm.ep.backends.native import NativeBackend
 
-__all__ = ["StreamCallersBackend"]
-
 ResultT = TypeVar("ResultT")
 
 

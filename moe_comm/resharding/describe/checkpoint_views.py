@@ -27,8 +27,6 @@ from moe_comm.resharding.describe.tensor_layout import common_shape
 from moe_comm.resharding.describe.tensor_table import TensorTable
 from moe_comm.tensors.memory import storage_id
 
-__all__ = ["CheckpointView", "CheckpointViews", "unique_names"]
-
 _NUMBERED = re.compile(r" \(view [0-9]+\)$")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["NUMBERS", "cannot_become", "cannot_reduce", "is_scaled"]
-
 NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """Dtypes whose values are the weights themselves, and that round into each other."""
 

@@ -19,8 +19,6 @@ from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.describe.no_collection import no_collection
 from moe_comm.resharding.describe.tensor_layout import Shape, split
 
-__all__ = ["converted_views"]
-
 _aten = torch.ops.aten
 
 

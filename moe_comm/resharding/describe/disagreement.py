@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 
-__all__ = ["Part", "PlanError", "describe_disagreement"]
-
 Shape = tuple[int, ...]
 
 

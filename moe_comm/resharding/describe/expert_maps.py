@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ExpertMaps", "MovedMap"]
-
 _SGLANG = "sglang.srt.eplb.expert_location"
 
 

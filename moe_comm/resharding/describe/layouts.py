@@ -15,8 +15,6 @@ from moe_comm.resharding.describe.metadata import MeshLayout, ParameterMetadata,
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout, Shape, common_shape, refine
 
-__all__ = ["resolve_layouts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:

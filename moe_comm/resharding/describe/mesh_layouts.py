@@ -18,18 +18,6 @@ from moe_comm.resharding.describe.intervals import Intervals
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout
 
-__all__ = [
-    "REDUCTIONS",
-    "check_pending_sums",
-    "coordinate_intervals",
-    "coordinates_of",
-    "mesh_intervals",
-    "mesh_layout",
-    "plain_placement",
-    "ranks_of_mesh",
-    "read_mesh",
-]
-
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
 """Pending reductions of a DTensor that can be run."""
 

@@ -9,14 +9,6 @@ import torch
 
 from moe_comm.peers.plain_data import travels
 
-__all__ = [
-    "MeshLayout",
-    "MeshPlacement",
-    "ParameterMetadata",
-    "ShardingDescriptor",
-    "ViewLayout",
-]
-
 
 @travels
 @dataclasses.dataclass(frozen=True)

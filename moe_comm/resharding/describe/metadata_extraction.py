@@ -21,15 +21,6 @@ from moe_comm.resharding.describe.module_tensors import (
 from moe_comm.resharding.describe.parallelism import OFFSET_HINT, RankGroup, group_ranks
 from moe_comm.resharding.describe.tied_names import tied_names
 
-__all__ = [
-    "WRAPPER_PARTS",
-    "assign_ep_resolved_name_inplace",
-    "assign_resolved_name_inplace",
-    "extract_module_metadata",
-    "extract_param_metadata",
-    "resolved_ties",
-]
-
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names under which `torch.compile`, `FullyShardedDataParallel` and checkpoint wrappers hold
 what they wrap."""

@@ -12,15 +12,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "OFFSET_HINT",
-    "Parallelism",
-    "ProcessGroups",
-    "RankGroup",
-    "RanksOfGroup",
-    "group_ranks",
-]
-
 OFFSET_HINT = (
     "the groups of a model whose ranks do not begin at 0 need Parallelism.groups(rank - first, "
     "rank_offset=first), or src_rank_offset or dst_rank_offset of the refit, not both"

@@ -11,8 +11,6 @@ from moe_comm.resharding.describe import intervals
 from moe_comm.resharding.describe.intervals import Interval, Intervals
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 
-__all__ = ["Holder", "Layout", "Shape", "common_shape", "refine", "split"]
-
 Shape = tuple[int, ...]
 
 

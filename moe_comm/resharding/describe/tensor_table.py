@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from moe_comm import _host
 
-__all__ = ["HeldObjects", "TensorTable", "Tensors", "any_has"]
-
 Tensors: TypeAlias = "list[torch.Tensor] | list[weakref.ref[torch.Tensor]]"
 
 _DTYPE = operator.attrgetter("dtype")

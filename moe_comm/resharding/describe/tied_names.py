@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_tensor", "memory_of", "names_by_memory", "tied_names"]
-
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, any other tensor itself; without its gradient history."""

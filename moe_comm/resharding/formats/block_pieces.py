@@ -12,8 +12,6 @@ from moe_comm.resharding.formats.number_formats import Block, BlockFormat
 from moe_comm.resharding.formats.scaled_buffers import Bounds, scale_bounds
 from moe_comm.resharding.plan.transfer_op import Slices
 
-__all__ = ["BlockPiece", "Maxima", "is_cut"]
-
 
 @travels
 class Maxima(NamedTuple):

@@ -11,8 +11,6 @@ import torch
 from moe_comm.resharding.formats.number_formats import MXFP8Backend, MXFP8Tensor, is_mxfp8_tensor
 from moe_comm.resharding.formats.transforms import MXFP8ReshardTransform
 
-__all__ = ["mxfp8_backend_of", "mxfp8_transform_for", "needs_mxfp8_conversion"]
-
 _MEGATRON_TENSOR = "megatron.core.inference.quantization.mxfp8_tensor"
 _BACKEND_OF_GEMM: dict[str, MXFP8Backend] = {"torch": "triton", "flashinfer": "flashinfer"}
 

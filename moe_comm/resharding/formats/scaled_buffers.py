@@ -17,16 +17,6 @@ from moe_comm.resharding.formats.number_formats import (
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
-__all__ = [
-    "Assembly",
-    "Bounds",
-    "ScaledBufferTransform",
-    "bounds_of",
-    "scale_bounds",
-    "slices_of",
-    "write_chosen",
-]
-
 Bounds = tuple[tuple[int, int], ...]
 """Begin and end of a slice in every dimension."""
 

@@ -32,11 +32,6 @@ from moe_comm.resharding.formats.scaled_buffers import (
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
 from moe_comm.tensors.quantization import ScaleFormat
 
-__all__ = [
-    "FP8BlockReshardTransform",
-    "MXFP8ReshardTransform",
-]
-
 
 def _scale_slice_from_data_slice(
     data_slice: tuple[Any, ...], block_size: int = MXFP8_BLOCK[1]

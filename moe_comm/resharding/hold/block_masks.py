@@ -17,8 +17,6 @@ from moe_comm.resharding.hold.piece_table import PieceTable
 from moe_comm.resharding.move.sources import piece_of
 from moe_comm.resharding.plan.transfer_op import TransferOp
 
-__all__ = ["BlockMasks", "Changed"]
-
 Mask: TypeAlias = "bool | torch.Tensor"
 Changed: TypeAlias = "Mapping[str, Mask] | Callable[[str], Mask]"
 """By name of this rank's source: whether it may have changed, or which elements; see `Refit.run`."""

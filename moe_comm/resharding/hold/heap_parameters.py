@@ -24,8 +24,6 @@ from moe_comm.resharding.describe.module_tensors import (
 )
 from moe_comm.tensors.memory import num_spanned, problem_with_memory
 
-__all__ = ["SharedWeights", "place_in_heap", "share_in_place"]
-
 # Tensors keep their place within a line, so that none becomes less aligned than it was.
 _LINE_BYTES = 64
 

@@ -27,8 +27,6 @@ from moe_comm.resharding.plan.transfer_op import TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 from moe_comm.tensors.memory import check_memory
 
-__all__ = ["ListedPieces", "PieceTable", "list_pieces"]
-
 
 class PieceTable:
     """Pieces of one end that are views of tensors in CPU memory.

@@ -14,8 +14,6 @@ from moe_comm.resharding.move.weak_cache import WeakCache
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
-__all__ = ["CachedPlan", "CachedPlans", "PlanCacheKey", "build_plan_cache_key", "plan_cache"]
-
 Sizes = tuple[int, int, int, int, int]
 """Sizes of the TP, PP, EP, DP and expert TP groups of a model."""
 

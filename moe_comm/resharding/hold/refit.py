@@ -23,15 +23,6 @@ from moe_comm.resharding.hold.refit_services import (
     clear_service_cache,
 )
 
-__all__ = [
-    "Refit",
-    "clear_all_caches",
-    "clear_plan_cache",
-    "prepare_swap_model_weights",
-    "reshard_model_weights",
-    "swap_model_weights",
-]
-
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 

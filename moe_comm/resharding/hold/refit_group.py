@@ -30,8 +30,6 @@ from moe_comm.peers.gather_objects import gather_objects
 from moe_comm.peers.survivors import MESSAGE_BYTES
 from moe_comm.resharding.copy_services.process_group import all_gather_bytes, failure_of
 
-__all__ = ["MAX_PLANS", "Agreement", "RefitGroup", "RefitRanks", "agree", "identity_of"]
-
 # The error text of a rank is cut here.
 _TEXT_BYTES = 4096
 MAX_PLANS = 4

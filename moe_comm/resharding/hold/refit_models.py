@@ -28,8 +28,6 @@ from moe_comm.resharding.formats.mxfp8_weights import mxfp8_transform_for, needs
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
-__all__ = ["Model", "Models", "config_of", "planned_destinations", "unwrap_models"]
-
 Model: TypeAlias = "RefitSide | list[torch.nn.Module] | tuple[torch.nn.Module, ...] | None"
 
 

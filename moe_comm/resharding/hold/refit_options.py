@@ -9,8 +9,6 @@ import torch.distributed as dist
 from moe_comm.arguments import as_int, check_bool
 from moe_comm.peers.bootstrap import Bootstrap
 
-__all__ = ["DELTAS", "VERIFY", "DeltaKind", "Group", "RefitOptions", "Verify"]
-
 Group: TypeAlias = "dist.ProcessGroup | Bootstrap | None"
 
 Verify = Literal["plan", "checksum"] | None

@@ -44,8 +44,6 @@ from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transform_protocol import as_reshard_transform
 from moe_comm.tensors.memory import storage_id
 
-__all__ = ["RefitCall", "RefitPass"]
-
 
 def _lines(**asked: object) -> str:
     """Return the text that ranks compare: a line for each argument."""

@@ -17,18 +17,6 @@ from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCo
 from moe_comm.resharding.hold.refit_group import RefitGroup, agree, identity_of
 from moe_comm.resharding.hold.refit_options import Group
 
-__all__ = [
-    "SERVICES",
-    "RefitBackendName",
-    "check_backend",
-    "check_serves",
-    "clear_service_cache",
-    "create_service",
-    "find_service",
-    "get_or_create_service",
-    "service_cache",
-]
-
 RefitBackendName = Literal["gloo", "nccl", "nvshmem", "symmetric"]
 
 SERVICES: dict[str, type[CopyService]] = {

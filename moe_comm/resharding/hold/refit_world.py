@@ -36,8 +36,6 @@ from moe_comm.resharding.hold.refit import Refit
 from moe_comm.resharding.hold.refit_models import unwrap_models
 from moe_comm.resharding.move import stale
 
-__all__ = ["RefitHost", "RefitTarget", "RefitWorld", "Version"]
-
 Version: TypeAlias = "int | str"
 """Version that a refit brings, as the trainers call it; of two ints the lower is the older."""
 Role = Literal["trainer", "engine"]

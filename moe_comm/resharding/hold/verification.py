@@ -39,8 +39,6 @@ from moe_comm.resharding.plan.transfer_op import TransferOp, unpack_task_id
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.tensors.memory import check_memory
 
-__all__ = ["RefitProof", "prove_refit", "verify_refit"]
-
 _MAX_LINES = 6
 
 

@@ -17,8 +17,6 @@ from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import TransferType
 from moe_comm.resharding.ir.units import ENTRY_ALIGNMENT, Bucket, BucketEntry, Chunk, logger
 
-__all__ = ["bucket_comm", "check_buckets", "chunk_to_bucket_ops"]
-
 _POLL_S = 20e-6
 
 

@@ -15,8 +15,6 @@ from moe_comm.resharding.ir.routes import Endpoint, M2MMap, Route, Side
 from moe_comm.resharding.ir.transfer import TransferType, type_of
 from moe_comm.resharding.ir.units import Chunk, choose_transfer_dtype
 
-__all__ = ["m2m_to_chunks"]
-
 PartialGroups = list[tuple[dist.ProcessGroup, str]]
 
 

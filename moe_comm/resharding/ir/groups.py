@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from moe_comm.resharding.copy_services.process_group import timeout_of
 
-__all__ = ["create_subgroups", "find_subgroup", "resolve_group"]
-
 # Groups die with the group they were cut from: a process may leave a group and join another.
 _subgroups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]

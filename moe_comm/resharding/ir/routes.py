@@ -30,8 +30,6 @@ from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.ir import groups
 from moe_comm.resharding.ir.transfer import TransferType, type_of
 
-__all__ = ["Endpoint", "M2MMap", "Mesh", "Route", "Side", "get_m2m_map"]
-
 Slices = tuple[slice, ...]
 
 

@@ -16,8 +16,6 @@ from moe_comm.errors import PeerFailedError, PeerTimeoutError, has_timed_out
 from moe_comm.resharding.ir import groups
 from moe_comm.tensors.memory import bytes_of
 
-__all__ = ["TransferType", "Transferable", "type_of"]
-
 
 class TransferType(enum.Enum):
     """Kind of a transfer, by the ranks that take part."""

@@ -14,8 +14,6 @@ from moe_comm.resharding.copy_services.process_group import reduce_in_place
 from moe_comm.resharding.ir.transfer import Transferable, TransferType
 from moe_comm.tensors.memory import bytes_of, check_memory
 
-__all__ = ["ENTRY_ALIGNMENT", "Bucket", "BucketEntry", "Chunk", "choose_transfer_dtype", "logger"]
-
 logger = logging.getLogger("moe_comm.resharding.ir")
 
 ENTRY_ALIGNMENT = 16

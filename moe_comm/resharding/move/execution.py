@@ -40,8 +40,6 @@ from moe_comm.resharding.plan.transfer_op import JoinedPieces, TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform, as_reshard_transform
 from moe_comm.tensors.memory import check_memory, problem_with_memory, storage_id
 
-__all__ = ["States", "exchange", "execute", "execute_reshard_plan", "write_beside"]
-
 logger = logging.getLogger(__name__)
 
 

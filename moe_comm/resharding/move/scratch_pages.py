@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Staging", "most_staged_bytes"]
-
 _LINE_BYTES = 64
 
 

@@ -16,8 +16,6 @@ from moe_comm.resharding.formats.transforms import _ensure_sendable
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp
 
-__all__ = ["Sources", "piece_of", "reduce_partial_sources"]
-
 
 def reduce_partial_sources(
     plan: ReshardPlan, src_tensors: Mapping[str, torch.Tensor], problem: str | None

@@ -16,18 +16,6 @@ from moe_comm.resharding.describe.module_tensors import (
     modules_with,
 )
 
-__all__ = [
-    "clear_stale",
-    "count_write",
-    "counted_by_torch",
-    "is_stale",
-    "mark_stale",
-    "mark_torn",
-    "num_writes",
-    "stale_reason",
-    "written_since",
-]
-
 _VERSION = operator.attrgetter("_version")
 
 # In the module's own dictionary, so that a copy of a stale model is stale.

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["WeakCache"]
-
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
 

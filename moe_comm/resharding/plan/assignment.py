@@ -15,8 +15,6 @@ from moe_comm.resharding.describe.layouts import resolve_layouts
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 from moe_comm.resharding.describe.tensor_layout import Holder, Layout
 
-__all__ = ["Assignment", "PieceOfLayout"]
-
 
 class PieceOfLayout(NamedTuple):
     """A piece, and which of the source layouts it is of."""

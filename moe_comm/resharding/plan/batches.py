@@ -15,8 +15,6 @@ from moe_comm.resharding.plan.rank_metadata import RankMetadata
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan
 from moe_comm.resharding.plan.transfer_op import TransferOp
 
-__all__ = ["batch_cuts", "check_number", "cut_into_batches"]
-
 # Quantized weights are assembled in bfloat16, whatever travels.
 _ASSEMBLED_BYTES = 2
 MAX_BATCHES = 1 << 14

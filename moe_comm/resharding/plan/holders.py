@@ -14,16 +14,6 @@ from moe_comm.resharding.plan.rank_metadata import ByRank, RankMetadata, kind_ke
 from moe_comm.resharding.plan.tied_weights import source_name_of
 from moe_comm.resharding.plan.unmatched_names import missing_source
 
-__all__ = [
-    "Destination",
-    "HoldersByName",
-    "NamedHolders",
-    "Source",
-    "holders_of_metadata",
-    "holders_of_ranks",
-    "named_holders",
-]
-
 
 class Source(NamedTuple):
     """A rank to read from with its kind of parameter, and where a view of it lies in storage."""

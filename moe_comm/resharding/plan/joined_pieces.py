@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from moe_comm.resharding.describe.intervals import Piece
 
-__all__ = ["MAX_DIMS", "Block", "Joined", "block_of", "join_blocks", "strides_in"]
-
 MAX_DIMS = 8
 """Dimensions of what services copy with strides."""
 

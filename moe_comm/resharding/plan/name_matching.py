@@ -12,8 +12,6 @@ from moe_comm.resharding.plan.unmatched_names import (
     missing_source,
 )
 
-__all__ = ["matched_names", "told_apart"]
-
 
 def told_apart(
     by_rank: ByRank,

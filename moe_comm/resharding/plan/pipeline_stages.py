@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 
-__all__ = ["EMBEDDINGS", "Held", "names_told_apart"]
-
 EMBEDDINGS = ("embedding.word_embeddings.weight", "word_embeddings.weight")
 """Names of the embedding that an output layer, or another stage, may share its weight with."""
 

@@ -13,8 +13,6 @@ from moe_comm.resharding.describe.intervals import Box
 from moe_comm.resharding.plan.reshard_plan import ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp, unpack_task_id
 
-__all__ = ["bytes_per_pair", "format_plan", "num_elements_of", "verify_plan", "verify_plans"]
-
 # Rows of a printed table before the rest is summed up.
 _MAX_PRINTED_OPS = 64
 

@@ -56,15 +56,6 @@ from moe_comm.resharding.plan.rank_metadata import (
 from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan, TensorSpec
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
 
-__all__ = [
-    "_iter_global_transfer_ops",
-    "build_local_reshard_plan",
-    "build_plan_from_rank_metadata",
-    "build_plan_from_rosters",
-    "encoded_side",
-    "index_metadata_rosters",
-]
-
 _COMMUTING = {"sum", "avg"}
 # Different problems that a message lists.
 _MAX_PROBLEMS = 8

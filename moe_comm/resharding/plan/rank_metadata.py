@@ -19,15 +19,6 @@ from moe_comm.resharding.describe.checkpoint_views import unique_names
 from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.describe.metadata import ParameterMetadata
 
-__all__ = [
-    "ByRank",
-    "Own",
-    "RankMetadata",
-    "decode_rank_metadata",
-    "encode_rank_metadata",
-    "kind_key",
-]
-
 # Fields of each parameter's own; the others make up its kind.
 _OWN_FIELDS = ("name", "resolved_name", "global_expert_index", "owner_rank", "place")
 _KIND_FIELDS = tuple(

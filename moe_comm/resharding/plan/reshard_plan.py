@@ -9,12 +9,6 @@ import torch
 from moe_comm.resharding.plan.transfer_op import TransferOp
 from moe_comm.resharding.plan.transform_protocol import ReshardTransform
 
-__all__ = [
-    "PartialReduction",
-    "ReshardPlan",
-    "TensorSpec",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:

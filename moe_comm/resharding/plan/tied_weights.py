@@ -9,8 +9,6 @@ from moe_comm.resharding.describe.disagreement import PlanError
 from moe_comm.resharding.plan.pipeline_stages import EMBEDDINGS
 from moe_comm.resharding.plan.rank_metadata import ByRank
 
-__all__ = ["OUTPUT_LAYER", "check_ties", "repeated_embeddings", "source_name_of"]
-
 OUTPUT_LAYER = "output_layer.weight"
 
 

@@ -10,15 +10,6 @@ from moe_comm.resharding.describe.metadata import ParameterMetadata, ShardingDes
 from moe_comm.resharding.describe.metadata_extraction import _get_rank_in_group
 from moe_comm.resharding.plan.transfer_op import Slices
 
-__all__ = [
-    "_build_descriptors_for_param",
-    "_filter_by_ep_local_rank",
-    "_finalize_dp_transfers",
-    "_plan_tp",
-    "_round_robin_dp",
-    "select_src_metadata_balanced",
-]
-
 # (source rank, elements of the source, elements of the destination)
 Transfer = tuple[int, Slices, Slices]
 

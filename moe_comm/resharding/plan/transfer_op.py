@@ -7,16 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "MAX_PARAMETERS",
-    "MAX_PIECES",
-    "JoinedPieces",
-    "Slices",
-    "TransferOp",
-    "pack_task_id",
-    "unpack_task_id",
-]
-
 Slices = tuple[slice, ...]
 
 # A task id is (destination rank, parameter index, piece), most significant first, below 2^63: it

@@ -8,8 +8,6 @@ import torch
 
 from moe_comm.resharding.plan.transfer_op import Slices, TransferOp
 
-__all__ = ["ReshardTransform", "as_reshard_transform"]
-
 
 class ReshardTransform:
     """Changes parameters between source and destination, for example their number format.

@@ -18,14 +18,6 @@ from moe_comm.resharding.plan.tied_weights import (
     source_name_of,
 )
 
-__all__ = [
-    "all_names",
-    "extra_sources",
-    "missing_destination",
-    "missing_source",
-    "unmatched_names",
-]
-
 # A parametrization's name of what it computes from.
 _PARAMETRIZED = re.compile(r"(?<![^.])parametrizations[.]([^.]+)[.]original[0-9]*$")
 # Other names of weights that many models tie to their embedding.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["get_unbalanced_scores"]
-
 _NUM_BISECTIONS = 20
 _LARGEST_FACTOR = 100.0
 _LEAST_CHOSEN_SCORE = 0.95

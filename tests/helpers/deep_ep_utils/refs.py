@@ -12,8 +12,6 @@ from moe_comm.compat.deep_ep.combining import Bias
 from moe_comm.compat.deep_ep.rows import Rows
 from tests.helpers.deep_ep_utils.envs import get_global_seed
 
-__all__ = ["combine", "dispatch", "generate_pre_combine_data", "ordered_accumulate"]
-
 
 def dispatch(
     x: Rows,

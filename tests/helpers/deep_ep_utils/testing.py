@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["bench", "bench_kineto", "parse_num_bytes"]
-
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 

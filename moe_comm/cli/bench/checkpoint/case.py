@@ -17,8 +17,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.resharding.describe.parallelism import Parallelism
 
-__all__ = ["CheckpointCase", "build_model", "differences", "fill_model", "known_values"]
-
 Shape = tuple[int, ...]
 
 

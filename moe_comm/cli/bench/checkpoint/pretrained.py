@@ -34,8 +34,6 @@ from moe_comm.resharding.describe.module_tensors import local_tensor
 from moe_comm.resharding.describe.transformers_views import empty_model
 from moe_comm.tensors.memory import bytes_of
 
-__all__ = ["TRANSFORMERS", "run_pretrained"]
-
 TRANSFORMERS = "transformers"
 NUM_RANKS = 2
 SMALL = shape_of_bytes(16 << 20, torch.bfloat16)

@@ -14,8 +14,6 @@ from moe_comm.cli.bench.checkpoint.run import CheckpointRow
 from moe_comm.cli.bench.columns import add_columns, number
 from moe_comm.cli.command_rules import FoldedTable
 
-__all__ = ["checkpoint_table"]
-
 
 def checkpoint_table(
     case: CheckpointCase, environment: dict[str, Any], rows: Sequence[CheckpointRow]

@@ -23,8 +23,6 @@ from moe_comm.cli.bench.statistics import (
     time_columns,
 )
 
-__all__ = ["CHECKPOINT_PEERS", "CheckpointRow", "file_system", "run_checkpoint"]
-
 CHECKPOINT_PEERS = (TORCH, STATE, "transformers")
 """torch with DTensors; torch with `CheckpointState` and `MappedFileReader`; `from_pretrained`."""
 

@@ -31,8 +31,6 @@ from moe_comm.cli.bench.rank import RankWorker
 from moe_comm.cli.bench.statistics import Interval
 from moe_comm.resharding.describe.module_tensors import local_tensor
 
-__all__ = ["FILES", "PLAIN", "STATE", "TORCH", "CheckpointWorker", "forget_cached"]
-
 PLAIN, FILES, STATE, TORCH = "plain", "files", "dcp-state", "dcp"
 """Plain files; `save_checkpoint`; torch with `CheckpointState` and `MappedFileReader`; torch with DTensors."""
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["exchange_by_gloo"]
-
 
 def exchange_by_gloo(
     recv: torch.Tensor, send: torch.Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]

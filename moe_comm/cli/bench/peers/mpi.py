@@ -13,8 +13,6 @@ from moe_comm.cli.bench.peers.mpi_control import ControlFile
 from moe_comm.cli.bench.peers.mpi_launcher import MpiLauncher
 from moe_comm.cli.bench.statistics import Interval
 
-__all__ = ["MpiPeer"]
-
 START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from moe_comm.cli.bench.statistics import Interval
 
-__all__ = ["COMMANDS", "MAX_ITERATIONS", "ControlFile"]
-
 COMMANDS = ("stop", "check", "dispatch", "combine", "dispatch+combine")
 MAX_ITERATIONS = 4096
 # Idle ranks must not take time from the ranks that are measured; who waits for them is alone.

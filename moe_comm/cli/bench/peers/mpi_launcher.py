@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["MpiLauncher", "MpiNotFoundError", "find_mpi"]
-
 NAMES = ("mpiexec", "mpirun")
 ANSWER_TIMEOUT_S = 60.0
 # Names of the library in `--version` of a launcher and MPI_Get_library_version; Intel's names Hydra, too.

@@ -16,8 +16,6 @@ from moe_comm.cli.bench.case import BenchCase
 from moe_comm.cli.bench.peers.mpi_control import ControlFile
 from moe_comm.cli.bench.peers.runner import PipelineRunner
 
-__all__ = ["MpiTransport", "main"]
-
 
 class MpiTransport:
     """`MPI_Alltoallv` of rows as one derived datatype, so that counts stay below 2^31."""

@@ -11,9 +11,6 @@ from moe_comm.cli.bench.oracle import num_window_rows
 from moe_comm.cli.bench.traffic import rank_traffic
 from moe_comm.ep.config import Layout, default_expert_rank
 
-__all__ = ["AllToAllPipeline", "Transport"]
-
-
 Transport = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
 """All-to-all of rows, int64 `[n, words]`: what is received, what is sent, rows from and to every rank, in order."""
 

@@ -13,8 +13,6 @@ from moe_comm.cli.bench.oracle import check_combine, check_dispatch, run_experts
 from moe_comm.cli.bench.peers.pipeline import AllToAllPipeline, Transport
 from moe_comm.cli.bench.statistics import Interval
 
-__all__ = ["PipelineRunner"]
-
 # The library's gather-and-add rounds its bfloat16 sums in its own way.
 PEER_MAX_ULPS = 2
 

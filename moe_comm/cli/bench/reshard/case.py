@@ -12,22 +12,6 @@ from moe_comm.cli.bench.options import RankOptions
 from moe_comm.cli.reshard.model_shapes import MoEShape
 from moe_comm.cli.reshard.world import PlanningCase
 
-__all__ = [
-    "CHECKSUM",
-    "DELTA",
-    "DELTA_MASK",
-    "FULL_TENSORS",
-    "MEMORIES",
-    "NUM_EXPERTS",
-    "RESHARD_PEERS",
-    "TRANSPORTS",
-    "ReshardCase",
-    "ReshardOptions",
-    "TransportName",
-    "dtype_name",
-    "shape_of_bytes",
-]
-
 MEMORIES = ("heap", "shared", "outside")
 TransportName = Literal["symmetric", "gloo", "nvshmem"]
 TRANSPORTS = get_args(TransportName)

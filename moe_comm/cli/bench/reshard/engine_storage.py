@@ -15,8 +15,6 @@ from moe_comm.resharding.describe.checkpoint_views import CheckpointView
 from moe_comm.resharding.describe.module_tensors import named_refit_tensors
 from moe_comm.resharding.describe.parallelism import Parallelism
 
-__all__ = ["FullTensorsByName", "check_uncut", "stack_experts", "views_of"]
-
 
 def stack_experts(module: ShapedModel) -> None:
     """Have equal tensors of a layer's experts share one storage, `[experts, ...]`, in place."""

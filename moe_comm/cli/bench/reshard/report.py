@@ -18,8 +18,6 @@ from moe_comm.cli.command_rules import FoldedTable
 from moe_comm.cli.plots import new_figure
 from moe_comm.cli.reshard.shapes import describe
 
-__all__ = ["reshard_table", "reshard_title", "write_reshard_plot"]
-
 
 def reshard_title(case: ReshardCase) -> str:
     """The case on one line, without where destinations lie."""

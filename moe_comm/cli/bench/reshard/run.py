@@ -19,8 +19,6 @@ from moe_comm.cli.bench.result import MeasuredRow
 from moe_comm.cli.bench.statistics import percentile, time_columns
 from moe_comm.cli.bench.times import NUM_WARM_UP, Rounds, SideTimes, summarize_roof
 
-__all__ = ["ReshardRow", "run_case"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReshardRow(MeasuredRow):

@@ -36,8 +36,6 @@ from moe_comm.resharding.hold.heap_parameters import (
 from moe_comm.resharding.hold.refit import Refit, clear_all_caches, swap_model_weights
 from moe_comm.resharding.hold.refit_services import SERVICES
 
-__all__ = ["RefitSample", "ReshardWorker"]
-
 LINE_BYTES = 64
 # Larger than any cache: what lies there is not there any more when it is read again.
 MAX_SCRATCH_BYTES = 256 << 20

@@ -13,8 +13,6 @@ from moe_comm import _host
 from moe_comm.peers.forks import forks
 from moe_comm.peers.node_layout import NodeLayout
 
-__all__ = ["Peers", "RailEngine"]
-
 # Threads that wait for nothing end at once; one inside the engine may have to be freed first.
 _ORDERLY_END_S = 1.0
 _FORCED_END_S = 5.0

@@ -15,8 +15,6 @@ from moe_comm import _host
 from moe_comm.ep.backends.engine_pool import EnginePool, Lease, make_group
 from moe_comm.ep.backends.rails.engine import Peers, RailEngine
 
-__all__ = ["GlooEngine", "gloo_problem"]
-
 # All ranks have just met: who does not connect by then has ended.
 CONNECT_TIMEOUT_S = 60.0
 # The operation judges whether a peer is late, not the engine.

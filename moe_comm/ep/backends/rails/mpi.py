@@ -12,8 +12,6 @@ from moe_comm.ep.backends.engine_pool import EnginePool, Lease
 from moe_comm.ep.backends.rails.engine import Peers, RailEngine
 from moe_comm.peers.plain_data import travels
 
-__all__ = ["MpiEngine", "MpiPlace", "mpi_place"]
-
 # Counts of MPI are 32-bit: a longer message goes in pieces.
 _PIECE_BYTES = 1 << 30
 # MPI makes progress only where it is called; polls without an outcome are further and further apart.
