@@ -130,6 +130,11 @@ def _kind_of(name: str, key: str, value: object, param: torch.Tensor) -> StateKi
             f"{name}: {key} of the optimizer is a {type(value).__name__}, no tensor or number"
         )
     local, own = local_tensor(value), local_tensor(param)
+    if hasattr(local, "__tensor_flatten__"):
+        raise PlanError(
+            f"{name}: {key} of the optimizer is a {type(local).__name__}, made of other tensors, which cannot be "
+            "saved by parts"
+        )
     is_cut_alike = (
         not isinstance(value, DTensor)
         or not isinstance(param, DTensor)
@@ -152,7 +157,10 @@ def _kind_of(name: str, key: str, value: object, param: torch.Tensor) -> StateKi
 
 
 class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has operations that write into tensors do nothing, but for counters, which `undo` sets back."""
+    """Has operations that write into tensors do nothing, but for counters, which `undo` sets back.
+
+    What is made to be written is zero, such as the momentum of torch 2.13's fused SGD, `torch.empty_like`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,7 +175,8 @@ class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return args[0] if func._schema.returns else None
             for tensor in written:
                 self._counters.setdefault(id(tensor), (tensor, tensor.clone()))
-        return func(*args, **kwargs or {})
+        made = func(*args, **kwargs or {})
+        return made.zero_() if func is torch.ops.aten.empty_like.default else made
 
     def undo(self) -> None:
         """Set the counters back."""
@@ -198,7 +207,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             if decay is not None:
                 group["weight_decay"] = 0.0  # SGD begins from the sum of gradient and decay
-        with torch.no_grad(), unwritten:
+        # What an optimizer compiles (torchao's do, some Muons) refuses to run in a mode.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), unwritten:
             inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
         with torch.no_grad():
