@@ -180,13 +180,8 @@ NewDeviceSegment create_mapped(int device_idx,
   const bool by_fd = sharing == Sharing::kFileDescriptor;
   const CUmemAllocationHandleType type =
       by_fd ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_FABRIC;
-  const CUmemAllocationProp properties = memory_of(device_idx, type);
-  CUmemGenericAllocationHandle memory{};
-  const CUresult code = driver().mem_create(&memory, bytes, &properties, 0);
-  if (code == CUDA_ERROR_OUT_OF_MEMORY)
-    throw_out_of_memory(device_idx, bytes);
-  check_driver(code, concat("allocating ", bytes, " bytes on device ", device_idx));
   NewDeviceSegment made;
+  // Addresses first: memory without any would be lost.
   if (range == nullptr) {
     made.description.begins_range = 1;
     range = AddressRange::reserve(device_idx, bytes);
@@ -194,6 +189,12 @@ NewDeviceSegment create_mapped(int device_idx,
     offset = (range->bytes() - bytes) / 2 / segment_granularity(device_idx) *
              segment_granularity(device_idx);
   }
+  const CUmemAllocationProp properties = memory_of(device_idx, type);
+  CUmemGenericAllocationHandle memory{};
+  const CUresult code = driver().mem_create(&memory, bytes, &properties, 0);
+  if (code == CUDA_ERROR_OUT_OF_MEMORY)
+    throw_out_of_memory(device_idx, bytes);
+  check_driver(code, concat("allocating ", bytes, " bytes on device ", device_idx));
   made.description.offset = offset;
   made.segment =
       std::make_shared<MappedSegment>(device_idx, memory, bytes, std::move(range), offset);
@@ -252,6 +253,8 @@ std::shared_ptr<DeviceSegment> open_segment(const SegmentDescription& descriptio
                        "opening a peer's memory by its IPC handle");
     return std::make_shared<IpcSegment>(device_idx, data, bytes, false);
   }
+  if (description.begins_range != 0)
+    range = AddressRange::reserve(device_idx, description.offset + bytes);
   CUmemGenericAllocationHandle memory{};
   if (description.sharing == Sharing::kFileDescriptor) {
     MOE_CHECK(fd >= 0, "a segment shared by descriptor came without one");
@@ -267,8 +270,6 @@ std::shared_ptr<DeviceSegment> open_segment(const SegmentDescription& descriptio
     check_driver(driver().mem_import(&memory, handle.data(), CU_MEM_HANDLE_TYPE_FABRIC),
                  "opening a peer's memory by its fabric handle");
   }
-  if (description.begins_range != 0)
-    range = AddressRange::reserve(device_idx, description.offset + bytes);
   auto segment = std::make_shared<MappedSegment>(
       device_idx, memory, bytes, std::move(range), description.offset);
   segment->allow(device_idx);

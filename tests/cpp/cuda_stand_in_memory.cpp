@@ -263,6 +263,8 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 CUresult cuMemAddressReserve(
     CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr, unsigned long long) {
   begin("cuMemAddressReserve");
+  if (is_refused("cuMemAddressReserve"))
+    return CUDA_ERROR_OUT_OF_MEMORY;
   if (bytes % kGranularity != 0)
     return refuse(CUDA_ERROR_INVALID_VALUE, "cuMemAddressReserve", moe::concat(bytes, " bytes"));
   const size_t mapped_bytes = bytes + alignment;

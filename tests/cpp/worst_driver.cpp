@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <functional>
 #include <latch>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/device_segment.h"
 #include "gpu_ranks.h"
 #include "ops/operations_in_flight.h"
 #include "runtime/device_plan.h"
@@ -90,6 +92,18 @@ MOE_CASE(threads_and_a_process_on_three_devices) {
     caller.run_all(RowLayout::kLowLatency);
     caller.endpoint->destroy({});
   });
+}
+
+/// A process may be allowed few addresses: what was to lie there is not kept beside what is shared
+/// otherwise.
+MOE_CASE(addresses_that_are_refused) {
+  stand_in::machine().refused = "cuMemAddressReserve";
+  stand_in::take_calls();
+  const auto made = cuda::create_device_segment(0, cuda::segment_granularity(0), nullptr, 0);
+  expect_equal(
+      std::string(cuda::sharing_name(made.description.sharing)), "ipc", "the way to share memory");
+  std::map<std::string, int> calls = stand_in::take_calls();
+  expect_equal(calls["cuMemCreate"], calls["cuMemRelease"], "memory that was given back");
 }
 
 /// GPUs that do not reach each other, of processes that see one each.
