@@ -25,7 +25,6 @@ namespace {
 template <typename Source, bool kBulk>
 MOE_KERNEL void dispatch(const DispatchParams params) {
   device::await_prerequisites();
-  device::launch_dependents();
   if (has_left(params.buffer) || device::load(params.tables.may_move) == 0)
     return;
   const DispatchShape shape = DispatchShape::make(params, device::num_threads());
@@ -37,6 +36,8 @@ MOE_KERNEL void dispatch(const DispatchParams params) {
   else
     move_by_loads<Source>(params, memory);
   Padding(params).zero();
+  // Where receive() copies rows it takes as many SMs again: not before these are about to be free.
+  device::launch_dependents();
   finish_rows(params.buffer, params.tables, reinterpret_cast<int32_t*>(shared));
 }
 

@@ -40,6 +40,8 @@ HAVE_BULK_COPIES = (
     ),
     *COMBINES,
 )
+# Kernels that are launched behind an exchange, or behind one that is; see device::Launch::is_dependent.
+DEPENDENT = ("add_rank_sums<", "combine<", "dispatch<", "receive")
 # Registers of a thread, by the beginning of the kernel's name. A kernel that takes more leaves experts that run
 # beside it fewer; one that waits alone takes few.
 MOST_REGISTERS = {
@@ -70,6 +72,9 @@ class Kernel:
     num_bulk_copies: int = 0
     num_wide_shared_loads: int = 0  # of 16 bytes, known to be of shared memory
     registers: int = 0  # of a thread
+    # In the order of the code: W waits for the kernel ahead, S lets the one behind start, L loads from
+    # global memory, C is a bulk copy.
+    order: str = ""
 
 
 def find_code(module: str) -> tuple[Path, str]:
@@ -98,6 +103,8 @@ def kernels_of(module: str, architecture: str) -> dict[str, Kernel]:
                 kernel.num_local += bool(re.search(r"\b(LDL|STL)\b", line))
                 kernel.num_bulk_copies += "UBLKCP" in line
                 kernel.num_wide_shared_loads += "LDS.128" in line
+                if step := re.search(r"\b(ACQBULK|PREEXIT|LDG?\.|UBLKCP)", line):
+                    kernel.order += {"A": "W", "P": "S", "L": "L", "U": "C"}[step[0][0]]
     if not found:
         pytest.skip(f"moe_comm.{module} was built for other GPUs than {architecture}")
     usage = captured([*command, "-res-usage", built], check=True)
@@ -161,6 +168,22 @@ def test_a_piece_is_added_in_few_instructions(architecture: str) -> None:
 def test_rows_are_moved_by_bulk_copies(architecture: str) -> None:
     kernels = kernels_of("_cuda", architecture)
     assert all(kernels[name].num_bulk_copies >= 2 for name in HAVE_BULK_COPIES)
+
+
+def test_nothing_is_read_before_the_kernel_ahead_has_ended(architecture: str) -> None:
+    # A compiler may take what is read as constant for what was there when the kernel began.
+    kernels = kernels_of("_cuda", architecture)
+    waiting = {name for name, kernel in kernels.items() if "W" in kernel.order}
+    assert waiting == {name for name in kernels if name.startswith(DEPENDENT)}
+    assert {name for name in waiting if kernels[name].order[0] != "W"} == set()
+
+
+def test_rows_have_been_sent_when_a_receive_may_start(architecture: str) -> None:
+    # It takes SMs of its own, for as long as it waits.
+    kernels = kernels_of("_cuda", architecture)
+    orders = {name: kernels[name].order for name in kernels if name.startswith("dispatch<")}
+    assert {name: order for name, order in orders.items() if "C" in order.partition("S")[2]} == {}
+    assert all("S" in order for order in orders.values())
 
 
 def test_every_kernel_across_nodes_fits(architecture: str) -> None:
