@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moe_comm.arguments import as_int
 
-
 ROW_BYTES_MULTIPLE = 16
 """A divisor of the bytes of every row."""
 NUM_MAX_EXPERTS = 1 << 16

@@ -11,7 +11,6 @@ import torch
 from moe_comm.arguments import as_int
 from moe_comm.resharding.copy_services.batched_copy import CopyItem, PreparedCopies
 
-
 BLOCK_BYTES = 1 << 16
 """Size of the blocks by which changes are found."""
 
