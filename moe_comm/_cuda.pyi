@@ -18,7 +18,6 @@ def set_warning_interval(seconds: float) -> None: ...
 
 class Heap:
     num_sms: int
-    has_bulk_copies: bool
     sharing: str
     @staticmethod
     def create(

@@ -21,7 +21,6 @@ Endpoint = _cuda.Endpoint
 
 class InternodeHeap(_cuda.Heap):
     gpu_sharing: str
-    symmetric_bytes: int
     @staticmethod
     def create(  # type: ignore[override]
         group: _host.Group,

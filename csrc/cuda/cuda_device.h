@@ -43,7 +43,6 @@ class CudaDevice final : public runtime::Device {
 
   ~CudaDevice() override;
 
-  const std::string& name() const override { return info_.name; }
   int32_t dlpack_type() const override { return 2; }  // kDLCUDA
   int32_t device_idx() const override { return device_idx_; }
   Identity identity() const override;

@@ -43,8 +43,6 @@ class World final : public runtime::SymmetricRegions, public std::enable_shared_
                                       int64_t bytes,
                                       const group::InterruptCheck& interrupt_check) override;
 
-  int64_t total_bytes() const { return pool_.total_bytes(); }
-
  private:
   World(const std::shared_ptr<cuda::CudaDevice>& device,
         int rank_idx,

@@ -38,7 +38,6 @@ struct CombineOutcome {
   std::shared_ptr<void> owner;
   std::byte* sums = nullptr;       ///< [num_tokens, row_bytes], null when only weights were pulled
   std::byte* weights = nullptr;    ///< [num_tokens, num_topk], null when none were pulled
-  bool was_copied_in = false;      ///< x lay outside the heap
   int32_t gradients = 0;           ///< as in DispatchOutcome
   std::vector<int64_t> waited_ns;  ///< [num_ranks]
   std::shared_ptr<DeferredJoin> verdict;  ///< as in DispatchOutcome

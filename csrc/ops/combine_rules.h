@@ -30,24 +30,20 @@ bool adds_by_rank(const EndpointConfig& config, const CombineParams& params);
 /// already, else copied there, once.
 /// @param row_bytes  0 where peers pull no rows of these
 /// @param copy  copy(source, bytes): copies rows or weights to a window, and offers that.
-/// @return whether rows were copied.
 template <typename Copy>
-bool offer_rows(const CombineParams& params,
+void offer_rows(const CombineParams& params,
                 int64_t row_bytes,
                 const SymmetricMemory& memory,
                 Copy&& copy,
                 Offer* rows,
                 Offer* weights) {
   const auto offer = [&](const std::byte* source, int64_t bytes, Offer* place) {
-    if (bytes == 0 || memory.find(source, static_cast<uint64_t>(bytes), place))
-      return false;
-    *place = copy(source, bytes);
-    return true;
+    if (bytes != 0 && !memory.find(source, static_cast<uint64_t>(bytes), place))
+      *place = copy(source, bytes);
   };
   const PlanHeader& plan = *params.plan;
-  const bool was_copied = offer(params.x, plan.num_rows() * row_bytes, rows);
+  offer(params.x, plan.num_rows() * row_bytes, rows);
   offer(params.row_weights, num_row_weights(plan) * params.row_weight_bytes, weights);
-  return was_copied;
 }
 
 /// Sums and pulled weights share one window: [sums, to a multiple of 64][weights].

@@ -36,7 +36,7 @@ class CombineSteps {
     message.num_tokens = plan_.num_tokens;
     try {
       const bool offers_sums = mover().offers_sums(&message.offer);
-      outcome_.was_copied_in = offer_rows(
+      offer_rows(
           params_,
           offers_sums ? 0 : row_bytes_,
           endpoint_.memory(),

@@ -10,7 +10,6 @@
 #include "ops/combine_rules.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/combine_launches.h"
-#include "runtime/device_dispatch.h"
 #include "runtime/dispatch_launches.h"
 #include "runtime/receive_phase.h"
 
@@ -248,7 +247,7 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
     requests = window->data();
   }
   // Rows that are copied are copied in each run.
-  outcome.was_copied_in = ops::offer_rows(
+  ops::offer_rows(
       params,
       requests == nullptr ? ops::combined_row_bytes(params) : 0,
       endpoint.memory(),

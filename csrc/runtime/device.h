@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "device/launch.h"
@@ -73,7 +72,6 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  virtual const std::string& name() const = 0;
   /// DLPack's device type and number of tensors in its memory.
   virtual int32_t dlpack_type() const = 0;
   virtual int32_t device_idx() const = 0;

@@ -48,7 +48,6 @@ SimtDevice::SimtDevice(int rank_idx, Caller caller, int num_sms, int number)
       caller_(caller),
       num_sms_(num_sms),
       number_(number),
-      name_("emulator"),
       order_(std::make_shared<StreamOrder>()),
       host_stream_(std::make_shared<HostStream>(rank_idx)) {
   MOE_CHECK(num_sms >= 1, "a device of ", num_sms, " SMs");

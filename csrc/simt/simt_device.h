@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "runtime/device.h"
@@ -32,7 +31,6 @@ class SimtDevice final : public runtime::Device {
                       int number = 0);
   ~SimtDevice() override;
 
-  const std::string& name() const override { return name_; }
   int32_t dlpack_type() const override;
   int32_t device_idx() const override { return 0; }  // as of tensors of the CPU
   Identity identity() const override;
@@ -81,7 +79,6 @@ class SimtDevice final : public runtime::Device {
   const Caller caller_;
   const int num_sms_;
   const int number_;
-  const std::string name_;
   std::shared_ptr<StreamOrder> order_;
   std::shared_ptr<HostStream> host_stream_;
   std::mutex mutex_;

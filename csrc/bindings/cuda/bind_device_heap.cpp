@@ -70,8 +70,6 @@ DeviceHeapClass bind_device_heap(py::module_& module) {
   DeviceHeapClass heap(module, "Heap", py::module_local());
   heap.def_property_readonly("num_sms",
                              [](const DeviceHeap& self) { return self.device->num_sms(); })
-      .def_property_readonly("has_bulk_copies",
-                             [](const DeviceHeap& self) { return self.device->has_bulk_copies(); })
       .def_property_readonly("sharing", [](const DeviceHeap& self) { return self.heap->sharing(); })
       .def(
           "reserve",

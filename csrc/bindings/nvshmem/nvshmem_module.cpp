@@ -81,9 +81,7 @@ PYBIND11_MODULE(_nvshmem, module) {
                   &create_heap,
                   Signature("group, device_idx, max_connections, limit_bytes, poison, unique_id"))
       .def_property_readonly("gpu_sharing",
-                             [](const InternodeHeap& self) { return self.world->sharing(); })
-      .def_property_readonly("symmetric_bytes",
-                             [](const InternodeHeap& self) { return self.world->total_bytes(); });
+                             [](const InternodeHeap& self) { return self.world->sharing(); });
   bind_device_endpoint(module).def_static(
       "create",
       &create_endpoint,

@@ -44,8 +44,6 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
                           wait().gradients);
   }
 
-  bool was_copied_in() { return wait().was_copied_in; }
-
   py::object wait_ns() {
     const auto& waited_ns = wait().waited_ns;
     return vector_tensor(waited_ns, {static_cast<int64_t>(waited_ns.size())}, kInt64);
