@@ -123,6 +123,11 @@ class EndpointBase : public BufferBase {
     return *std::max_element(recent_needs_.begin(), recent_needs_.end());
   }
 
+  /// Keeps a further part of the control area, which goes back with it.
+  void add_control_window(std::shared_ptr<Window> window) {
+    control_windows_.push_back(std::move(window));
+  }
+
   uint64_t first_epoch() const { return first_epoch_; }
   bool is_idle() const override { return progress_.is_idle(); }
   void restart(uint64_t next_epoch) override;
@@ -147,10 +152,6 @@ class EndpointBase : public BufferBase {
   std::vector<std::string> connect(int depth,
                                    const std::string& extra,
                                    const group::InterruptCheck& interrupt_check);
-  /// A further part of the control area, which goes back with it.
-  void add_control_window(std::shared_ptr<Window> window) {
-    control_windows_.push_back(std::move(window));
-  }
   /// After connect() threw: peers may write to the control area at any time.
   void give_up_connecting();
 

@@ -31,11 +31,10 @@ class Capture {
               ": async_op has no meaning in a capture, the graph says when it runs");
     ops::check_rails(endpoint.group(), operation);
     endpoint.group().check_usable(operation);
-    endpoint.settle_receive({});
-    if (const std::exception_ptr error = endpoint.verdicts().take_all({}))
+    endpoint.open_receive().settle({});
+    if (const std::exception_ptr error = endpoint.operations().take_all({}))
       std::rethrow_exception(error);
-    endpoint.enter_capture();
-    endpoint.count_captured();
+    endpoint.order().enter_capture();
     const auto memory = allocate(2 * static_cast<int64_t>(sizeof(int32_t)));
     status_ = std::shared_ptr<int32_t>(memory, reinterpret_cast<int32_t*>(memory.get()));
   }
@@ -51,7 +50,7 @@ class Capture {
   }
   /// Device memory that this operation writes before it reads it.
   std::shared_ptr<std::byte> allocate(int64_t bytes, CapturedKind kind = kCapturedScratch) {
-    return hold(endpoint_.take_captured(kind, bytes));
+    return hold(endpoint_.buffer_memory().take_captured(kind, bytes));
   }
   /// @param layout  Of the dispatch whose rows go there, or of that whose rows a combine brings
   /// back.
@@ -59,17 +58,17 @@ class Capture {
     const auto size = static_cast<uint64_t>(bytes);
     return hold(layout == RowLayout::kLowLatency
                     ? endpoint_.take_window(size, true)
-                    : endpoint_.take_captured_window(kCapturedRows, size));
+                    : endpoint_.buffer_memory().take_captured_window(kCapturedRows, size));
   }
   /// Before the first kernel; see CapturedMemory.
-  void check_order() { endpoint_.captured().check_order(); }
+  void check_order() { endpoint_.buffer_memory().captured().check_order(); }
 
   void exchange(kernels::ExchangeParams row, const ops::PlanHeader* plan) {
-    row.buffer = endpoint_.buffer();
+    row.buffer = endpoint_.control().buffer();
     row.tables.status = status_.get();
     if (plan != nullptr)
       row.needed_status = static_cast<const DevicePlan*>(plan)->status.get();
-    endpoint_.launch_exchange(row);
+    endpoint_.launcher().exchange(row);
   }
 
  private:
@@ -106,7 +105,7 @@ int32_t all_gradients(const layout::OperationArguments& arguments) {
 /// A plan of no capture would go when its handle does.
 void keep_eager(DeviceEndpoint& endpoint, const std::shared_ptr<const ops::PlanHeader>& plan) {
   if (static_cast<const DevicePlan&>(*plan).status == nullptr)
-    endpoint.keep(plan);
+    endpoint.buffer_memory().keep(plan);
 }
 
 /// The handle's plan, or one that the graph writes.
@@ -123,9 +122,9 @@ std::shared_ptr<const ops::PlanHeader> capture_plan(Capture& capture,
   launches.take_sets();
   launches.make_plan([&](int64_t bytes) { return capture.allocate(bytes).get(); });
   if (params.replicas != nullptr)
-    endpoint.keep(params.replicas);
+    endpoint.buffer_memory().keep(params.replicas);
   launches.foresee_plan();
-  launches.made_plan()->hash = endpoint.num_captured();  // ranks capture alike
+  launches.made_plan()->hash = endpoint.order().num_captured();  // ranks capture alike
   launches.made_plan()->status = capture.status();
   return launches.made_plan();
 }
@@ -139,10 +138,10 @@ const uint8_t* capture_masks(Capture& capture,
   const std::vector<uint8_t> is_masked = rank_flags(masked_ranks, endpoint.num_ranks());
   const auto bytes = static_cast<int64_t>(is_masked.size());
   const auto staging = endpoint.device().allocate_host(bytes);
-  endpoint.keep(staging);
+  endpoint.buffer_memory().keep(staging);
   const auto values = capture.allocate(bytes);
   std::memcpy(staging.get(), is_masked.data(), is_masked.size());
-  endpoint.stream().copy(values.get(), staging.get(), bytes);
+  endpoint.order().stream()->copy(values.get(), staging.get(), bytes);
   return reinterpret_cast<const uint8_t*>(values.get());
 }
 
@@ -158,21 +157,24 @@ void capture_receive(Capture& capture,
       params.copy_out == ops::CopyOut::kAlways && outcome->plan->layout() != RowLayout::kLowLatency;
   const bool receives_later = params.is_async && !is_copied_out;
   if (!receives_later)
-    endpoint.launch_receive(launches.receive_params(), true);
+    endpoint.launcher().receive(launches.receive_params(), true);
   outcome->owner = window;
   outcome->rows = window->data();
   if (is_copied_out) {
     const auto copy = capture.allocate(bytes, kCapturedSums);
-    endpoint.stream().copy(copy.get(), window->data(), bytes);
+    endpoint.order().stream()->copy(copy.get(), window->data(), bytes);
     outcome->owner = copy;
     outcome->rows = copy.get();
   }
   if (receives_later) {
-    auto phase = ReceivePhase::captured(endpoint, launches.receive_params());
-    endpoint.leave_to_receive(phase);
+    auto phase = ReceivePhase::captured(
+        endpoint.order(), [&launcher = endpoint.launcher(), params = launches.receive_params()] {
+          launcher.receive(params);
+        });
+    endpoint.open_receive().open(phase);
     outcome->end = ReceivePhase::end_of(std::move(phase));
   } else {
-    endpoint.leave_capture(endpoint.caller_stream());
+    endpoint.order().leave_capture(*endpoint.order().caller());
   }
 }
 
@@ -254,7 +256,7 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
       [&](const std::byte* source, int64_t bytes) {
         const auto window = capture.allocate_window(bytes, layout);
         capture.check_order();
-        endpoint.stream().copy(window->data(), source, bytes);
+        endpoint.order().stream()->copy(window->data(), source, bytes);
         return window->offer();
       },
       &row.offer,
@@ -269,7 +271,7 @@ ops::CombineOutcome capture_combine(DeviceEndpoint& endpoint, const ops::Combine
   kernels::Tables tables = row.tables;
   tables.status = capture.status().get();
   launch_sums(endpoint, params, tables, requests, outcome.sums, pulled);
-  endpoint.leave_capture(endpoint.caller_stream());
+  endpoint.order().leave_capture(*endpoint.order().caller());
   outcome.waited_ns.resize(static_cast<size_t>(endpoint.num_ranks()));
   return outcome;
 }

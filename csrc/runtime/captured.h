@@ -2,6 +2,7 @@
 
 #include "ops/combine.h"
 #include "ops/dispatch.h"
+#include "runtime/device_endpoint.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

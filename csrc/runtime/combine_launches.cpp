@@ -12,14 +12,14 @@ namespace {
 kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const ops::CombineParams& params) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::CombineParams kernel;
-  kernel.buffer = endpoint.buffer();
+  kernel.buffer = endpoint.control().buffer();
   kernel.dtype = params.has_rows ? params.dtype : DType::kBytes;
   kernel.hidden = params.has_rows ? params.hidden : 0;
   kernel.num_tokens = plan.num_tokens;
   kernel.num_topk = static_cast<int32_t>(plan.num_topk);
   kernel.num_slots = static_cast<int32_t>(plan.num_slots);
   // Else each place has one.
-  if (plan.arrangement.is_by_rank() || endpoint.internode() != nullptr)
+  if (plan.arrangement.is_by_rank() || endpoint.launcher().internode() != nullptr)
     kernel.num_recv_topk = static_cast<int32_t>(plan.num_recv_topk);
   kernel.arrangement = plan.arrangement;
   kernel.slots = plan.slots;
@@ -28,7 +28,7 @@ kernels::CombineParams kernel_params(DeviceEndpoint& endpoint, const ops::Combin
   kernel.weight_bytes = params.weight_bytes;
   kernel.pulled_bytes = params.row_weight_bytes;
   kernel.is_plain = endpoint.device().has_bulk_copies() ? 0 : 1;
-  const Internode* const internode = endpoint.internode();
+  const Internode* const internode = endpoint.launcher().internode();
   kernel.node_reduction = internode != nullptr && internode->node_reduction() ? 1 : 0;
   return kernel;
 }
@@ -70,7 +70,7 @@ void launch_rank_sums(DeviceEndpoint& endpoint,
   // Rows and sums are this rank's own, and no block but the last waits: all SMs, for a short time,
   // have as many loads under way as memory needs.
   device::Launch launch =
-      endpoint.launch_behind(endpoint.device().num_sms(), kernels::kMaxCombineThreads);
+      endpoint.launcher().launch_behind(endpoint.device().num_sms(), kernels::kMaxCombineThreads);
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   kernels::launch_rank_sums(launch, sums);
   kernel->row_slots = reinterpret_cast<const int64_t*>(requests);
@@ -98,7 +98,8 @@ Offer launch_requests(DeviceEndpoint& endpoint,
   requests.number_bytes = added_bytes(params);
   requests.rows = find_own_rows(endpoint, params);
   requests.window = window.data();
-  kernels::launch_rank_requests(endpoint.launch(endpoint.num_sms()), requests);
+  const Launcher& launcher = endpoint.launcher();
+  kernels::launch_rank_requests(launcher.launch(launcher.num_sms()), requests);
   const auto sums_offset = static_cast<uint64_t>(rank_sums_map(params).sums_offset);
   Offer sums = window.offer();
   sums.offset += sums_offset;
@@ -107,7 +108,7 @@ Offer launch_requests(DeviceEndpoint& endpoint,
 }
 
 std::string find_shortage(DeviceEndpoint& endpoint, const ops::CombineParams& params) {
-  const Internode* const internode = endpoint.internode();
+  const Internode* const internode = endpoint.launcher().internode();
   if (internode == nullptr)
     return "";
   return internode->find_shortage(
@@ -120,7 +121,7 @@ kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
                                     const ops::CombineParams& params) {
   const auto& plan = static_cast<const DevicePlan&>(*params.plan);
   kernels::ExchangeParams row;
-  row.tables = endpoint.tables();
+  row.tables = endpoint.control().tables();
   row.arguments = ops::combine_arguments(params);
   row.num_tokens = static_cast<int32_t>(plan.num_tokens);
   row.arrangement = plan.arrangement;
@@ -139,9 +140,10 @@ void launch_sums(DeviceEndpoint& endpoint,
   kernel.tables = tables;
   kernel.sums = sums;
   kernel.pulled = pulled;
-  if (const Internode* const internode = endpoint.internode()) {
+  const Launcher& launcher = endpoint.launcher();
+  if (const Internode* const internode = launcher.internode()) {
     const InternodeKernels& kernels = internode->kernels();
-    device::Launch launch = endpoint.launch(endpoint.num_sms());
+    device::Launch launch = launcher.launch(launcher.num_sms());
     fit_shared_memory(endpoint.device(), launch, [&](int num_threads) {
       return kernels.combine_shared_bytes(kernel, internode->rails(), num_threads);
     });
@@ -150,7 +152,7 @@ void launch_sums(DeviceEndpoint& endpoint,
   }
   if (requests != nullptr)
     launch_rank_sums(endpoint, params, requests, &kernel);
-  device::Launch launch = endpoint.launch_behind(endpoint.num_sms(), kernels::kMaxCombineThreads);
+  device::Launch launch = launcher.launch_behind(launcher.num_sms(), kernels::kMaxCombineThreads);
   launch.num_threads = std::min(launch.num_threads, kernels::kMaxCombineThreads);
   fit_shared_memory(endpoint.device(), launch, [&](int num_threads) {
     return kernels::combine_shared_bytes(kernel, num_threads);

@@ -5,6 +5,7 @@
 #include "kernels/combine.h"
 #include "kernels/exchange.h"
 #include "ops/combine.h"
+#include "runtime/device_endpoint.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

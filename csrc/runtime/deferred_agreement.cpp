@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "core/sync.h"
+#include "ops/buffer_operation.h"
 
 namespace moe::runtime {
 
@@ -27,46 +28,40 @@ StreamVerdicts& stream_verdicts() {
   return verdicts;
 }
 
-std::pair<int32_t, void*> stream_of(const DeviceEndpoint& endpoint) {
-  return {endpoint.device_idx(), endpoint.caller_stream().handle()};
-}
-
 }  // namespace
 
-DeferredAgreement::DeferredAgreement(DeviceEndpoint& endpoint, RemainingRows left)
-    : endpoint_(endpoint),
-      group_(&endpoint.group()),
+DeferredAgreement::DeferredAgreement(UnheardOperation left)
+    : group_(&left.endpoint.group()),
       start_ns_(sync::now_ns()),
       process_id_(::getpid()),
-      number_(left.number),
-      first_epoch_(left.operation.is_epoch_known ? left.operation.epoch : 0),
-      left_(std::move(left)),
-      former_(endpoint.verdicts().newest()) {}
+      left_(std::move(left)) {}
 
-std::shared_ptr<DeferredAgreement> DeferredAgreement::make(DeviceEndpoint& endpoint,
-                                                           RemainingRows left) {
-  const std::shared_ptr<DeferredAgreement> made(new DeferredAgreement(endpoint, std::move(left)));
+std::shared_ptr<DeferredAgreement> DeferredAgreement::make(UnheardOperation left,
+                                                           const Stream& caller) {
+  const std::pair<int32_t, void*> place{left.device.device_idx(), caller.handle()};
+  const std::shared_ptr<DeferredAgreement> made(new DeferredAgreement(std::move(left)));
   StreamVerdicts& verdicts = stream_verdicts();
   const std::lock_guard<std::mutex> lock(verdicts.mutex);
   std::erase_if(verdicts.latest, [](const auto& entry) { return entry.second.expired(); });
-  verdicts.latest[stream_of(endpoint)] = made;
+  verdicts.latest[place] = made;
   return made;
 }
 
-std::shared_ptr<DeferredAgreement> DeferredAgreement::of_another(const DeviceEndpoint& endpoint) {
+std::shared_ptr<DeferredAgreement> DeferredAgreement::of_another(const ops::EndpointBase& endpoint,
+                                                                 const Stream& caller) {
   if (endpoint.is_host_caller())
     return nullptr;
   StreamVerdicts& verdicts = stream_verdicts();
   const std::lock_guard<std::mutex> lock(verdicts.mutex);
-  const auto entry = verdicts.latest.find(stream_of(endpoint));
+  const auto entry = verdicts.latest.find({endpoint.device_idx(), caller.handle()});
   std::shared_ptr<DeferredAgreement> verdict;
   if (entry != verdicts.latest.end())
     verdict = entry->second.lock();
   // Operations of this buffer are in one order on every rank.
-  return verdict == nullptr || &verdict->endpoint_ == &endpoint ? nullptr : verdict;
+  return verdict == nullptr || &verdict->left_.endpoint == &endpoint ? nullptr : verdict;
 }
 
-void DeferredAgreement::hear_for(const DeviceEndpoint& endpoint,
+void DeferredAgreement::hear_for(const ops::EndpointBase& endpoint,
                                  const group::InterruptCheck& interrupt_check) {
   await_judged(interrupt_check);
   // The caller hears of an abort in the operation that it is in.
@@ -76,7 +71,7 @@ void DeferredAgreement::hear_for(const DeviceEndpoint& endpoint,
 
 void DeferredAgreement::join(const group::InterruptCheck& interrupt_check) {
   if (!is_judged_.load(std::memory_order_acquire)) {
-    const auto active = endpoint_.device().activate_for_now();
+    const auto active = left_.device.activate_for_now();
     await_judged(interrupt_check);
   }
   is_told_.store(true, std::memory_order_relaxed);
@@ -92,7 +87,7 @@ bool DeferredAgreement::is_complete() {
     return true;
   if (busy_ != std::thread::id() && busy_ != std::this_thread::get_id())
     return false;  // somebody waits for it
-  return endpoint_.group().is_aborted() || has_ticket();
+  return left_.endpoint.group().is_aborted() || has_ticket();
 }
 
 bool DeferredAgreement::has_ticket() const {
@@ -100,37 +95,38 @@ bool DeferredAgreement::has_ticket() const {
 }
 
 uint64_t DeferredAgreement::epoch() const {
-  return first_epoch_ != 0 ? first_epoch_ : left_.mailbox->epoch();
+  return left_.first_epoch != 0 ? left_.first_epoch : left_.mailbox->epoch();
 }
 
 std::shared_ptr<DeferredAgreement> DeferredAgreement::former() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return former_ == nullptr || former_->has_ended() ? nullptr : former_;
+  return left_.former == nullptr || left_.former->has_ended() ? nullptr : left_.former;
 }
 
 void DeferredAgreement::look(int64_t now_ns) {
   if (const auto former = this->former(); former != nullptr && !former->hear_if_there())
     return;
   try_alone([&] {
-    const auto active = endpoint_.device().activate_for_now();
+    const auto active = left_.device.activate_for_now();
     const uint64_t epoch = this->epoch();
     if (has_ticket() || now_ns - start_ns_ < kPatienceNs || epoch == 0) {
       arrivals_.reset();
       return;
     }
-    const int closed_rank = ops::find_closed_peer(endpoint_.group(), epoch, [this](int rank_idx) {
-      return endpoint_.closed_epoch(rank_idx);
-    });
+    const int closed_rank =
+        ops::find_closed_peer(left_.endpoint.group(), epoch, [this](int rank_idx) {
+          return left_.endpoint.closed_epoch(rank_idx);
+        });
     if (closed_rank >= 0) {
       judge({});
       return;
     }
     group::WaitSite site;
-    site.operation = left_.operation.operation;
+    site.operation = left_.operation;
     site.phase = layout::Phase::kRows;
     site.epoch = static_cast<int64_t>(epoch);
-    site.buffer_number = endpoint_.buffer_number();
-    arrivals_.check(endpoint_, site, now_ns);
+    site.buffer_number = left_.endpoint.buffer_number();
+    arrivals_.check(left_.endpoint.group(), left_.control, site, now_ns);
   });
 }
 
@@ -140,7 +136,7 @@ bool DeferredAgreement::hear_if_there() {
   if (const auto former = this->former(); former != nullptr && !former->hear_if_there())
     return false;
   try_alone([this] {
-    const auto active = endpoint_.device().activate_for_now();
+    const auto active = left_.device.activate_for_now();
     if (has_ticket())
       judge({});
   });
@@ -210,12 +206,7 @@ void DeferredAgreement::judge(const group::InterruptCheck& interrupt_check) {
   };
   arrivals_.reset();
   try {
-    const group::Group::OperationScope scope(endpoint_.group());
-    DeviceExchange exchange(endpoint_, std::move(left_), check);
-    ops::run_to_end(exchange, [&exchange] {
-      exchange.finish_deferred();
-      return true;
-    });
+    left_.hear(check);
     finish(nullptr, false);
   } catch (...) {
     if (!is_interrupted) {
@@ -224,7 +215,7 @@ void DeferredAgreement::judge(const group::InterruptCheck& interrupt_check) {
     }
     std::exception_ptr error = std::current_exception();
     try {
-      endpoint_.group().check_abort();
+      left_.endpoint.group().check_abort();
     } catch (...) {
       error = std::current_exception();
     }
@@ -235,7 +226,7 @@ void DeferredAgreement::judge(const group::InterruptCheck& interrupt_check) {
 
 void DeferredAgreement::finish(std::exception_ptr error, bool is_told) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  former_ = nullptr;
+  left_.former = nullptr;
   is_abort_ = error != nullptr && group_->is_aborted();
   error_ = std::move(error);
   is_told_.store(is_told, std::memory_order_relaxed);

@@ -10,10 +10,31 @@
 #include <mutex>
 #include <thread>
 
+#include "layout/row.h"
 #include "ops/dispatch.h"
-#include "runtime/device_exchange.h"
+#include "ops/endpoint_base.h"
+#include "runtime/absent_peers.h"
+#include "runtime/mailbox.h"
 
 namespace moe::runtime {
+
+class DeferredAgreement;
+
+/// An operation whose exchange was launched, and whose rows the host has yet to hear.
+struct UnheardOperation {
+  // They have settled it before their end.
+  const ops::EndpointBase& endpoint;
+  Device& device;
+  const ControlMemory& control;
+  std::shared_ptr<DeferredAgreement> former;  ///< before it in the buffer, until it is judged
+  layout::Operation operation = layout::Operation::kNone;
+  uint64_t number = 0;               ///< of the operation, on this rank
+  uint64_t first_epoch = 0;          ///< of the operation, where no graphs were there; else 0
+  const Mailbox* mailbox = nullptr;  ///< the endpoint's
+  uint64_t ticket = 0;
+  /// Waits for the rows, and ends the operation as every rank does: once.
+  std::function<void(const group::InterruptCheck&)> hear;
+};
 
 /// Verdict of all ranks on an operation that was handed out before the host had heard it.
 ///
@@ -24,16 +45,16 @@ namespace moe::runtime {
 /// are judged in their order. Thread-safe.
 class DeferredAgreement final : public ops::DeferredJoin {
  public:
-  static std::shared_ptr<DeferredAgreement> make(DeviceEndpoint& endpoint, RemainingRows left);
+  /// @param caller  Stream that the operation was called from.
+  static std::shared_ptr<DeferredAgreement> make(UnheardOperation left, const Stream& caller);
 
   /// Blocks the host until it knows.
   void join(const group::InterruptCheck& interrupt_check) override;
   bool is_complete() override;
   bool has_ended() const override { return is_judged_.load(std::memory_order_acquire); }
 
-  uint64_t number() const { return number_; }
-  /// Epoch of the operation, where no graphs were there; else 0.
-  uint64_t first_epoch() const { return first_epoch_; }
+  uint64_t number() const { return left_.number; }
+  uint64_t first_epoch() const { return left_.first_epoch; }
 
   /// Until it is judged, by this thread, whose device is this one, or another.
   /// @throws ConcurrentUse  in a handler of a signal that came while this very thread judges.
@@ -45,12 +66,13 @@ class DeferredAgreement final : public ops::DeferredJoin {
   bool is_abort() const { return is_abort_; }
   std::exception_ptr take_untold_error() { return is_told_.exchange(true) ? nullptr : error_; }
 
-  /// The operation of another buffer that the caller's stream of @p endpoint is behind, or null.
-  static std::shared_ptr<DeferredAgreement> of_another(const DeviceEndpoint& endpoint);
+  /// The operation of a buffer other than @p endpoint that its @p caller is behind, or null.
+  static std::shared_ptr<DeferredAgreement> of_another(const ops::EndpointBase& endpoint,
+                                                       const Stream& caller);
   /// Before an operation of @p endpoint that is behind this one. Else the host could wait in one
   /// operation for a peer that waits in the other, and nobody would see that they wait for each
   /// other.
-  void hear_for(const DeviceEndpoint& endpoint, const group::InterruptCheck& interrupt_check);
+  void hear_for(const ops::EndpointBase& endpoint, const group::InterruptCheck& interrupt_check);
 
   /// In place of a host that waits: ends it where a peer takes no part, as it has destroyed its
   /// buffer; warns of one that does not come. Does not wait for anybody.
@@ -60,10 +82,10 @@ class DeferredAgreement final : public ops::DeferredJoin {
   bool hear_if_there();
 
  private:
-  DeferredAgreement(DeviceEndpoint& endpoint, RemainingRows left);
+  explicit DeferredAgreement(UnheardOperation left);
   /// The operation before, null once this one may be judged.
   std::shared_ptr<DeferredAgreement> former() const;
-  /// Runs @p body, which has left_ and arrivals_ for itself; not where another thread does.
+  /// Runs @p body, which has arrivals_ for itself; not where another thread does.
   void try_alone(const std::function<void()>& body);
   void judge(const group::InterruptCheck& interrupt_check);
   void finish(std::exception_ptr error, bool is_told);
@@ -71,19 +93,15 @@ class DeferredAgreement final : public ops::DeferredJoin {
   /// Epoch of the operation, as far as the host can know; 0 before it has begun behind graphs.
   uint64_t epoch() const;
 
-  DeviceEndpoint& endpoint_;  ///< it has settled this before its end
   const group::Group* const group_;
   const int64_t start_ns_;
   const pid_t process_id_;
-  const uint64_t number_;
-  const uint64_t first_epoch_;
-  RemainingRows left_;    ///< of the thread that is busy
-  RowArrivals arrivals_;  ///< the same
+  UnheardOperation left_;
+  RowArrivals arrivals_;  ///< of the thread that is busy
 
   mutable std::mutex mutex_;  ///< not held while somebody waits: handlers of signals may come here
   std::condition_variable changed_;
-  std::shared_ptr<DeferredAgreement> former_;  ///< until this one is judged
-  std::thread::id busy_;                       ///< nobody, or who looks at it or judges it
+  std::thread::id busy_;  ///< nobody, or who looks at it or judges it
   std::atomic<bool> is_judged_{false};
   std::atomic<bool> is_told_{false};
   std::exception_ptr error_;  ///< once it is judged

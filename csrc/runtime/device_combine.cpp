@@ -25,7 +25,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
   friend CombineSteps;
 
   void begin() {
-    endpoint_.wait_for_caller(params_.caller_mark.get());
+    endpoint_.order().wait_for_caller(params_.caller_mark.get());
     exchange_.report_deferred_error(ops::combine_arguments(params_));
     // Kernels refuse this with a dispatch that nobody has heard of yet.
     if (!plan_.awaits_counts())
@@ -45,7 +45,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
   }
 
   void copy_in(std::byte* target, const std::byte* source, int64_t bytes) {
-    endpoint_.stream().copy(target, source, bytes);
+    endpoint_.order().stream()->copy(target, source, bytes);
   }
 
   void publish(const ops::RowMessage& message) {
@@ -57,7 +57,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
     // Every size is known: sums follow the exchange while the host reads what it brought.
     launch_sums(endpoint_,
                 params_,
-                endpoint_.tables(),
+                endpoint_.control().tables(),
                 requests_,
                 sums(),
                 window_->data() + sums_window_.weights_offset);
@@ -71,7 +71,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
         endpoint_, window_, static_cast<uint64_t>(sums_window_.bytes), params_.copy_out, &base);
     exchange_.enter("done");
     outcome_.end = exchange_.finish();
-    outcome_.waited_ns = endpoint_.take_waited_ns();
+    outcome_.waited_ns = endpoint_.control().take_waited_ns();
     outcome_.verdict = exchange_.defer_agreement();
     exchange_.withdraw_offers();
     for (const auto& window : copied_in_)
@@ -117,12 +117,12 @@ void weighted_gradient(DeviceEndpoint& endpoint, const kernels::WeightedGradient
   // Nobody waits for its blocks: it takes all SMs, with as many threads as hide memory's latency.
   endpoint.device().activate();
   device::Launch launch;
-  launch.num_threads = std::min(endpoint.num_threads(), kernels::kMaxCombineThreads);
+  launch.num_threads = std::min(endpoint.launcher().num_threads(), kernels::kMaxCombineThreads);
   const int64_t rows_at_once = launch.num_threads / 32;
   launch.num_blocks =
       static_cast<int>(std::min((params.num_rows + rows_at_once - 1) / rows_at_once,
                                 int64_t{kBlocksPerSm} * endpoint.device().num_sms()));
-  launch.stream = endpoint.caller_stream().handle();
+  launch.stream = endpoint.order().caller()->handle();
   kernels::launch_weighted_gradient(launch, params);
 }
 

@@ -2,6 +2,7 @@
 
 #include "kernels/combine.h"
 #include "ops/combine.h"
+#include "runtime/device_endpoint.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

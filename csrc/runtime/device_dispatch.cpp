@@ -34,7 +34,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   friend DispatchSteps;
 
   void begin() {
-    endpoint_.wait_for_caller(params_.caller_mark.get());
+    endpoint_.order().wait_for_caller(params_.caller_mark.get());
     exchange_.report_deferred_error(arguments());
     // Sizes of a cached dispatch follow from counts, and windows of the heap are not to be as many
     // as operations may be in flight.
@@ -51,7 +51,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     } catch (const CapacityError& error) {
       exchange_.reject(arguments(), error);
     }
-    launches_.make_plan([this](int64_t bytes) { return endpoint_.scratch(bytes); });
+    launches_.make_plan([this](int64_t bytes) { return endpoint_.buffer_memory().scratch(bytes); });
     reject_if(launches_.find_shortage());
   }
 
@@ -72,8 +72,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     row.message = exchange_.mailbox().write_message(concat(
         params_.num_topk, ' ', layout::num_ids(params_.replicas.get(), endpoint_.placement())));
     if (is_low_latency() && !params_.masked_ranks.empty())
-      row.is_masked =
-          endpoint_.upload_ranks(exchange_.mailbox(), rank_flags(params_.masked_ranks, num_ranks_));
+      row.is_masked = exchange_.upload_ranks(rank_flags(params_.masked_ranks, num_ranks_));
     exchange_.publish(row);
     // Rows follow their counts while the host reads those. No count decides the size of a
     // low-latency window, so nobody is short; elsewhere hardly anybody is where this rank has a
@@ -86,7 +85,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
 
   void send_rows_ahead() {
     // Across nodes the kernel takes part in what follows the offers, too.
-    if (window_ == nullptr || endpoint_.internode() != nullptr)
+    if (window_ == nullptr || endpoint_.launcher().internode() != nullptr)
       return;
     launches_.send_rows();
     are_rows_sent_ = true;
@@ -175,7 +174,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
     // Rows that are copied out have to be whole.
     receives_later_ = params_.is_async && !is_copied_out_ && !endpoint_.has_graphs();
     if (!receives_later_)
-      endpoint_.launch_receive(launches_.receive_params(), true);
+      endpoint_.launcher().receive(launches_.receive_params(), true);
     is_moving_ = true;
   }
 
@@ -199,7 +198,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
       window_->shrink(needed(own_rank));
     outcome_.owner = std::move(owner);
     outcome_.plan = plan_;
-    outcome_.waited_ns = endpoint_.take_waited_ns();
+    outcome_.waited_ns = endpoint_.control().take_waited_ns();
     ops::point_into_window(params_, arrangement_, own_layout(), &outcome_);
     const DispatchTables& tables = launches_.tables();
     outcome_.expert_offsets = std::shared_ptr<void>(tables.memory, tables.tables.expert_offsets);
@@ -227,7 +226,7 @@ std::shared_ptr<void> copy_out_window(DeviceEndpoint& endpoint,
     return window;
   }
   auto copy = endpoint.device().allocate_unset(static_cast<int64_t>(bytes));
-  endpoint.stream().copy(copy.get(), window->data(), static_cast<int64_t>(bytes));
+  endpoint.order().stream()->copy(copy.get(), window->data(), static_cast<int64_t>(bytes));
   *data = copy.get();
   return copy;
 }

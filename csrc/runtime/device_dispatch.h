@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ops/dispatch.h"
+#include "runtime/device_endpoint.h"
 #include "runtime/device_plan.h"
 
 namespace moe::runtime {

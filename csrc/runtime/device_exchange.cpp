@@ -23,22 +23,28 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
                                layout::Operation operation,
                                const group::InterruptCheck& interrupt_check)
     : BufferOperation(endpoint, operation, interrupt_check), endpoint_(endpoint) {
-  endpoint_.settle_receive(interrupt_check);
-  number_ = endpoint_.take_operation_number();
-  deferred_error_ = endpoint_.settle_earlier(number_, interrupt_check);
-  // Work of the progress thread is behind what was called before it; see wait_for_caller().
+  endpoint_.open_receive().settle(interrupt_check);
+  OperationRing& operations = endpoint_.operations();
+  number_ = operations.take_number();
+  // Else all before it are heard first, as the memory of this one may be none but theirs: without
+  // windows for low-latency rows all is of the heap, and behind graphs or across nodes what follows
+  // needs to know what came before.
+  const bool runs_ahead = endpoint_.buffer_memory().window_bytes() > 0 && !endpoint_.has_graphs() &&
+                          endpoint_.launcher().internode() == nullptr;
+  deferred_error_ = operations.take_heard(number_, runs_ahead, interrupt_check);
+  // Work of the progress thread is behind what was called before it; see CallOrder.
   if (!endpoint_.is_on_progress_thread())
-    if (const auto verdict = DeferredAgreement::of_another(endpoint_))
+    if (const auto verdict = DeferredAgreement::of_another(endpoint_, *endpoint_.order().caller()))
       verdict->hear_for(endpoint_, interrupt_check);
-  is_eager_ = endpoint_.take_eager_once();
+  is_eager_ = operations.take_eager_once();
   group_.check_abort();
   // An operation that the host did not wait for may have left since.
   check_left();
   check_closed();
   // Waits of kernels of graphs, and of operations that ended otherwise, are not this one's.
   if (endpoint_.is_host_caller())
-    endpoint_.take_waited_ns();
-  mailbox_ = &endpoint_.take_mailbox(number_);
+    endpoint_.control().take_waited_ns();
+  mailbox_ = &operations.take_mailbox(number_);
   begin(!endpoint_.has_graphs());
 }
 
@@ -58,43 +64,39 @@ DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
       endpoint_(endpoint),
       has_launched_(true) {}
 
-DeviceExchange::DeviceExchange(DeviceEndpoint& endpoint,
-                               RemainingRows left,
-                               const group::InterruptCheck& interrupt_check)
-    : BufferOperation(endpoint, std::move(left.operation), interrupt_check),
-      endpoint_(endpoint),
-      number_(left.number),
-      mailbox_(left.mailbox),
-      ticket_(left.ticket),
-      has_launched_(true),
-      take_counts_(std::move(left.take_counts)) {}
-
 std::shared_ptr<Window> DeviceExchange::allocate(uint64_t bytes) {
   // Rather than that the heap grows: what operations before have given back is free once they end.
   do {
     if (auto window = endpoint_.memory().allocate_free(bytes); window && window->bytes() >= bytes)
       return window;
-  } while (endpoint_.verdicts().await_next(interrupt_check_));
-  endpoint_.show_phase(Phase::kGrowing);
+  } while (endpoint_.operations().await_next(interrupt_check_));
+  endpoint_.control().show_phase(Phase::kGrowing);
   try {
     auto window = endpoint_.memory().allocate(bytes);
-    endpoint_.refresh_segments();
-    endpoint_.show_phase(Phase::kIdle);
+    endpoint_.segments().refresh();
+    endpoint_.control().show_phase(Phase::kIdle);
     return window;
   } catch (...) {
-    endpoint_.show_phase(Phase::kIdle);
+    endpoint_.control().show_phase(Phase::kIdle);
     throw;
   }
 }
 
 void DeviceExchange::publish(ExchangeParams params) {
-  endpoint_.refresh_segments();
-  params.buffer = endpoint_.buffer();
-  params.heard_epoch = endpoint_.verdicts().heard_epoch();
+  endpoint_.segments().refresh();
+  params.buffer = endpoint_.control().buffer();
+  params.heard_epoch = endpoint_.operations().heard_epoch();
   params.host_read = mailbox_->header();
-  params.ticket = ticket_ = endpoint_.take_ticket();
+  params.ticket = ticket_ = endpoint_.operations().take_ticket();
   has_launched_ = true;
-  endpoint_.launch_exchange(params);
+  endpoint_.launcher().exchange(params);
+}
+
+const uint8_t* DeviceExchange::upload_ranks(const std::vector<uint8_t>& values) const {
+  uint8_t* const copy = endpoint_.control().rank_values();
+  endpoint_.order().stream()->copy(
+      copy, mailbox_->write_ranks(values), static_cast<int64_t>(values.size()));
+  return copy;
 }
 
 bool DeviceExchange::defers_agreement(const layout::OperationArguments& arguments) {
@@ -111,25 +113,50 @@ std::shared_ptr<ops::DeferredJoin> DeviceExchange::defer_agreement(TakeCounts ta
   // The next operations may take windows of the buffer again, in the order of the stream.
   for (auto& window : offered_)
     window = WindowRing::memory_of(std::move(window));
-  const auto verdict = DeferredAgreement::make(
-      endpoint_, RemainingRows{leave(), number_, mailbox_, ticket_, std::move(take_counts)});
-  endpoint_.verdicts().push(verdict);
+  OperationRing& operations = endpoint_.operations();
+  const uint64_t first_epoch = is_epoch_known() ? epoch_ : 0;
+  auto hear = [&endpoint = endpoint_,
+               mailbox = mailbox_,
+               ticket = ticket_,
+               left = leave(),
+               counts = std::move(take_counts)](const group::InterruptCheck& check) mutable {
+    const group::Group::OperationScope scope(endpoint.group());
+    DeviceExchange exchange(endpoint, std::move(left), check);
+    exchange.mailbox_ = mailbox;
+    exchange.ticket_ = ticket;
+    ops::run_to_end(exchange, [&exchange, counts = std::move(counts)] {
+      exchange.finish_deferred(counts);
+      return true;
+    });
+  };
+  const auto verdict = DeferredAgreement::make({endpoint_,
+                                                endpoint_.device(),
+                                                endpoint_.control(),
+                                                operations.newest(),
+                                                operation_,
+                                                number_,
+                                                first_epoch,
+                                                mailbox_,
+                                                ticket_,
+                                                std::move(hear)},
+                                               *endpoint_.order().caller());
+  operations.push(verdict);
   return verdict;
 }
 
 void DeviceExchange::await_former() const {
-  while (endpoint_.verdicts().await_next(interrupt_check_)) {
+  while (endpoint_.operations().await_next(interrupt_check_)) {
   }
 }
 
-void DeviceExchange::finish_deferred() {
+void DeviceExchange::finish_deferred(const TakeCounts& take_counts) {
   // A row that stands for that of such a peer says nothing.
   if (knows_epoch())
     check_closed();
-  ops::Rows rows = hear(take_counts_ != nullptr);
-  if (take_counts_ == nullptr)
+  ops::Rows rows = hear(take_counts != nullptr);
+  if (take_counts == nullptr)
     return;
-  if (const std::exception_ptr error = take_counts_(std::move(rows), epoch_)) {
+  if (const std::exception_ptr error = take_counts(std::move(rows), epoch_)) {
     settle(OperationStatus::kOverflow, error_text(error));
     std::rethrow_exception(error);
   }
@@ -152,9 +179,9 @@ ops::Rows DeviceExchange::collect(bool with_counts) {
 }
 
 void DeviceExchange::hear_former() {
-  if (endpoint_.verdicts().is_empty())
+  if (endpoint_.operations().is_empty())
     return;
-  const std::exception_ptr error = endpoint_.verdicts().take_all(interrupt_check_);
+  const std::exception_ptr error = endpoint_.operations().take_all(interrupt_check_);
   if (deferred_error_ == nullptr)
     deferred_error_ = error;
   group_.show_presence(endpoint_.buffer_number(), epoch_, operation_);
@@ -202,7 +229,8 @@ ops::Rows DeviceExchange::hear(bool with_counts) {
   }
   const std::exception_ptr refusal = find_refusal(rows);
   if (const auto error = refusal ? refusal : ops::find_disagreement(rows, group_)) {
-    settle(OperationStatus::kRejected, refusal ? endpoint_.last_refused().text : error_text(error));
+    settle(OperationStatus::kRejected,
+           refusal ? endpoint_.operations().last_refused().text : error_text(error));
     // Errors that the caller has not been told come first.
     std::rethrow_exception(deferred_error_ ? deferred_error_ : error);
   }
@@ -221,7 +249,7 @@ ops::Rows DeviceExchange::hear(bool with_counts) {
 }
 
 std::exception_ptr DeviceExchange::find_refusal(const ops::Rows& rows) const {
-  const RefusedOperation& refused = endpoint_.last_refused();
+  const RefusedOperation& refused = endpoint_.operations().last_refused();
   std::vector<int> unaware_ranks;
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank) {
     if (!group_.is_active(peer_rank))
@@ -247,7 +275,7 @@ std::exception_ptr DeviceExchange::find_refusal(const ops::Rows& rows) const {
 
 void DeviceExchange::exchange_rejection(const ops::RowMessage& row) {
   ExchangeParams params;
-  params.tables = endpoint_.tables();
+  params.tables = endpoint_.control().tables();
   params.arguments = row.arguments;
   params.status = static_cast<int32_t>(row.status);
   params.needed_bytes = row.needed_bytes;
@@ -267,18 +295,18 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
     const kernels::Tables& tables,
     const std::vector<int>& short_ranks,
     const kernels::OwnOffer& own) {
-  endpoint_.refresh_segments();
+  endpoint_.segments().refresh();
   kernels::OffersParams params;
-  params.buffer = endpoint_.buffer();
+  params.buffer = endpoint_.control().buffer();
   params.tables = tables;
   params.own = own;
   const std::vector<uint8_t> is_short = rank_flags(short_ranks, group_.num_ranks());
   params.is_short = is_short[static_cast<size_t>(group_.rank_idx())];
-  params.short_ranks = endpoint_.upload_ranks(*mailbox_, is_short);
+  params.short_ranks = upload_ranks(is_short);
   params.host_read = mailbox_->header();
-  params.ticket = ticket_ = endpoint_.take_ticket();
+  params.ticket = ticket_ = endpoint_.operations().take_ticket();
   step_ = Phase::kOffers;
-  endpoint_.launch_offers(params);
+  endpoint_.launcher().offers(params);
   await_ticket(Phase::kOffers, ticket_);
   step_ = Phase::kData;
   std::vector<layout::SecondOffer> seconds;
@@ -288,9 +316,9 @@ std::vector<layout::SecondOffer> DeviceExchange::exchange_offers(
 }
 
 void DeviceExchange::settle(OperationStatus status, std::string cause) {
-  endpoint_.force_eager_once();
+  endpoint_.operations().force_eager_once();
   if (status != OperationStatus::kShort)
-    endpoint_.note_refused({epoch_, std::move(cause)});
+    endpoint_.operations().note_refused({epoch_, std::move(cause)});
   if (mailbox_->status() != status)
     throw std::logic_error(concat("the exchange of epoch ",
                                   epoch_,
@@ -303,11 +331,12 @@ void DeviceExchange::settle(OperationStatus status, std::string cause) {
 
 std::shared_ptr<ops::DeferredJoin> DeviceExchange::finish() {
   if (!endpoint_.is_host_caller()) {
-    auto end = endpoint_.leave_running();
+    CallOrder& order = endpoint_.order();
+    auto end = order.leave_running();
     // Work that the caller puts into its stream until it asks for the results runs beside the rows.
     if (endpoint_.is_on_progress_thread())
-      return DeviceEndpoint::join_caller(endpoint_.shared_caller_stream(), std::move(end));
-    endpoint_.make_caller_wait(*end);
+      return CallOrder::join(order.caller(), std::move(end));
+    order.caller()->wait(*end);
     return nullptr;
   }
   await_stream();
@@ -315,7 +344,7 @@ std::shared_ptr<ops::DeferredJoin> DeviceExchange::finish() {
 }
 
 void DeviceExchange::await_stream() {
-  const auto event = endpoint_.stream().record();
+  const auto event = endpoint_.order().stream()->record();
   await(Phase::kData, [&event] { return event->is_complete(); });
   check_left();
   // Bytes read from a peer count only if that peer had not given up by then: it may have
@@ -326,26 +355,36 @@ void DeviceExchange::await_stream() {
 
 std::shared_ptr<ops::DeferredJoin> DeviceExchange::receive_later(
     const kernels::ReceiveParams& params) {
-  // The caller's inputs are read until then.
-  if (endpoint_.is_host_caller())
-    await_stream();
-  else
-    endpoint_.leave_running();
-  auto phase = ReceivePhase::make(endpoint_, params, leave());
-  endpoint_.leave_to_receive(phase);
+  std::shared_ptr<ReceivePhase> phase;
+  if (endpoint_.is_host_caller()) {
+    await_stream();  // the caller's inputs are read until then
+    phase =
+        ReceivePhase::of_host(endpoint_, [&endpoint = endpoint_, params, left = leave()]() mutable {
+          const group::InterruptCheck nothing;
+          const group::Group::OperationScope scope(endpoint.group());
+          DeviceExchange exchange(endpoint, std::move(left), nothing);
+          return ops::run_to_end(exchange, [&] {
+            endpoint.launcher().receive(params);
+            exchange.await_stream();
+            exchange.withdraw_offers();
+            return endpoint.control().take_waited_ns();
+          });
+        });
+  } else {
+    endpoint_.order().leave_running();
+    phase = ReceivePhase::of_stream(
+        endpoint_,
+        endpoint_.order(),
+        [&launcher = endpoint_.launcher(), params] { launcher.receive(params); },
+        leave());
+  }
+  endpoint_.open_receive().open(phase);
   return ReceivePhase::end_of(std::move(phase));
-}
-
-std::vector<int64_t> DeviceExchange::receive(const kernels::ReceiveParams& params) {
-  endpoint_.launch_receive(params);
-  await_stream();
-  withdraw_offers();
-  return endpoint_.take_waited_ns();
 }
 
 void DeviceExchange::fail(const std::string& reason) {
   try {
-    endpoint_.go_before_graphs();
+    endpoint_.order().go_before_graphs();
   } catch (...) {
     // The device has failed: nothing runs on it any more.
   }
@@ -354,7 +393,7 @@ void DeviceExchange::fail(const std::string& reason) {
   knows_epoch();
   give_up(reason);
   // Kernels leave by the abort; until then they read what the caller gave.
-  endpoint_.drain();
+  endpoint_.order().drain();
   quarantine_offers();
 }
 
@@ -371,7 +410,7 @@ void reject_operation(DeviceEndpoint& endpoint,
     throw InvalidArgument(message);
   }
   ops::run_rejected<DeviceExchange>(endpoint, operation, status, message, interrupt_check, [&] {
-    endpoint.wait_for_caller();  // epochs are taken in the order of the calls
+    endpoint.order().wait_for_caller();  // epochs are taken in the order of the calls
   });
 }
 

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +10,7 @@
 #include "kernels/exchange.h"
 #include "ops/agreement.h"
 #include "ops/buffer_operation.h"
+#include "runtime/absent_peers.h"
 #include "runtime/device_endpoint.h"
 
 namespace moe::runtime {
@@ -18,28 +18,6 @@ namespace moe::runtime {
 /// Takes the count matrix of rows that agree, of an epoch. @return what every rank finds wrong with
 /// it, or null.
 using TakeCounts = std::function<std::exception_ptr(ops::Rows, uint64_t)>;
-
-/// An operation whose exchange was launched, and whose rows the host has yet to hear.
-struct RemainingRows {
-  ops::RemainingOperation operation;
-  uint64_t number = 0;               ///< of the operation, on this rank
-  const Mailbox* mailbox = nullptr;  ///< the endpoint's
-  uint64_t ticket = 0;
-  TakeCounts take_counts;  ///< none where rows come without counts
-};
-
-/// Warns of a peer whose row does not come, and gives up where it cannot. The limit is the
-/// kernel's.
-class RowArrivals {
- public:
-  /// @param site  The exchange, of a known epoch.
-  void check(const DeviceEndpoint& endpoint, const group::WaitSite& site, int64_t now_ns);
-  void reset() { watch_.reset(); }
-
- private:
-  group::WaitSite site_;
-  std::optional<group::ArrivalWatch> watch_;  ///< of the first rank that has not come
-};
 
 /// One operation of one buffer whose kernels the host launches and whose rows it reads: its epoch,
 /// and the steps every operation is made of. What is checked and said is what ops::Exchange checks
@@ -54,14 +32,6 @@ class DeviceExchange : public ops::BufferOperation {
   DeviceExchange(DeviceEndpoint& endpoint,
                  layout::Operation operation,
                  const group::InterruptCheck& interrupt_check);
-  /// Goes on behind receive_later().
-  DeviceExchange(DeviceEndpoint& endpoint,
-                 ops::RemainingOperation left,
-                 const group::InterruptCheck& interrupt_check);
-  /// Goes on behind defer_agreement().
-  DeviceExchange(DeviceEndpoint& endpoint,
-                 RemainingRows left,
-                 const group::InterruptCheck& interrupt_check);
 
   /// A window of this rank; peers that wait meanwhile allow for the time it takes to grow the heap.
   std::shared_ptr<Window> allocate(uint64_t bytes);
@@ -72,6 +42,8 @@ class DeviceExchange : public ops::BufferOperation {
 
   /// Mailbox of its exchange and the host.
   const Mailbox& mailbox() const { return *mailbox_; }
+  /// Device copy of a value per rank, in the order of the stream; valid until the next call.
+  const uint8_t* upload_ranks(const std::vector<uint8_t>& values) const;
   /// Waits until all operations before have been heard; what came of them, the next says.
   void await_former() const;
 
@@ -87,9 +59,6 @@ class DeviceExchange : public ops::BufferOperation {
   bool defers_agreement(const layout::OperationArguments& arguments);
   /// Leaves what the rows say to a later call. Null unless defers_agreement().
   std::shared_ptr<ops::DeferredJoin> defer_agreement(TakeCounts take_counts = nullptr);
-
-  /// Hears what a DeferredAgreement is about.
-  void finish_deferred();
 
   /// Refuses this operation where one before was wrong and this rank's caller has not been told:
   /// every rank hears so in place of this one, and calls stay matched: who knew is in this call by
@@ -115,13 +84,20 @@ class DeviceExchange : public ops::BufferOperation {
   /// In place of finish(): ends when this rank's rows are sent, where the caller is the host, and
   /// leaves it to the phase to receive. @return what is to be joined.
   std::shared_ptr<ops::DeferredJoin> receive_later(const kernels::ReceiveParams& params);
-  /// The rest, where the caller is the host. @return nanoseconds waited for every rank in it.
-  std::vector<int64_t> receive(const kernels::ReceiveParams& params);
 
   /// Ends by an exception.
   void fail(const std::string& reason);
 
  private:
+  /// Goes on behind leave().
+  DeviceExchange(DeviceEndpoint& endpoint,
+                 ops::RemainingOperation left,
+                 const group::InterruptCheck& interrupt_check);
+
+  /// Hears what a DeferredAgreement is about.
+  /// @param take_counts  None where rows come without counts.
+  void finish_deferred(const TakeCounts& take_counts);
+
   /// Waits for what kernels do, answering signals and looking for whatever keeps them from it.
   void await(layout::Phase phase, const std::function<bool()>& is_ready);
   /// Waits for the exchange, which has all that it needs.
@@ -154,7 +130,6 @@ class DeviceExchange : public ops::BufferOperation {
   bool hears_later_ = false;
   bool is_eager_ = false;              ///< peers may refuse this operation
   std::exception_ptr deferred_error_;  ///< of an operation before
-  TakeCounts take_counts_;
   group::GoneWatch gone_;
   RowArrivals arrivals_;
 };
@@ -166,8 +141,5 @@ class DeviceExchange : public ops::BufferOperation {
                                    layout::RowStatus status,
                                    const std::string& message,
                                    const group::InterruptCheck& interrupt_check);
-
-/// Aborts and throws because a kernel that waited for a peer ran into the limit.
-[[noreturn]] void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& report);
 
 }  // namespace moe::runtime

@@ -6,7 +6,9 @@
 
 #include "core/error.h"
 #include "core/text.h"
+#include "layout/token_sets.h"
 #include "ops/dispatch.h"
+#include "runtime/polling.h"
 
 namespace moe::runtime {
 
@@ -14,65 +16,58 @@ using layout::Row;
 
 namespace {
 
-std::shared_ptr<std::byte> allocate_memory(DeviceEndpoint& endpoint,
-                                           int64_t bytes,
-                                           Contents contents,
-                                           int64_t num_rows) {
-  return contents == Contents::kCaptured ? endpoint.take_captured(num_rows, bytes)
-                                         : endpoint.device().allocate_unset(bytes);
+constexpr int64_t kMostChunks = 512;
+
+/// Elements of a count matrix.
+int64_t num_counts(const kernels::Buffer& buffer) {
+  return int64_t{buffer.num_ranks} * Row::num_counts(buffer.num_ranks, buffer.num_experts);
 }
 
 }  // namespace
 
 int64_t DevicePlan::lay(Suballocator suballocator,
-                        const DeviceEndpoint& endpoint,
+                        const kernels::Buffer& buffer,
                         layout::RowLayout layout,
                         int64_t num_tokens,
                         int64_t num_topk) {
-  const int num_ranks = endpoint.num_ranks();
-  slots = suballocator.take<int64_t>(num_tokens *
-                                     layout::num_slots_per_token(layout, num_topk, num_ranks));
+  slots = suballocator.take<int64_t>(
+      num_tokens * layout::num_slots_per_token(layout, num_topk, buffer.num_ranks));
   topk_idx = suballocator.take<int64_t>(num_tokens * num_topk);
-  device_counts = suballocator.take<int32_t>(
-      int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
+  device_counts = suballocator.take<int32_t>(num_counts(buffer));
   return suballocator.bytes();
 }
 
-std::shared_ptr<DevicePlan> DevicePlan::allocate(DeviceEndpoint& endpoint,
+std::shared_ptr<DevicePlan> DevicePlan::allocate(const kernels::Buffer& buffer,
                                                  layout::RowLayout layout,
                                                  int64_t num_tokens,
                                                  int64_t num_topk,
-                                                 Contents contents,
-                                                 int64_t num_rows) {
+                                                 const TakeMemory& take) {
   auto plan = std::make_shared<DevicePlan>();
-  plan->memory = allocate_memory(
-      endpoint, memory_bytes(endpoint, layout, num_tokens, num_topk), contents, num_rows);
-  plan->lay(Suballocator(plan->memory.get()), endpoint, layout, num_tokens, num_topk);
+  plan->memory = take(memory_bytes(buffer, layout, num_tokens, num_topk));
+  plan->lay(Suballocator(plan->memory.get()), buffer, layout, num_tokens, num_topk);
   return plan;
 }
 
 int64_t DispatchTables::lay(Suballocator suballocator,
-                            const DeviceEndpoint& endpoint,
+                            const kernels::Buffer& buffer,
                             const int32_t* counts) {
-  const int num_ranks = endpoint.num_ranks();
-  const int64_t num_local = endpoint.num_local_experts();
+  const int64_t num_local = buffer.num_local_experts;
   tables.expert_offsets = suballocator.take<int32_t>(num_local + 1);
   tables.num_tokens_per_expert = suballocator.take<int64_t>(num_local);
   if (counts == nullptr)
-    tables.counts = suballocator.take<int32_t>(
-        int64_t{num_ranks} * Row::num_counts(num_ranks, endpoint.config().num_experts));
+    tables.counts = suballocator.take<int32_t>(num_counts(buffer));
   return suballocator.bytes();
 }
 
-DispatchTables DispatchTables::allocate(DeviceEndpoint& endpoint,
+DispatchTables DispatchTables::allocate(const kernels::Buffer& buffer,
+                                        const kernels::Tables& shared,
                                         int32_t* counts,
-                                        Contents contents,
-                                        int64_t num_rows) {
+                                        const TakeMemory& take) {
   DispatchTables made;
-  made.tables = endpoint.tables();
+  made.tables = shared;
   made.tables.counts = counts;
-  made.memory = allocate_memory(endpoint, memory_bytes(endpoint, counts), contents, num_rows);
-  made.lay(Suballocator(made.memory.get()), endpoint, counts);
+  made.memory = take(memory_bytes(buffer, counts));
+  made.lay(Suballocator(made.memory.get()), buffer, counts);
   return made;
 }
 
@@ -88,28 +83,71 @@ std::string find_failure(const ops::PlanHeader& plan) {
   return "";
 }
 
-std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const ops::Plan& plan) {
+void cut_chunks(int tokens_per_chunk, kernels::Choices* choices) {
+  const int64_t num_tokens = choices->num_tokens;
+  choices->tokens_per_chunk = static_cast<int32_t>(
+      std::max<int64_t>(tokens_per_chunk, (num_tokens + kMostChunks - 1) / kMostChunks));
+  choices->num_chunks = static_cast<int32_t>((num_tokens + choices->tokens_per_chunk - 1) /
+                                             choices->tokens_per_chunk);
+}
+
+int64_t lay_chunks(std::byte* memory,
+                   const kernels::Buffer& buffer,
+                   kernels::Choices* choices,
+                   kernels::TokenSets* sets) {
+  const int num_totals = buffer.num_experts + buffer.num_ranks;
+  Suballocator suballocator(memory);
+  choices->chunk_counts = suballocator.take<int32_t>(int64_t{choices->num_chunks} * num_totals);
+  choices->place_in_chunk = suballocator.take<int32_t>(
+      choices->num_tokens * (sets->base == nullptr ? choices->num_slots : choices->num_topk));
+  choices->bad_choice = suballocator.take<int64_t>(choices->num_chunks);
+  if (sets->base != nullptr) {
+    const int64_t num_words =
+        2 * layout::TokenSetMap::words_of(choices->num_tokens) * buffer.num_ranks;
+    sets->bound_tokens = suballocator.take<uint32_t>(num_words);
+    sets->bound_before = suballocator.take<int32_t>(num_words);
+  }
+  return suballocator.bytes();
+}
+
+int64_t chunk_bytes(const kernels::Buffer& buffer,
+                    int tokens_per_chunk,
+                    int64_t num_tokens,
+                    int64_t num_topk,
+                    kernels::TokenSets sets) {
+  kernels::Choices choices;
+  choices.num_tokens = num_tokens;
+  choices.num_topk = choices.num_slots = static_cast<int32_t>(num_topk);  // no layout has more
+  cut_chunks(tokens_per_chunk, &choices);
+  return lay_chunks(nullptr, buffer, &choices, &sets);
+}
+
+std::shared_ptr<DevicePlan> import_plan(const kernels::Buffer& buffer,
+                                        Device& device,
+                                        Stream& stream,
+                                        const ops::Plan& plan) {
   auto made = DevicePlan::allocate(
-      endpoint, plan.layout(), plan.num_tokens, plan.num_topk, Contents::kUnset);
+      buffer, plan.layout(), plan.num_tokens, plan.num_topk, [&device](int64_t bytes) {
+        return device.allocate_unset(bytes);
+      });
   static_cast<ops::PlanHeader&>(*made) = plan;
-  Stream& stream = endpoint.stream();
   const auto upload = [&](auto* target, const auto& values) {
     const auto bytes = static_cast<int64_t>(values.size() * sizeof(values[0]));
     if (bytes == 0)
       return;
-    const auto staging = endpoint.device().allocate_host(bytes);
+    const auto staging = device.allocate_host(bytes);
     std::memcpy(staging.get(), values.data(), static_cast<size_t>(bytes));
     stream.copy(target, staging.get(), bytes);
-    endpoint.synchronize();
+    await(*stream.record());
   };
-  endpoint.device().activate();
+  device.activate();
   upload(made->slots, plan.slots);
   upload(made->topk_idx, plan.topk_idx);
   upload(made->device_counts, plan.counts.counts);
   return made;
 }
 
-ops::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
+ops::Plan export_plan(Device& device, Stream& stream, const DevicePlan& plan) {
   ops::Plan made;
   static_cast<ops::PlanHeader&>(made) = plan;
   made.slots.resize(static_cast<size_t>(plan.num_tokens * plan.num_slots));
@@ -118,12 +156,12 @@ ops::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
     const auto bytes = static_cast<int64_t>(values.size() * sizeof(values[0]));
     if (bytes == 0)
       return;
-    const auto staging = endpoint.device().allocate_host(bytes);
-    endpoint.stream().copy(staging.get(), source, bytes);
-    endpoint.synchronize();
+    const auto staging = device.allocate_host(bytes);
+    stream.copy(staging.get(), source, bytes);
+    await(*stream.record());
     std::memcpy(values.data(), staging.get(), static_cast<size_t>(bytes));
   };
-  endpoint.device().activate();
+  device.activate();
   download(made.slots, plan.slots);
   download(made.topk_idx, plan.topk_idx);
   return made;

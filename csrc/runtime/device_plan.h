@@ -1,19 +1,19 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
-#include "kernels/buffer.h"
+#include "kernels/exchange.h"
 #include "ops/plan.h"
-#include "runtime/device_endpoint.h"
+#include "runtime/device.h"
+#include "runtime/device_memory.h"
 
 namespace moe::runtime {
 
-/// Contents of an operation's memory before kernels write it. They write all of it, unless they
-/// leave; a run of a graph that leaves tells nobody but by the plan's status, so that what else can
-/// be read is zero, or of a run whose result has as many rows.
-enum class Contents { kUnset, kCaptured };
+/// Takes so many bytes of device memory.
+using TakeMemory = std::function<std::shared_ptr<std::byte>(int64_t bytes)>;
 
 /// A plan whose slots lie in device memory. Immutable once the kernels that write it have run.
 struct DevicePlan : ops::PlanHeader {
@@ -26,24 +26,22 @@ struct DevicePlan : ops::PlanHeader {
   std::shared_ptr<int32_t> status;
 
   /// An empty plan with room for so many choices. The header is of the caller's making.
-  /// @param num_rows  Of the result, where it is captured.
-  static std::shared_ptr<DevicePlan> allocate(DeviceEndpoint& endpoint,
+  static std::shared_ptr<DevicePlan> allocate(const kernels::Buffer& buffer,
                                               layout::RowLayout layout,
                                               int64_t num_tokens,
                                               int64_t num_topk,
-                                              Contents contents,
-                                              int64_t num_rows = 0);
+                                              const TakeMemory& take);
   /// Bytes of the memory of such a plan.
-  static int64_t memory_bytes(const DeviceEndpoint& endpoint,
+  static int64_t memory_bytes(const kernels::Buffer& buffer,
                               layout::RowLayout layout,
                               int64_t num_tokens,
                               int64_t num_topk) {
-    return DevicePlan().lay(Suballocator(nullptr), endpoint, layout, num_tokens, num_topk);
+    return DevicePlan().lay(Suballocator(nullptr), buffer, layout, num_tokens, num_topk);
   }
 
  private:
   int64_t lay(Suballocator suballocator,
-              const DeviceEndpoint& endpoint,
+              const kernels::Buffer& buffer,
               layout::RowLayout layout,
               int64_t num_tokens,
               int64_t num_topk);
@@ -59,25 +57,46 @@ struct DispatchTables {
   std::shared_ptr<std::byte> memory;
   kernels::Tables tables;  ///< all of them
 
+  /// @param shared  Tables of the buffer, for the rest.
   /// @param counts  Device memory for the count matrix, or null for some of its own.
-  /// @param num_rows  Of the result, where it is captured.
-  static DispatchTables allocate(DeviceEndpoint& endpoint,
+  static DispatchTables allocate(const kernels::Buffer& buffer,
+                                 const kernels::Tables& shared,
                                  int32_t* counts,
-                                 Contents contents,
-                                 int64_t num_rows = 0);
+                                 const TakeMemory& take);
   /// Bytes of the memory of such tables.
-  static int64_t memory_bytes(const DeviceEndpoint& endpoint, const int32_t* counts) {
-    return DispatchTables().lay(Suballocator(nullptr), endpoint, counts);
+  static int64_t memory_bytes(const kernels::Buffer& buffer, const int32_t* counts) {
+    return DispatchTables().lay(Suballocator(nullptr), buffer, counts);
   }
 
  private:
-  int64_t lay(Suballocator suballocator, const DeviceEndpoint& endpoint, const int32_t* counts);
+  int64_t lay(Suballocator suballocator, const kernels::Buffer& buffer, const int32_t* counts);
 };
 
+/// Cuts the tokens of @p choices into chunks, in which an uncached dispatch counts them.
+/// @param tokens_per_chunk  At least so many.
+void cut_chunks(int tokens_per_chunk, kernels::Choices* choices);
+
+/// Lays what counting takes at @p memory, null to measure it. @return its bytes.
+int64_t lay_chunks(std::byte* memory,
+                   const kernels::Buffer& buffer,
+                   kernels::Choices* choices,
+                   kernels::TokenSets* sets);
+
+/// Bytes of that memory for so many choices, whatever their layout.
+int64_t chunk_bytes(const kernels::Buffer& buffer,
+                    int tokens_per_chunk,
+                    int64_t num_tokens,
+                    int64_t num_topk,
+                    kernels::TokenSets sets);
+
 /// The plan of a dispatch from its count matrix and this rank's choices, as ops::Plan::make().
-std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint, const ops::Plan& plan);
+/// @param stream  Of the buffer; it is drained.
+std::shared_ptr<DevicePlan> import_plan(const kernels::Buffer& buffer,
+                                        Device& device,
+                                        Stream& stream,
+                                        const ops::Plan& plan);
 
 /// The plan's slots and choices, in host memory.
-ops::Plan export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan);
+ops::Plan export_plan(Device& device, Stream& stream, const DevicePlan& plan);
 
 }  // namespace moe::runtime

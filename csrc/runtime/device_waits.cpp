@@ -1,7 +1,3 @@
-#include <algorithm>
-#include <chrono>
-#include <thread>
-
 #include "core/sync.h"
 #include "group/peer_wait.h"
 #include "runtime/device_exchange.h"
@@ -19,34 +15,14 @@ using kernels::OperationStatus;
 using layout::Phase;
 
 constexpr int kLooksPerQuery = 256;
-constexpr auto kSleepBetweenLooks = std::chrono::microseconds(50);
 constexpr int64_t kLookEveryNs = 2'000'000;
 
 }  // namespace
 
-void Polling::rest(int64_t waited_ns) {
-  switch (next(waited_ns)) {
-    case Step::kPause:
-      sync::pause();
-      break;
-    case Step::kYield:
-      sync::yield();
-      break;
-    case Step::kSleep:
-      std::this_thread::sleep_for(kSleepBetweenLooks);
-  }
-}
-
-void await(const Event& event) {
-  const int64_t start_ns = sync::now_ns();
-  for (Polling polling; !event.is_complete();)
-    polling.rest(sync::now_ns() - start_ns);
-}
-
 void DeviceExchange::await(Phase phase, const std::function<bool()>& is_ready) {
   if (is_ready())
     return;
-  endpoint_.count_host_wait();
+  endpoint_.operations().count_host_wait();
   const int64_t start_ns = sync::now_ns();
   int64_t looked_ns = start_ns;
   int64_t now_ns = start_ns;
@@ -76,7 +52,7 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
     if (event == nullptr && endpoint_.is_capturing())
       return false;  // asking about events may have no place in a capture of the caller's
     if (event == nullptr)
-      event = endpoint_.stream().record();
+      event = endpoint_.order().stream()->record();
     return event->is_complete();
   });
   if (!mailbox_->has_ticket(ticket))
@@ -91,7 +67,7 @@ void DeviceExchange::await_ticket(Phase phase, uint64_t ticket) {
 /// Operations behind it may wait for the same peer, each for a row of its own.
 void DeviceExchange::await_end_of_exchange() const {
   const int64_t start_ns = sync::now_ns();
-  for (Polling polling; !mailbox_->has_ticket(ticket_) && !endpoint_.stream().is_idle();)
+  for (Polling polling; !mailbox_->has_ticket(ticket_) && !endpoint_.order().stream()->is_idle();)
     polling.rest(sync::now_ns() - start_ns);
 }
 
@@ -103,7 +79,7 @@ void DeviceExchange::look_around(Phase phase, int64_t now_ns) {
     check_closed();
   check_peers(phase, now_ns);
   if (phase == Phase::kRows)
-    arrivals_.check(endpoint_, site(Phase::kRows), now_ns);
+    arrivals_.check(group_, endpoint_.control(), site(Phase::kRows), now_ns);
 }
 
 void DeviceExchange::check_closed() {
@@ -120,64 +96,29 @@ void DeviceExchange::check_closed() {
 void DeviceExchange::stand_in_for(int closed_rank) {
   for (int peer_rank = 0; peer_rank < group_.num_ranks(); ++peer_rank)
     if (group_.is_active(peer_rank) &&
-        (peer_rank == closed_rank || !endpoint_.has_row(epoch_, peer_rank)))
-      endpoint_.write_rejected_row(epoch_, peer_rank);
+        (peer_rank == closed_rank || !endpoint_.control().has_row(epoch_, peer_rank)))
+      endpoint_.control().write_rejected_row(epoch_, peer_rank);
 }
 
 void DeviceExchange::check_peers(Phase phase, int64_t now_ns) {
   const group::WaitSite where = site(phase);
+  const ControlMemory& control = endpoint_.control();
   group::check_gone(group_, where, [&](int gone_rank) {
     if (phase != Phase::kRows)
-      return !endpoint_.is_done(epoch_, gone_rank) && gone_.has_ended(group_, gone_rank, now_ns);
-    return endpoint_.has_row(epoch_, gone_rank) ? gone_.keeps_others(group_, gone_rank, now_ns)
-                                                : gone_.has_ended(group_, gone_rank, now_ns);
+      return !control.is_done(epoch_, gone_rank) && gone_.has_ended(group_, gone_rank, now_ns);
+    return control.has_row(epoch_, gone_rank) ? gone_.keeps_others(group_, gone_rank, now_ns)
+                                              : gone_.has_ended(group_, gone_rank, now_ns);
   });
 }
 
-void RowArrivals::check(const DeviceEndpoint& endpoint,
-                        const group::WaitSite& site,
-                        int64_t now_ns) {
-  group::Group& group = endpoint.group();
-  const auto is_missing = [&](int rank_idx) {
-    return rank_idx != group.rank_idx() && group.is_active(rank_idx) &&
-           !endpoint.has_row(static_cast<uint64_t>(site.epoch), rank_idx);
-  };
-  int peer_rank = 0;
-  while (peer_rank < group.num_ranks() && !is_missing(peer_rank))
-    ++peer_rank;
-  if (peer_rank == group.num_ranks()) {
-    watch_.reset();
-    return;
-  }
-  if (!watch_ || watch_->peer_rank() != peer_rank) {
-    watch_.reset();  // which refers to the site
-    site_ = site;
-    watch_.emplace(group, site_, peer_rank, group::ArrivalWatch::kNoLimit);
-  }
-  watch_->check(now_ns, is_missing);
-}
-
 void DeviceExchange::check_left() {
-  const kernels::WaitReport& report = endpoint_.report();
+  const kernels::WaitReport& report = endpoint_.control().report();
   const auto cause = static_cast<Cause>(sync::load_acquire(report.cause));
   if (cause == Cause::kNone)
     return;
   group_.check_abort();
   if (cause == Cause::kTimedOut)
-    give_up_timed_out(endpoint_, report);
-}
-
-void give_up_timed_out(DeviceEndpoint& endpoint, const kernels::WaitReport& report) {
-  group::WaitSite where;
-  where.operation = static_cast<layout::Operation>(report.operation);
-  where.phase = static_cast<Phase>(report.phase);
-  where.epoch = static_cast<int64_t>(report.epoch);
-  where.buffer_number = endpoint.buffer_number();
-  group::Group& group = endpoint.group();
-  if (where.phase == Phase::kRows)
-    group::give_up_absent(group, where, report.peer_rank);
-  group::give_up_stalled(
-      group, where, report.peer_rank, group.stall_timeout_ns(), concat("rank ", report.peer_rank));
+    give_up_timed_out(group_, endpoint_.buffer_number(), report);
 }
 
 }  // namespace moe::runtime

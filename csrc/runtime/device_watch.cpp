@@ -5,8 +5,7 @@
 
 #include "core/process.h"
 #include "core/sync.h"
-#include "runtime/device_endpoint.h"
-#include "runtime/device_exchange.h"
+#include "runtime/absent_peers.h"
 
 namespace moe::runtime {
 
@@ -24,7 +23,11 @@ bool has_ended(const Event& work) {
 
 }  // namespace
 
-DeviceWatch::DeviceWatch(DeviceEndpoint& endpoint) : endpoint_(endpoint) {
+DeviceWatch::DeviceWatch(const ops::EndpointBase& endpoint,
+                         Device& device,
+                         const ControlMemory& control,
+                         const OperationRing& operations)
+    : endpoint_(endpoint), device_(device), control_(control), operations_(operations) {
   take_active();
 }
 
@@ -81,7 +84,7 @@ void DeviceWatch::start() {
 void DeviceWatch::run() {
   try {
     // Else asking about work would make a context on the first device, whichever this rank uses.
-    endpoint_.device().activate();
+    device_.activate();
   } catch (...) {
     // The next call on the host says why.
   }
@@ -110,10 +113,10 @@ void DeviceWatch::look() {
   const std::lock_guard<std::mutex> lock(look_mutex_);
   if (endpoint_.group().is_aborted() || endpoint_.group().is_destroyed())
     return;
-  const kernels::WaitReport& report = endpoint_.report();
+  const kernels::WaitReport& report = control_.report();
   if (static_cast<kernels::Cause>(sync::load_acquire(report.cause)) == kernels::Cause::kTimedOut)
-    give_up_timed_out(endpoint_, report);
-  endpoint_.verdicts().look(sync::now_ns());
+    give_up_timed_out(endpoint_.group(), endpoint_.buffer_number(), report);
+  operations_.look(sync::now_ns());
   look_for_gone(sync::now_ns());
 }
 
@@ -127,9 +130,9 @@ void DeviceWatch::look_for_gone(int64_t now_ns) {
     const bool is_local = endpoint_.group().is_local(peer_rank);
     if (!gone_[idx].has_passed(now_ns, is_local ? group::kDeathGraceNs : group::kRemoteGraceNs))
       continue;
-    endpoint_.device().activate();
+    device_.activate();
     group::WaitSite where;
-    if (endpoint_.lacks(peer_rank, &where))
+    if (control_.lacks(peer_rank, &where))
       group::give_up_gone(endpoint_.group(), where, peer_rank);
   }
 }

@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "group/peer_wait.h"
-#include "runtime/device.h"
+#include "runtime/control_memory.h"
+#include "runtime/operation_ring.h"
 
 namespace moe::runtime {
-
-class DeviceEndpoint;
 
 /// Looks after kernels that nobody on the host waits for.
 ///
@@ -26,8 +25,11 @@ class DeviceEndpoint;
 /// nor the interpreter's lock.
 class DeviceWatch {
  public:
-  /// @param endpoint  Outlives this.
-  explicit DeviceWatch(DeviceEndpoint& endpoint);
+  /// All of them outlive this.
+  DeviceWatch(const ops::EndpointBase& endpoint,
+              Device& device,
+              const ControlMemory& control,
+              const OperationRing& operations);
   ~DeviceWatch();
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
@@ -49,7 +51,10 @@ class DeviceWatch {
   void look_for_gone(int64_t now_ns);
   void take_active();
 
-  DeviceEndpoint& endpoint_;
+  const ops::EndpointBase& endpoint_;
+  Device& device_;
+  const ControlMemory& control_;
+  const OperationRing& operations_;
   std::mutex look_mutex_;  ///< held while it looks; never taken under mutex_
   std::vector<uint8_t> is_active_;
   std::vector<group::GraceClock> gone_;  ///< by rank, since it was first seen to be gone

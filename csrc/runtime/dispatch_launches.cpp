@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "layout/token_sets.h"
 #include "ops/dispatch_rules.h"
 #include "runtime/device_replicas.h"
 
@@ -22,19 +21,25 @@ kernels::Choices DispatchLaunches::shape_choices() const {
 }
 
 void DispatchLaunches::allocate_plan() {
-  made_plan_ = DevicePlan::allocate(endpoint_,
-                                    arrangement_.layout,
-                                    params_.num_tokens,
-                                    params_.num_topk,
-                                    contents_,
-                                    num_fixed_rows());
-  tables_ =
-      DispatchTables::allocate(endpoint_, made_plan_->device_counts, contents_, num_fixed_rows());
+  const kernels::Buffer buffer = endpoint_.control().buffer();
+  const TakeMemory take = taker(num_fixed_rows());
+  made_plan_ =
+      DevicePlan::allocate(buffer, arrangement_.layout, params_.num_tokens, params_.num_topk, take);
+  tables_ = DispatchTables::allocate(
+      buffer, endpoint_.control().tables(), made_plan_->device_counts, take);
   slots_ = made_plan_->slots;
   choices_ = shape_choices();
   choices_.asked_idx = params_.topk_idx;
   choices_.topk_idx = made_plan_->topk_idx;
-  cut_chunks(endpoint_, &choices_);
+  cut_chunks(endpoint_.launcher().tokens_per_chunk(), &choices_);
+}
+
+TakeMemory DispatchLaunches::taker(int64_t num_rows) const {
+  return [this, num_rows](int64_t bytes) {
+    return contents_ == Contents::kCaptured
+               ? endpoint_.buffer_memory().take_captured(num_rows, bytes)
+               : endpoint_.device().allocate_unset(bytes);
+  };
 }
 
 int64_t DispatchLaunches::num_fixed_rows() const {
@@ -52,51 +57,14 @@ void DispatchLaunches::foresee_plan() {
   plan.num_slots =
       layout::num_slots_per_token(arrangement_.layout, params_.num_topk, endpoint_.num_ranks());
   plan.received.num_rows = num_fixed_rows();
-  const auto num_local = static_cast<size_t>(endpoint_.num_local_experts());
+  const auto num_local = static_cast<size_t>(endpoint_.control().buffer().num_local_experts);
   plan.received.num_tokens_per_expert.resize(num_local);
   plan.received.expert_offsets.resize(num_local + 1);
 }
 
-void DispatchLaunches::cut_chunks(const DeviceEndpoint& endpoint, kernels::Choices* choices) {
-  const int64_t num_tokens = choices->num_tokens;
-  choices->tokens_per_chunk = static_cast<int32_t>(
-      std::max<int64_t>(endpoint.tokens_per_chunk(), (num_tokens + kMostChunks - 1) / kMostChunks));
-  choices->num_chunks = static_cast<int32_t>((num_tokens + choices->tokens_per_chunk - 1) /
-                                             choices->tokens_per_chunk);
-}
-
-int64_t DispatchLaunches::scratch_bytes(const DeviceEndpoint& endpoint,
-                                        int64_t num_tokens,
-                                        int64_t num_topk) {
-  kernels::Choices choices;
-  choices.num_tokens = num_tokens;
-  choices.num_topk = choices.num_slots = static_cast<int32_t>(num_topk);  // no layout has more
-  cut_chunks(endpoint, &choices);
-  kernels::TokenSets sets = endpoint.reserved_sets();
-  return lay_chunks(nullptr, endpoint, &choices, &sets);
-}
-
-int64_t DispatchLaunches::lay_chunks(std::byte* memory,
-                                     const DeviceEndpoint& endpoint,
-                                     kernels::Choices* choices,
-                                     kernels::TokenSets* sets) {
-  const int num_totals = endpoint.config().num_experts + endpoint.num_ranks();
-  Suballocator suballocator(memory);
-  choices->chunk_counts = suballocator.take<int32_t>(int64_t{choices->num_chunks} * num_totals);
-  choices->place_in_chunk = suballocator.take<int32_t>(
-      choices->num_tokens * (sets->base == nullptr ? choices->num_slots : choices->num_topk));
-  choices->bad_choice = suballocator.take<int64_t>(choices->num_chunks);
-  if (sets->base != nullptr) {
-    const int64_t num_words =
-        2 * layout::TokenSetMap::words_of(choices->num_tokens) * endpoint.num_ranks();
-    sets->bound_tokens = suballocator.take<uint32_t>(num_words);
-    sets->bound_before = suballocator.take<int32_t>(num_words);
-  }
-  return suballocator.bytes();
-}
-
 void DispatchLaunches::take_plan(const DevicePlan& plan) {
-  tables_ = DispatchTables::allocate(endpoint_, nullptr, contents_, plan.num_rows());
+  tables_ = DispatchTables::allocate(
+      endpoint_.control().buffer(), endpoint_.control().tables(), nullptr, taker(plan.num_rows()));
   choices_ = shape_choices();
   choices_.topk_idx = plan.topk_idx;
   slots_ = plan.slots;
@@ -135,7 +103,7 @@ ExchangeParams DispatchLaunches::row() const {
 }
 
 std::string DispatchLaunches::find_shortage() const {
-  const Internode* const internode = endpoint_.internode();
+  const Internode* const internode = endpoint_.launcher().internode();
   if (internode == nullptr)
     return "";
   return internode->find_shortage(
@@ -146,7 +114,7 @@ std::string DispatchLaunches::find_shortage() const {
 
 kernels::DispatchParams DispatchLaunches::kernel_params() const {
   kernels::DispatchParams params;
-  params.buffer = endpoint_.buffer();
+  params.buffer = endpoint_.control().buffer();
   params.tables = tables_.tables;
   params.choices = choices_;
   params.replicas = replicas();
@@ -169,7 +137,9 @@ kernels::DispatchParams DispatchLaunches::kernel_params() const {
   params.scale_step = params_.scale_step;
   params.arrangement = arrangement_;
   params.with_topk_idx = params_.with_topk_idx(arrangement_) ? 1 : 0;
-  params.is_plain = endpoint_.needs_plain_copies(params_.x) ? 1 : 0;
+  // Bulk copies move units of 16 bytes.
+  const bool is_aligned = reinterpret_cast<uintptr_t>(params_.x) % 16 == 0;
+  params.is_plain = endpoint_.device().has_bulk_copies() && is_aligned ? 0 : 1;
   return params;
 }
 
@@ -186,16 +156,17 @@ kernels::ReceiveParams DispatchLaunches::receive_params() const {
 
 void DispatchLaunches::send_rows() const {
   kernels::DispatchParams params = kernel_params();
-  if (const Internode* const internode = endpoint_.internode()) {
+  const Launcher& launcher = endpoint_.launcher();
+  if (const Internode* const internode = launcher.internode()) {
     const InternodeKernels& kernels = internode->kernels();
-    device::Launch launch = endpoint_.launch(endpoint_.num_sms());
+    device::Launch launch = launcher.launch(launcher.num_sms());
     fit_shared_memory(endpoint_.device(), launch, [&](int num_threads) {
       return kernels.dispatch_shared_bytes(params, internode->rails(), num_threads);
     });
     kernels.dispatch(launch, params, internode->rails());
     return;
   }
-  device::Launch launch = endpoint_.launch_behind(endpoint_.num_sms());
+  device::Launch launch = launcher.launch_behind(launcher.num_sms());
   fit_shared_memory(endpoint_.device(), launch, [&](int num_threads) {
     return kernels::dispatch_shared_bytes(params, num_threads);
   });

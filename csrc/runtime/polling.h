@@ -1,7 +1,10 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <thread>
 
+#include "core/sync.h"
 #include "runtime/device.h"
 
 namespace moe::runtime {
@@ -16,6 +19,7 @@ class Polling {
   enum class Step : uint8_t { kPause, kYield, kSleep };
   static constexpr int kNumPauses = 200;
   static constexpr int64_t kAwakeNs = 5'000'000;
+  static constexpr auto kSleepBetweenLooks = std::chrono::microseconds(50);
 
   /// @param waited_ns  since the first look
   Step next(int64_t waited_ns) {
@@ -26,13 +30,28 @@ class Polling {
     return waited_ns < kAwakeNs ? Step::kYield : Step::kSleep;
   }
   /// Makes the next step.
-  void rest(int64_t waited_ns);
+  void rest(int64_t waited_ns) {
+    switch (next(waited_ns)) {
+      case Step::kPause:
+        sync::pause();
+        break;
+      case Step::kYield:
+        sync::yield();
+        break;
+      case Step::kSleep:
+        std::this_thread::sleep_for(kSleepBetweenLooks);
+    }
+  }
 
  private:
   int num_looks_ = 0;
 };
 
 /// Waits for work whose own waits have limits. @throws what it threw.
-void await(const Event& event);
+inline void await(const Event& event) {
+  const int64_t start_ns = sync::now_ns();
+  for (Polling polling; !event.is_complete();)
+    polling.rest(sync::now_ns() - start_ns);
+}
 
 }  // namespace moe::runtime

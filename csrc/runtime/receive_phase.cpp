@@ -1,23 +1,18 @@
 #include "runtime/receive_phase.h"
 
-#include <mutex>
 #include <utility>
 
 #include "core/error.h"
 #include "ops/progress.h"
-#include "runtime/device_exchange.h"
 
 namespace moe::runtime {
 
 namespace {
 
-/// The caller is the host: the progress thread runs it to its end.
 class HostReceive final : public ReceivePhase, public std::enable_shared_from_this<HostReceive> {
  public:
-  HostReceive(DeviceEndpoint& endpoint,
-              const kernels::ReceiveParams& params,
-              ops::RemainingOperation left)
-      : endpoint_(endpoint), params_(params), left_(std::move(left)) {}
+  HostReceive(ops::EndpointBase& endpoint, std::function<std::vector<int64_t>()> receive)
+      : endpoint_(endpoint), receive_(std::move(receive)) {}
 
   void start() override {
     // A busy progress thread runs a later operation, which settles this one.
@@ -59,39 +54,34 @@ class HostReceive final : public ReceivePhase, public std::enable_shared_from_th
   void run() {
     if (std::exchange(has_run_, true))
       return;
-    pending_.run([this] {
-      const group::InterruptCheck nothing;
-      const group::Group::OperationScope scope(endpoint_.group());
-      DeviceExchange exchange(endpoint_, std::move(left_), nothing);
-      return ops::run_to_end(exchange, [&] { return exchange.receive(params_); });
-    });
+    pending_.run(receive_);
   }
 
-  DeviceEndpoint& endpoint_;
-  kernels::ReceiveParams params_;
-  ops::RemainingOperation left_;
+  ops::EndpointBase& endpoint_;
+  std::function<std::vector<int64_t>()> receive_;
   bool has_run_ = false;
   ops::Pending<std::vector<int64_t>> pending_;
 };
 
-/// The caller is a stream, which waits for the kernel from the moment it joins.
 class StreamReceive final : public ReceivePhase {
  public:
-  StreamReceive(DeviceEndpoint& endpoint,
-                const kernels::ReceiveParams& params,
+  StreamReceive(ops::EndpointBase& endpoint,
+                CallOrder& order,
+                Launch launch,
                 ops::RemainingOperation left)
       : endpoint_(endpoint),
-        params_(params),
+        order_(order),
+        launch_(std::move(launch)),
         left_(std::move(left)),
-        caller_(endpoint.shared_caller_stream()) {}
+        caller_(order.caller()) {}
 
   void start() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_)
       return;
-    const auto active = endpoint_.device().activate_for_now();
-    endpoint_.launch_receive(params_);
-    end_ = DeviceEndpoint::join_caller(caller_, endpoint_.leave_running());
+    const auto active = order_.device().activate_for_now();
+    launch_();
+    end_ = CallOrder::join(caller_, order_.leave_running());
     endpoint_.complete_epoch(left_.epoch);
     // Behind the kernel nobody writes to them; after an abort peers may, until the next operation.
     if (!endpoint_.group().is_aborted())
@@ -114,8 +104,9 @@ class StreamReceive final : public ReceivePhase {
   }
 
  private:
-  DeviceEndpoint& endpoint_;
-  kernels::ReceiveParams params_;
+  ops::EndpointBase& endpoint_;
+  CallOrder& order_;
+  Launch launch_;
   ops::RemainingOperation left_;
   std::shared_ptr<Stream> caller_;
   std::mutex mutex_;
@@ -126,15 +117,15 @@ class StreamReceive final : public ReceivePhase {
 /// graph.
 class CapturedReceive final : public ReceivePhase {
  public:
-  CapturedReceive(DeviceEndpoint& endpoint, const kernels::ReceiveParams& params)
-      : endpoint_(endpoint), params_(params), caller_(endpoint.shared_caller_stream()) {}
+  CapturedReceive(CallOrder& order, Launch launch)
+      : order_(order), launch_(std::move(launch)), caller_(order.caller()) {}
 
   void start() override {}
 
   void settle(const group::InterruptCheck&) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     // A capture that ended without it is void.
-    if (endpoint_.stream().is_capturing())
+    if (order_.stream()->is_capturing())
       launch();
   }
 
@@ -142,24 +133,24 @@ class CapturedReceive final : public ReceivePhase {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (has_joined_)
       return;
-    MOE_CHECK(is_launched_ || endpoint_.stream().is_capturing(),
+    MOE_CHECK(is_launched_ || order_.stream()->is_capturing(),
               "this dispatch was captured with async_op: its end has to be waited for in the "
               "capture");
     launch();
     has_joined_ = true;
-    endpoint_.leave_capture(*caller_);
+    order_.leave_capture(*caller_);
   }
 
  private:
   void launch() {
     if (std::exchange(is_launched_, true))
       return;
-    const auto active = endpoint_.device().activate_for_now();
-    endpoint_.launch_receive(params_);
+    const auto active = order_.device().activate_for_now();
+    launch_();
   }
 
-  DeviceEndpoint& endpoint_;
-  kernels::ReceiveParams params_;
+  CallOrder& order_;
+  Launch launch_;
   std::shared_ptr<Stream> caller_;
   std::mutex mutex_;
   bool is_launched_ = false;
@@ -168,23 +159,49 @@ class CapturedReceive final : public ReceivePhase {
 
 }  // namespace
 
-std::shared_ptr<ReceivePhase> ReceivePhase::captured(DeviceEndpoint& endpoint,
-                                                     const kernels::ReceiveParams& params) {
-  return std::make_shared<CapturedReceive>(endpoint, params);
+std::shared_ptr<ReceivePhase> ReceivePhase::captured(CallOrder& order, Launch launch) {
+  return std::make_shared<CapturedReceive>(order, std::move(launch));
 }
 
-std::shared_ptr<ReceivePhase> ReceivePhase::make(DeviceEndpoint& endpoint,
-                                                 const kernels::ReceiveParams& params,
-                                                 ops::RemainingOperation left) {
-  if (endpoint.is_host_caller())
-    return std::make_shared<HostReceive>(endpoint, params, std::move(left));
-  return std::make_shared<StreamReceive>(endpoint, params, std::move(left));
+std::shared_ptr<ReceivePhase> ReceivePhase::of_stream(ops::EndpointBase& endpoint,
+                                                      CallOrder& order,
+                                                      Launch launch,
+                                                      ops::RemainingOperation left) {
+  return std::make_shared<StreamReceive>(endpoint, order, std::move(launch), std::move(left));
+}
+
+std::shared_ptr<ReceivePhase> ReceivePhase::of_host(ops::EndpointBase& endpoint,
+                                                    std::function<std::vector<int64_t>()> receive) {
+  return std::make_shared<HostReceive>(endpoint, std::move(receive));
 }
 
 std::shared_ptr<ops::DeferredJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {
   ops::DeferredJoin* const end = phase.get();
   return std::shared_ptr<ops::DeferredJoin>(
       end, [phase = std::move(phase)](ops::DeferredJoin*) { phase->drop(); });
+}
+
+void OpenReceive::open(std::shared_ptr<ReceivePhase> phase) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  phase_ = std::move(phase);
+}
+
+std::shared_ptr<ReceivePhase> OpenReceive::phase() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return phase_;
+}
+
+void OpenReceive::settle(const group::InterruptCheck& interrupt_check) {
+  const std::shared_ptr<ReceivePhase> phase = this->phase();
+  if (phase == nullptr)
+    return;
+  phase->settle(interrupt_check);
+  open(nullptr);
+}
+
+void OpenReceive::start() const {
+  if (const auto phase = this->phase())
+    phase->start();
 }
 
 }  // namespace moe::runtime

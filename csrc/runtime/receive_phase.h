@@ -1,16 +1,17 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
-#include "kernels/receive.h"
 #include "ops/buffer_operation.h"
 #include "ops/dispatch.h"
+#include "ops/endpoint_base.h"
+#include "runtime/call_order.h"
 
 namespace moe::runtime {
-
-class DeviceEndpoint;
 
 /// The second phase of a dispatch whose caller asks for its end later: the receive kernel.
 ///
@@ -22,13 +23,20 @@ class DeviceEndpoint;
 /// write to are kept until then. Thread-safe.
 class ReceivePhase : public ops::DeferredJoin {
  public:
+  using Launch = std::function<void()>;  ///< puts the kernel into the buffer's stream
+
   /// Phase of a captured operation: a plan's status says what came of it, and nobody waits.
-  static std::shared_ptr<ReceivePhase> captured(DeviceEndpoint& endpoint,
-                                                const kernels::ReceiveParams& params);
+  static std::shared_ptr<ReceivePhase> captured(CallOrder& order, Launch launch);
+  /// Phase of a caller that is a stream, which waits for the kernel from the moment it joins.
   /// @param left  The operation; peers write to what it has offered.
-  static std::shared_ptr<ReceivePhase> make(DeviceEndpoint& endpoint,
-                                            const kernels::ReceiveParams& params,
-                                            ops::RemainingOperation left);
+  static std::shared_ptr<ReceivePhase> of_stream(ops::EndpointBase& endpoint,
+                                                 CallOrder& order,
+                                                 Launch launch,
+                                                 ops::RemainingOperation left);
+  /// Phase of a caller that is the host: the progress thread runs @p receive to its end, once.
+  /// @param receive  Returns nanoseconds waited for every rank.
+  static std::shared_ptr<ReceivePhase> of_host(ops::EndpointBase& endpoint,
+                                               std::function<std::vector<int64_t>()> receive);
 
   /// Starts it, unless somebody has. Does not wait.
   virtual void start() = 0;
@@ -40,6 +48,23 @@ class ReceivePhase : public ops::DeferredJoin {
 
   /// End of @p phase, for the outcome.
   static std::shared_ptr<ops::DeferredJoin> end_of(std::shared_ptr<ReceivePhase> phase);
+};
+
+/// The phase of a buffer's last operation, a dispatch that has sent and is yet to receive.
+/// Thread-safe.
+class OpenReceive {
+ public:
+  void open(std::shared_ptr<ReceivePhase> phase);
+  /// Before the next operation; see ReceivePhase::settle().
+  void settle(const group::InterruptCheck& interrupt_check);
+  /// See ReceivePhase::start().
+  void start() const;
+
+ private:
+  std::shared_ptr<ReceivePhase> phase() const;
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<ReceivePhase> phase_;  ///< null for none
 };
 
 }  // namespace moe::runtime

@@ -96,7 +96,7 @@ struct Caller {
     config.shape.num_sms = 2;
     config.shape.num_threads = 64;
     endpoint = runtime::DeviceEndpoint::create(group, gpu.heap, gpu.device, std::move(config), {});
-    endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
+    endpoint->order().set_caller(reinterpret_cast<uintptr_t>(stream.get()), {});
     x = gpu.device->allocate_unset(kNumTokens * kHidden * 4);
     topk_idx = gpu.device->allocate_unset(kNumTokens * kNumTopk * 8);
     fill(0);

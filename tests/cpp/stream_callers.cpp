@@ -81,7 +81,7 @@ struct Caller {
   /// Joins and looks at every row.
   void check(const ops::DispatchOutcome& outcome) const {
     outcome.end->join({});
-    await(endpoint->caller_stream());
+    await(*endpoint->order().caller());
     const int64_t num_rows = rank_idx < kNumExperts ? num_ranks * kNumTokens : 0;
     for (int64_t row_idx = 0; row_idx < num_rows; ++row_idx) {
       float value = 0.0f;
@@ -131,7 +131,7 @@ void abort_while_receiving(bool starts) {
     if (starts)
       outcome.end->join({});
     outcome = ops::DispatchOutcome{};
-    await(caller.endpoint->caller_stream());
+    await(*caller.endpoint->order().caller());
     if (caller.is_handed_out(*rank.group, rows))
       group::fail(concat("rank ", rank_idx, ": a window that a peer may write to is handed out"));
     all_have_looked.arrive_and_wait();

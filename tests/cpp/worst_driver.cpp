@@ -269,7 +269,7 @@ MOE_CASE(default_stream_of_another_device) {
       {"record", [&] { caller->record(); }},
       {"is_idle", [&] { caller->is_idle(); }},
       {"is_capturing", [&] { caller->is_capturing(); }},
-      {"join", [&] { runtime::DeviceEndpoint::join_caller(caller, event)->join({}); }},
+      {"join", [&] { runtime::CallOrder::join(caller, event)->join({}); }},
   };
   for (const auto& [name, use] : uses) {
     use();
@@ -299,7 +299,7 @@ MOE_CASE(other_stream_beside_a_capture) {
     Caller caller(rank_idx, borrow(*rank.group), gpu);
     const CallerStream other;
     const auto call_from = [&](const CallerStream& stream) {
-      caller.endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
+      caller.endpoint->order().set_caller(reinterpret_cast<uintptr_t>(stream.get()), {});
     };
     cudaGraph_t graph = nullptr;
     cudaStreamBeginCapture(caller.stream.get(), cudaStreamCaptureModeThreadLocal);
@@ -365,13 +365,15 @@ MOE_CASE(nothing_waits_for_large_operations) {
     stand_in::take_waits();
     rank.group->all_gather("", {});
     runtime::DeviceEndpoint& endpoint = *caller.endpoint;
-    endpoint.scratch(runtime::DispatchLaunches::scratch_bytes(endpoint, kManyTokens, kNumTopk));
+    const kernels::Buffer buffer = endpoint.control().buffer();
+    endpoint.buffer_memory().scratch(runtime::chunk_bytes(
+        buffer, endpoint.launcher().tokens_per_chunk(), kManyTokens, kNumTopk, {}));
     std::vector<std::shared_ptr<void>> held;
+    const auto take = [&gpu](int64_t bytes) { return gpu.device->allocate_unset(bytes); };
     for (int i = 0; i < kNumOperations; ++i) {
       held.push_back(runtime::DevicePlan::allocate(
-          endpoint, RowLayout::kExpertMajor, kManyTokens, kNumTopk, runtime::Contents::kUnset));
-      held.push_back(
-          runtime::DispatchTables::allocate(endpoint, nullptr, runtime::Contents::kUnset).memory);
+          buffer, RowLayout::kExpertMajor, kManyTokens, kNumTopk, take));
+      held.push_back(runtime::DispatchTables::allocate(buffer, {}, nullptr, take).memory);
     }
     const auto rows = gpu.heap->allocate(kManyTokens * kNumTopk * kHidden * 4);
     const auto sums = gpu.heap->allocate(kManyTokens * kHidden * 4);
@@ -407,7 +409,7 @@ MOE_CASE(host_runs_ahead) {
     rank.group->all_gather("", {});
     if (rank_idx == 0)
       stand_in::take_waits();
-    const int64_t before = caller.endpoint->num_host_waits();
+    const int64_t before = caller.endpoint->operations().num_host_waits();
     rank.group->all_gather("", {});
     if (rank_idx == 1)
       await_other(has_run);
@@ -421,7 +423,8 @@ MOE_CASE(host_runs_ahead) {
     }
     expect_equal(windows.size(), size_t{1}, "windows of results that are dropped");
     if (rank_idx == 0) {
-      expect_equal(caller.endpoint->num_host_waits() - before, int64_t{0}, "host waits");
+      expect_equal(
+          caller.endpoint->operations().num_host_waits() - before, int64_t{0}, "host waits");
       has_run.count_down();
     }
     for (int i = 0; i < kNumPairs; ++i) {
@@ -445,11 +448,12 @@ MOE_CASE(memory_of_operations_in_flight) {
     rank.group->all_gather("", {});
     std::vector<std::shared_ptr<void>> held;
     for (int i = 0; i < kMostPairs; ++i) {
-      held.push_back(runtime::DevicePlan::allocate(*caller.endpoint,
-                                                   RowLayout::kLowLatency,
-                                                   kManyTokens,
-                                                   kNumTopk,
-                                                   runtime::Contents::kUnset));
+      held.push_back(runtime::DevicePlan::allocate(
+          caller.endpoint->control().buffer(),
+          RowLayout::kLowLatency,
+          kManyTokens,
+          kNumTopk,
+          [&gpu](int64_t bytes) { return gpu.device->allocate_unset(bytes); }));
       held.push_back(gpu.heap->allocate(kManyTokens * kHidden * 4));
     }
     expect_no_waits(stand_in::take_waits());
@@ -839,7 +843,7 @@ class Issued {
       device::check_cuda(cudaGraphLaunch(recorded_->executable, stream.get()), "launching a graph");
       return;
     }
-    caller_.endpoint->set_caller_stream(reinterpret_cast<uintptr_t>(stream.get()), {});
+    caller_.endpoint->order().set_caller(reinterpret_cast<uintptr_t>(stream.get()), {});
     ops::DispatchParams params = caller_.dispatch_params(kind_.layout);
     params.is_async = kind_.way == Way::kAsynchronous;
     dispatched_ = runtime::dispatch(*caller_.endpoint, params, {});
@@ -977,7 +981,7 @@ MOE_CASE(graph_behind_former_operations) {
     rank.group->all_gather("", {});
     num_ended = 0;
     rank.group->all_gather("", {});
-    launch_foreign(static_cast<cudaStream_t>(caller.endpoint->stream().handle()));
+    launch_foreign(static_cast<cudaStream_t>(caller.endpoint->order().stream()->handle()));
     Recorded recorded(caller, RowLayout::kExpertMajor, cudaStreamCaptureModeThreadLocal);
     recorded.make(caller);
     recorded.replay(caller);

@@ -78,7 +78,6 @@ CIRCLES_OF_FILES = {
     "heap": [3],
     "kernels": [6, 5, 3, 2],
     "ops": [5, 3, 2, 2],
-    "runtime": [7],
 }
 
 

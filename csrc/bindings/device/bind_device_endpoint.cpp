@@ -17,7 +17,7 @@ py::tuple export_plan(DeviceEndpoint& endpoint, const DevicePlan& plan) {
   await_verdict(plan.verdict);
   {
     const py::gil_scoped_release no_gil;
-    exported = runtime::export_plan(endpoint, plan);
+    exported = runtime::export_plan(endpoint.device(), *endpoint.order().stream(), plan);
   }
   return plan_tensors(exported);
 }
@@ -32,7 +32,8 @@ std::shared_ptr<DevicePlan> import_plan(DeviceEndpoint& endpoint,
   const ops::Plan plan =
       plan_of_tensors(endpoint, counts, topk_idx, asked, layout, expert_alignment, hash);
   const py::gil_scoped_release no_gil;
-  return runtime::import_plan(endpoint, plan);
+  return runtime::import_plan(
+      endpoint.control().buffer(), endpoint.device(), *endpoint.order().stream(), plan);
 }
 
 void weighted_gradient(DeviceEndpoint& endpoint,
@@ -72,7 +73,7 @@ DeviceEndpointClass bind_device_endpoint(py::module_& module) {
           "set_caller_stream",
           [](DeviceEndpoint& endpoint, uintptr_t handle) {
             const py::gil_scoped_release no_gil;
-            endpoint.set_caller_stream(handle, signal_check());
+            endpoint.order().set_caller(handle, signal_check());
           },
           py::arg("handle"));
   return endpoint;

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "bindings/shared/bind_endpoint.h"
-#include "runtime/device_plan.h"
+#include "runtime/device_endpoint.h"
 
 namespace moe::bindings {
 

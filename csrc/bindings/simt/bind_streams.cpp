@@ -18,14 +18,15 @@ using simt::WorkerStream;
 
 /// Stream in which graphs begin and run: that of the buffer for a caller that has none.
 simt::DeviceStream& stream_of(DeviceEndpoint& endpoint) {
-  return dynamic_cast<simt::DeviceStream&>(endpoint.is_host_caller() ? endpoint.stream()
-                                                                     : endpoint.caller_stream());
+  runtime::CallOrder& order = endpoint.order();
+  return dynamic_cast<simt::DeviceStream&>(endpoint.is_host_caller() ? *order.stream()
+                                                                     : *order.caller());
 }
 
 /// Numbers of calls of the host to its device so far, for tests of what operations cost it.
-py::dict device_calls(const DeviceEndpoint& endpoint) {
+py::dict device_calls(DeviceEndpoint& endpoint) {
   const auto& device = dynamic_cast<const simt::SimtDevice&>(endpoint.device());
-  const auto& stream = dynamic_cast<const simt::DeviceStream&>(endpoint.stream());
+  const auto& stream = dynamic_cast<const simt::DeviceStream&>(*endpoint.order().stream());
   py::dict calls;
   calls["zeroed_allocations"] = device.num_zeroed_allocations();
   calls["unset_allocations"] = device.num_unset_allocations();
@@ -33,7 +34,7 @@ py::dict device_calls(const DeviceEndpoint& endpoint) {
   calls["launches"] = stream.num_launches();
   calls["copies"] = stream.num_copies();
   calls["events"] = stream.num_events();
-  calls["host_waits"] = endpoint.num_host_waits();
+  calls["host_waits"] = endpoint.operations().num_host_waits();
   return calls;
 }
 
@@ -102,7 +103,7 @@ void bind_streams(py::module_& module, DeviceEndpointClass& endpoint) {
           [](DeviceEndpoint& self) {
             // Work that was issued before is no part of the graph.
             self.progress().wait_idle(signal_check());
-            self.settle_receive(signal_check());
+            self.open_receive().settle(signal_check());
             stream_of(self).begin_capture();
           },
           NoGil())
