@@ -54,7 +54,9 @@ class CommunicationError(RuntimeError):
     Attributes:
         ranks: Ranks of the communicator that caused it.
         operation: Operation that ended, such as `"dispatch"`.
-        phase: `"rows"`, `"offers"`, `"verdicts"`, `"data"` or `"idle"`.
+        phase: What was waited for: `"rows"` (control rows), `"offers"` (a second window), `"data"` (rows, or
+            done flags of peers), `"reuse"` (those of an earlier epoch), `"verdicts"` (of a batched copy);
+            `"idle"` outside of these.
         epoch: Epoch of the buffer the operation belonged to, -1 outside an operation.
     """
 

@@ -10,8 +10,8 @@ namespace moe::group {
 
 namespace {
 
-/// Whom a rank waits for in the operation of @p site, -1 for nobody; nothing where there is no
-/// answer: it is stopped, or gone.
+/// Asks @p rank_idx which rank it waits for in the operation of @p site.
+/// @return -1 for none; nullopt without an answer: the rank is stopped or gone.
 std::optional<int> ask_awaited(Peers& peers, const WaitSite& site, int rank_idx) {
   const uint64_t question = peers.mail().ask_awaited(rank_idx, site.buffer_number);
   const int64_t end_ns = sync::now_ns() + std::max(kLeastAnswerNs, peers.stall_timeout_ns() / 10);
@@ -25,7 +25,7 @@ std::optional<int> ask_awaited(Peers& peers, const WaitSite& site, int rank_idx)
         return awaited_rank.has_value() || peers.state(rank_idx) != PeerState::kAlive ||
                sync::now_ns() >= end_ns;
       },
-      [](int64_t) {});  // its end is a limit of its own, and no answer is one
+      [](int64_t) {});  // ready() ends it at end_ns: no answer is a result, not an error
   return awaited_rank;
 }
 

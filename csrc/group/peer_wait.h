@@ -10,9 +10,9 @@
 #include "group/peers.h"
 #include "group/wait_policy.h"
 
-// Waits for peers: how a waiter polls, what it looks at meanwhile and in which
-// order, what it allows a rank that is gone or late, whom it blames, and in which words. Every wait
-// of a rank for others is made of this, on every engine.
+// Waits for peers: how a waiter polls, what it checks meanwhile and in which order, how long it
+// allows a rank that is gone or late, which rank it blames, and the text of the error. Every wait
+// of a rank for others is built from these, on CPUs and devices.
 
 namespace moe::group {
 
@@ -20,7 +20,7 @@ namespace moe::group {
 
 /// Waits until @p ready() holds: spins, yields, then sleeps on this rank's doorbell.
 ///
-/// @param ready    Looks at the flag, with acquire order. Always looked at before anything else.
+/// @param ready    Loads the flag with acquire order. Called before anything else.
 /// @param on_slow  Called now and then while waiting; throws to give up.
 template <typename Ready, typename OnSlow>
 void wait_until(const Membership& ranks,
@@ -40,7 +40,7 @@ void wait_until(const Membership& ranks,
     sync::yield();
   }
   while (!ready()) {
-    // Aborts and deaths ring as well: a sleeper that looks at them once it is enrolled hears them.
+    // Aborts and deaths ring the doorbell too: who checks for them after enrolling misses none.
     sync::sleep_unless(ranks.own_doorbell(), kSleepSliceNs, [&] {
       on_slow();
       return ready();
@@ -53,16 +53,16 @@ void wait_until(const Membership& ranks, Ready&& ready, OnSlow&& on_slow) {
   wait_until(ranks, wait_ladder(ranks.has_spare_cores()), ready, on_slow);
 }
 
-// ---- What it looks at meanwhile.
+// ---- What it checks meanwhile.
 
 /// Answers the caller's signals. Their handlers may throw, and may have forked this process or
 /// destroyed the communicator.
 void answer_caller(const Membership& ranks, const WaitSite& site);
 
-/// Steps that every wait in a working communicator takes now and then, in order: it answers its
-/// caller; it looks at what it waits for once more, because a peer may do its part and then abort
-/// or leave; it hears of an abort, whose cause says more than what follows from it; then
-/// @p look(now_ns) looks at what this wait alone has to fear.
+/// Checks that every wait in a working communicator makes now and then, in this order: signals of
+/// its caller; @p ready() once more, because a peer may do its part and then abort or leave; an
+/// abort, whose cause says more than its consequences; then @p look(now_ns), which checks what only
+/// this wait has to fear.
 template <typename Ready, typename Look>
 void look_up(Peers& peers, const WaitSite& site, Ready&& ready, Look&& look) {
   answer_caller(peers, site);
@@ -92,15 +92,16 @@ void await_peer(Peers& peers, const WaitSite& site, Ready&& ready, Look&& look) 
 
 // ---- A rank that is gone.
 
-/// Since when something has been so, and whether that is too long.
+/// Measures how long a condition has held.
 class GraceClock {
  public:
-  /// @return whether it has been so for longer than that; call it while it is so.
+  /// Call it while the condition holds. @return whether it has held for longer than @p grace_ns.
   bool has_passed(int64_t now_ns, int64_t grace_ns) {
     if (since_ns_ == 0)
       since_ns_ = now_ns;
     return now_ns - since_ns_ > grace_ns;
   }
+  /// Call it when the condition no longer holds.
   void restart() { since_ns_ = 0; }
 
  private:
@@ -110,17 +111,17 @@ class GraceClock {
 /// Grace that one wait allows ranks that are gone.
 class GoneWatch {
  public:
-  /// Checks a rank that still owes something. Its words are in memory that this rank sees, and
-  /// may be under way from another node.
+  /// For a rank that still owes this wait something. What a local rank stored is visible already;
+  /// messages of another node may still be in flight.
   bool has_ended(const Membership& ranks, int gone_rank, int64_t now_ns) {
     return ranks.is_local(gone_rank) || remote_.has_passed(now_ns, kRemoteGraceNs);
   }
-  /// Checks a rank that has entered and owes this wait nothing: it ends the wait for others that
-  /// cannot come because of its death, and only then.
+  /// For a rank that has entered and owes this wait nothing: if it is dead, others may not be able
+  /// to come because of it, and the wait for them ends after a grace.
   bool keeps_others(const Membership& ranks, int gone_rank, int64_t now_ns) {
     return ranks.state(gone_rank) == PeerState::kDead && death_.has_passed(now_ns, kDeathGraceNs);
   }
-  /// Notes that messages under way have come.
+  /// Call it when messages have arrived: the grace for those in flight begins again.
   void restart() { remote_.restart(); }
 
  private:
@@ -135,8 +136,8 @@ class GoneWatch {
                                int peer_rank,
                                const char* awaited = nullptr);
 
-/// Gives up where a peer is gone from which something @p is_missing(peer). The flag is looked at
-/// after the state: a peer may store it and then leave in good order.
+/// Gives up if a peer is gone and @p is_missing(peer). The flag is loaded after the state: a peer
+/// may store it and then leave in good order.
 template <typename IsMissing>
 void check_gone(Peers& peers,
                 const WaitSite& site,
@@ -193,7 +194,7 @@ class ArrivalClock {
 /// A wait for a peer to enter an operation or a collective call.
 class ArrivalWatch {
  public:
-  /// Limit of waits whose limit somebody else watches: a kernel.
+  /// For waits whose limit a kernel enforces.
   static constexpr int64_t kNoLimit = INT64_MAX;
 
   /// @param site  The operation and its epoch; outlives this.

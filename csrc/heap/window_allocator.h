@@ -15,9 +15,8 @@ inline uint64_t round_up(uint64_t value, uint64_t multiple) {
 ///
 /// Every byte of a segment belongs to exactly one block; blocks of a segment form a list in address
 /// order, and free neighbors are merged at once. Free blocks also hang in bins by size (8 bins per
-/// power of two), the most recently freed first. So allocate and free take a constant number of
-/// steps, except that allocate looks at every block of the one or two bins whose blocks may or may
-/// not be large enough.
+/// power of two), the most recently freed first. Allocation and freeing are O(1), except that
+/// allocate() scans the one or two bins in which some blocks may be too small.
 ///
 /// Not thread-safe.
 class WindowAllocator {
@@ -25,6 +24,7 @@ class WindowAllocator {
   static constexpr uint64_t kPageBytes = 4096;
   static constexpr uint64_t kSmallBytes = 64;  ///< granularity and alignment below kPageBytes
 
+  /// kQuarantined: freed, but peers may still write there. kHeld: taken by take_all_free().
   enum class BlockState : uint8_t { kFree, kLive, kQuarantined, kHeld };
 
   struct Block {
@@ -75,16 +75,20 @@ class WindowAllocator {
   /// Bytes of the largest window that allocate() could give. Exact from 4096 bytes on.
   uint64_t largest_free_bytes() const;
 
-  /// Gives a live block back; aside, if quarantine() was called since the last end_quarantine().
+  /// Frees a live block, or quarantines it if quarantine(block) was called since the last
+  /// end_quarantine().
   void free(Block* block) noexcept;
 
   /// Gives the tail of a live block behind rounded_bytes(@p bytes) back.
   void shrink(Block* block, uint64_t bytes);
 
+  /// Marks a live block to which peers may still write: once freed, it is not reused before
+  /// end_quarantine().
   void quarantine(Block* block) noexcept { block->quarantine_round = quarantine_round_; }
+  /// Frees the quarantined blocks, and clears the marks of live ones.
   void end_quarantine() noexcept;
 
-  /// Takes every free block out, so that nobody can allocate there; put_back() returns each.
+  /// Takes out every free block, so that none can be allocated; put_back() returns each.
   std::vector<Block*> take_all_free();
   void put_back(Block* block) noexcept;
 
@@ -102,7 +106,7 @@ class WindowAllocator {
   std::vector<const Block*> blocks(uint32_t segment_idx) const;
 
  private:
-  static constexpr int kNumBins = 8 * 40;
+  static constexpr int kNumBins = 8 * 40;  ///< 8 for each of 40 powers of two
 
   static int bin_of(uint64_t bytes);
   static bool fits(const Block& block, uint64_t rounded);
@@ -128,8 +132,8 @@ class WindowAllocator {
   uint64_t num_spare_nodes_ = 0;
   uint64_t quarantine_round_ = 1;
   std::vector<NodeChunk> chunks_;
-  std::vector<Block*> lowest_;   ///< per segment
-  std::vector<Block*> highest_;  ///< the same
+  std::vector<Block*> lowest_;   ///< [num_segments], by address
+  std::vector<Block*> highest_;  ///< [num_segments]
   Counters counters_;
 };
 

@@ -12,13 +12,13 @@ namespace moe::kernels {
 
 namespace {
 
-// Grid: any number of blocks; warps take tokens in turn, several a row where tokens are few, and
-//   the rows of the padding.
-// Protocol: the exchange in front of this kernel acquired the rows of every peer, which hand their
-//   windows to this rank. Rows and what travels beside them are written until the blocks have
-//   counted themselves in finish_rows(), whose done flags hand the windows back. Nothing here waits
-//   for a peer, so nothing leaves: after an abort the rows still go where memory is kept for them.
-//   Rows that come here are whole behind receive().
+// Grid: any number of blocks. Warps take tokens in turn (several warps a row where tokens are few),
+//   then rows of padding.
+// Protocol: the exchange kernel before this one acquired the control rows of every peer, which hand
+//   their windows to this rank. This kernel writes rows, weights and scale factors there;
+//   finish_rows() counts the blocks, and its done flags hand the windows back. Nothing here waits
+//   for a peer, so no warp stops midway: after an abort, rows go to memory that is kept for them.
+//   Rows that peers write here are complete after the kernel receive().
 // Example: 1 warp, tokens 0 and 1 with slots [a, b] and [none, c], rows of one piece. Row 0 is
 //   loaded into stage 0; the slots of token 1 are found and row 1 is loaded into stage 1 while row
 //   0 is stored to a and b; row 1 is stored to c.
@@ -49,7 +49,7 @@ bool can_quantize(const layout::WireFormat& format, layout::ScaleFormat scale) {
 }
 
 int num_row_parts(const device::Launch& launch, const DispatchParams& params) {
-  /// Least bytes of a row that a warp reads at once, and quantizes at once.
+  // A part with fewer bytes is not worth a warp. Quantized rows: DispatchShape::kPartElements.
   constexpr int64_t kLeastBytes = 512;
   if (params.choices.num_tokens == 0)
     return 1;

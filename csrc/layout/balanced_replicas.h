@@ -33,12 +33,12 @@ struct HostMemory {
 /// Moves rows between slots of the same expert until the largest number of rows of any rank is as
 /// small as the slots allow, exactly.
 ///
-/// Ranks are neighbors where they have slots of one expert. In ascending order, every rank with
-/// more rows than a limit, at first the mean rounded up, hands what is above it on to the nearest
-/// rank below it, tried in the order of slots; whom that passes keeps its number. Where all that it
-/// reaches are full, their rows have nowhere else to go, and the limit becomes the mean of these
-/// ranks, rounded up. A rank that is left out has no rows, gets none, and counts in no mean. One
-/// thread does it. replica_spec.balance() of moe_comm/ep is the definition.
+/// Two ranks are neighbors if they have slots of the same expert. The limit is at first the mean,
+/// rounded up. In ascending order, each rank above the limit passes its excess along neighbors to
+/// the nearest rank below the limit (breadth first, in the order of slots); ranks in between keep
+/// their number of rows. If every rank that it reaches is full, the limit becomes the mean of these
+/// ranks, rounded up. A rank that is left out has no rows, gets none, and counts in no mean. Runs
+/// on one thread. replica_spec.balance() of moe_comm/ep is the definition.
 ///
 /// Example: 3 ranks with slots of experts [0], [0, 1] and [1], 9 rows of expert 0 and 3 of expert
 /// 1, at first [9, 0, 3, 0]. The limit is 4: rank 0 hands 1 row to rank 1, and 3 more while rank 1
@@ -46,7 +46,7 @@ struct HostMemory {
 /// becomes 5, and the result is [5, 4, 0, 3].
 template <typename Memory>
 struct RankLeveling {
-  /// Numbers of 4 bytes to work in.
+  /// Size of `words`, the scratch memory.
   MOE_HOST_DEVICE static constexpr int64_t num_words(int num_ranks) {
     return int64_t{4} * num_ranks;
   }

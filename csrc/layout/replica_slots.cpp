@@ -49,7 +49,7 @@ void ReplicaSlots::split_evenly(const int64_t* expert_rows, int64_t* slot_rows) 
     const auto num_slots = static_cast<int64_t>(slots.size());
     const int64_t num_rows = expert_rows[expert_idx];
     slot_rows[slots.front()] = num_rows;
-    // Divisions take longer than all the rest.
+    // No division for a single slot, the usual case: it would take longer than the rest.
     for (int64_t i = 0; i < num_slots && num_slots > 1; ++i)
       slot_rows[slots[static_cast<size_t>(i)]] = num_rows / num_slots + (i < num_rows % num_slots);
   }

@@ -27,17 +27,18 @@ class ReplicaSlots {
   }
   ReplicaTable table() const;
 
-  /// The rows of every expert in equal parts to its slots; what is over, a row each to the first.
+  /// Splits the rows of every expert evenly over its slots; the first slots take the remainder, a
+  /// row each.
   /// @param expert_rows  [num_experts]
   /// @param slot_rows    [num_slots], zero
   void split_evenly(const int64_t* expert_rows, int64_t* slot_rows) const;
 
   /// See RankLeveling.
   /// @param slot_rows  [num_slots], any split of every expert's rows; overwritten
-  /// @param left_out   [num_ranks], not 0 for a rank whose slots have no rows and get none; or null
+  /// @param left_out   [num_ranks], nonzero for a rank that has no rows and gets none; or null
   /// @return the largest number of rows of any rank.
   int64_t level(int64_t* slot_rows, const uint8_t* left_out = nullptr) const;
-  /// The same with the sums by rank, which follow; -1 for a rank that is left out.
+  /// The same, for a caller that has the sums by rank (-1: left out); both arrays are updated.
   int64_t level(int64_t* slot_rows, int64_t* rank_rows) const;
   /// @param rank_rows  [num_ranks], zero: becomes the sums of @p slot_rows by rank
   void add_by_rank(const int64_t* slot_rows, int64_t* rank_rows) const;

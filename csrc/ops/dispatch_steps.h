@@ -14,23 +14,25 @@
 
 namespace moe::ops {
 
-/// The steps of a dispatch of every engine: a rank says what it sends where and what memory
-/// it offers, hears the same of all, judges it as every rank does, and has the rows moved.
+/// Steps of a dispatch, the same on CPUs and on devices: publish a control row with this rank's
+/// counts and an offered window, collect those of all ranks, judge them as every rank does, move
+/// the rows. `Rows` here are control rows; mover().move() moves the data.
 ///
-/// @tparam Engine  Names the types Endpoint, Exchange and Plan, and says kReadsChoices.
-/// @tparam Mover   Derives from this, and says how its engine does the parts, in this order:
+/// @tparam Engine  Has the types Endpoint, Exchange and Plan, and kReadsChoices: whether the host
+///   reads topk_idx and turns experts into slots itself.
+/// @tparam Mover   Derives from this, and implements, called in this order:
 ///   - begin(): before anything else
 ///   - count_choices(): uncached: what this rank sends where; rejects what is wrong with it
-///   - take_plan(): cached: looks at plan_; rejects what is wrong with it
-///   - publish(offer): writes this rank's row; may let rows follow before a row has been read
+///   - take_plan(): cached: checks plan_; rejects what is wrong with it
+///   - publish(offer): writes this rank's control row; may send data before it has read any other
 ///   - make_plan(judged): the plan of what is kept, from what count_choices() found
 ///   - count_tokens(rows): by rank with replicas: how many tokens of every rank are bound for each
-///   - defer_counts(): the same before they are known, where Exchange::kMayDefer
+///   - defer_counts(): the plan before counts are known, where Exchange::kMayDefer
 ///   - exchange_offers(short_ranks, own): second offers; `own` where this rank is one of those
-///   - settle_overflow(error), settle_shortage(): every rank has found that the operation ends here
-///   - move(rows): the data, until what this engine's caller waits for is there; no rows where they
-///     are heard later
-///   - outcome(): hands out what arrived
+///   - settle_overflow(error), settle_shortage(): ends the operation, which every rank rejects
+///   - move(rows): moves the data, until this engine's caller may go on; `rows` is empty if the
+///     control rows are read later
+///   - outcome(): returns what arrived
 template <typename Engine, typename Mover>
 class DispatchSteps {
  public:
@@ -66,7 +68,7 @@ class DispatchSteps {
     return windows_[static_cast<size_t>(endpoint_.rank_idx())];
   }
 
-  /// Choices of this rank, by slot; once.
+  /// Moves this rank's choices out, by slot: call it once.
   std::vector<int64_t> take_choices() {
     if (params_.replicas != nullptr)
       return std::move(chosen_slots_);
@@ -83,7 +85,7 @@ class DispatchSteps {
   DispatchOutcome outcome_;
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Window> window_;  ///< of this rank; null where it receives nothing
-  std::vector<Offer> offers_;       ///< of every rank, those that hold
+  std::vector<Offer> offers_;       ///< of every rank; a second offer replaces the first
   std::vector<layout::ReceiveWindow> windows_;
 
  private:
@@ -124,7 +126,7 @@ class DispatchSteps {
                : allocate(static_cast<uint64_t>(low_latency_window(endpoint_, params_).bytes));
   }
 
-  /// Before anything is said; rejects the operation where there is no room.
+  /// Called before the control row is published; without memory, rejects the operation.
   std::shared_ptr<Window> allocate(uint64_t bytes) {
     if (is_low_latency())
       if (auto window = endpoint_.take_window(bytes, false))
@@ -146,7 +148,7 @@ class DispatchSteps {
   /// Returns whether this engine hands the operation out before it has heard the other ranks.
   bool defers_agreement() {
     if constexpr (Exchange::kMayDefer) {
-      // One that is received later is told of when it is.
+      // An asynchronous dispatch outside of graphs collects the control rows when it is received.
       const bool is_left = params_.is_async && !endpoint_.has_graphs();
       if (!is_left && exchange_.defers_agreement(arguments())) {
         outcome_.gradients = params_.arguments.gradients;  // to which no rank can add
@@ -156,8 +158,8 @@ class DispatchSteps {
     return false;
   }
 
-  /// Settles what no count decides of a low-latency dispatch. mover().defer_counts() says more
-  /// when the rows have been heard.
+  /// Sets what a low-latency dispatch knows without counts. The plan of mover().defer_counts() is
+  /// completed when the control rows have been read.
   void assume_static_shape() {
     windows_.resize(static_cast<size_t>(num_ranks_));
     windows_[static_cast<size_t>(endpoint_.rank_idx())] = low_latency_window(endpoint_, params_);
@@ -172,7 +174,7 @@ class DispatchSteps {
       offers_.push_back(header.offer);
   }
 
-  /// Every rank finds the same in the same rows, before it takes any row for good.
+  /// Reaches the same result on every rank, from the same control rows, before any data is kept.
   void judge(Rows* rows) {
     take_headers(*rows);
     if (params_.replicas != nullptr)
@@ -196,7 +198,7 @@ class DispatchSteps {
                                            params_.num_tokens * params_.num_topk,
                                            *params_.replicas,
                                            rows->counts.row(endpoint_.rank_idx()));
-      // Ranks that have failed take no rows; other marks than theirs only low latency has.
+      // Failed ranks take no rows. Outside of low latency only they are marked kMasked.
       for (int rank_idx = 0; !is_low_latency() && rank_idx < num_ranks_; ++rank_idx) {
         int32_t* const to_rank = rows->counts.row(rank_idx) + rows->counts.num_experts;
         std::replace(to_rank, to_rank + num_ranks_, layout::CountMatrix::kMasked, 0);
@@ -206,8 +208,7 @@ class DispatchSteps {
       mover().count_tokens(rows);
   }
 
-  /// A rank whose offer is too small obtains memory; every rank sees which those are in the same
-  /// matrix.
+  /// A rank whose offer is too small allocates again. All ranks find these in the count matrix.
   void exchange_second_offers() {
     const std::vector<int> short_ranks = find_short_ranks(windows_, offers_, endpoint_.group());
     if (short_ranks.empty())
@@ -231,7 +232,7 @@ class DispatchSteps {
   layout::SecondOffer make_second_offer() {
     layout::SecondOffer own{};
     own.needed_bytes = needed(endpoint_.rank_idx());
-    // Nobody has learned of the first offer's use: with it too small, no rank writes there.
+    // No rank writes to an offer that is too small, so it can be withdrawn.
     window_ = nullptr;
     exchange_.withdraw_offers();
     try {
@@ -245,7 +246,7 @@ class DispatchSteps {
     return own;
   }
 
-  /// The rank that is short also says what keeps it from more, which the offer has no room for.
+  /// Adds, on the rank that is short, why it has no more memory: an offer has no room for it.
   [[noreturn]] void throw_shortage(const std::exception_ptr& error) const {
     try {
       std::rethrow_exception(error);

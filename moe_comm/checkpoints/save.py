@@ -1,4 +1,4 @@
-"""Models to safetensors files by the names on disk: every rank writes what it has, in parallel."""
+"""Save a model to safetensors files: every rank writes its own parts, in parallel."""
 
 from __future__ import annotations
 
@@ -61,35 +61,34 @@ def save_checkpoint(
     add_files: Callable[[Path], object] | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> Path:
-    """Write what all ranks hold of a model to a folder of safetensors files. Collective, blocking.
+    """Save a model that is spread over ranks to a folder of safetensors files. Collective, blocking.
 
-    `folder / version` then is what `from_pretrained` of one process reads, if `add_files` has put its
-    configuration beside the tensors. Every rank writes its own parts, straight to where they lie in the
-    files: no rank holds a whole tensor that it has a part of. Of equal parts, one rank writes.
+    `from_pretrained` in one process can read `folder / version`, if `add_files` has put a configuration
+    there. Every rank writes its own parts directly to their places in the files; no rank gathers a
+    tensor. A part that several ranks hold is written by one.
 
     A version is whole or it is not there. It is written under another name, synced to the disk, renamed,
     and entered in `versions.json` last; a save that fails, or whose process is killed, leaves the versions
     before as they were, and what it has written is removed by the next save.
 
-    A delta, with a `base`, has the blocks of 64 KiB that differ from those of that version, by the checksums that
-    were saved with it: weights are read once, and not written again where they are as they were. Blocks that
-    the base has no checksums of, as after parts were cut otherwise, are compared with its files. It takes
-    other ranks and layouts, and tensors that the base has not, or of another shape or dtype.
-    `load_checkpoint` takes a delta as any other version, `compact_checkpoint` makes it one for `from_pretrained`.
+    With a `base`, the version is a delta: only 64 KiB blocks that differ from the base, by the checksums saved with
+    it, are written. Blocks without a checksum in the base, as when parts are cut differently, are compared with its
+    files. Ranks and layouts may differ from the base's, and so may the tensors, their shapes and their dtypes.
+    `load_checkpoint` reads a delta like any version; `compact_checkpoint` makes a whole version of it, which
+    `from_pretrained` can read.
 
     Args:
         model: What this rank holds: a module with `pg_collection` or DTensors, `CheckpointViews`, such as
-            `transformers_views(model)`, or None. As the source of a `Refit`; of a tensor with several
-            names, the first is written.
-        folder: Of the versions, the same on every rank, on a file system that all share. Made where it is
-            missing.
-        version: Name of the new one, the same on every rank.
-        base: Name of the version of `folder` of which only what differs is written, whole or a delta itself;
-            None for a whole version.
-        group: The ranks; None for the default group, or this rank alone where there is none.
+            `transformers_views(model)`, or None; as the source of a `Refit`. Tied tensors are written
+            under their first name.
+        folder: Folder of the versions, the same on every rank, on a shared file system. Created if missing.
+        version: Name of the new version, the same on every rank.
+        base: Name of the version in `folder` that a delta builds on, whole or a delta itself; None for a
+            whole version.
+        group: Ranks that save; None for the default group, or for this rank alone without one.
         add_files: Called on rank 0 with the new folder, before tensors are written: puts further files
             there, such as `model.config.save_pretrained` and the tokenizer's. None for none.
-        max_file_bytes: Of tensors in a file; a larger tensor has a file for itself. Not with a base.
+        max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file. Not with a base.
 
     Returns:
         `folder / version`.
@@ -176,7 +175,7 @@ def save_checkpoint(
             pieces = _pieces(plan, source)
             if below is None:
                 checked = _write_parts(writer, parts, pieces)
-            # While the disk still writes.
+            # Before sync(): the disk writes meanwhile.
             changed = changed_parts(parts, wholes, pieces, below)
             writer.sync()
             blocks = blocks[0], write_block_file(Path(place) / blocks[0], save, changed)
@@ -197,7 +196,7 @@ def save_checkpoint(
 
 
 def _written_bytes(parts: Sequence[FilePart], wholes: Mapping[str, TensorSpec]) -> bytes:
-    """Bytes of each tensor that a rank writes: int64 each, in the order of `wholes`."""
+    """Return how many bytes of each tensor a rank writes, as int64, in the order of `wholes`."""
     written = dict.fromkeys(wholes, 0)
     for part in parts:
         written[part.tensor] += Rectangle(0, part.shape, part.box, part.dtype).num_bytes
@@ -205,12 +204,12 @@ def _written_bytes(parts: Sequence[FilePart], wholes: Mapping[str, TensorSpec]) 
 
 
 def file_metadata(save: str) -> dict[str, str]:
-    """Return what every file of a save says of itself."""
+    """Return the safetensors metadata of every file of a save."""
     return {"format": "pt", SAVE_KEY: save}
 
 
 def _index_text(files: Sequence[NewFile]) -> bytes:
-    """Return what the index of files holds, as `from_pretrained` reads it."""
+    """Return the text of `model.safetensors.index.json`, as `from_pretrained` reads it."""
     weight_map = {tensor: file.name for file in files for tensor in file.tensors}
     total = sum(file.num_bytes - len(file.header) for file in files)
     said = {
@@ -221,11 +220,11 @@ def _index_text(files: Sequence[NewFile]) -> bytes:
 
 
 class FileWriter:
-    """Part of a version that one rank writes.
+    """Writer of one rank's parts of a version.
 
     Args:
-        folder: Of the version, under the name that nobody reads.
-        files: Of all ranks.
+        folder: Folder of the new version, under its temporary name.
+        files: Files of all ranks.
         rank_idx: This rank.
     """
 
@@ -234,7 +233,7 @@ class FileWriter:
         self._files = files
         self._rank_idx = rank_idx
         self._open: dict[str, int] = {}
-        # A rank begins with its own files, and ends with those of the rank before it.
+        # Ranks begin with their own files, in turn, so that they write different files at a time.
         own = [number for number, file in enumerate(files) if file.owner >= rank_idx]
         first = own[0] if own else 0
         turns = [*range(first, len(files)), *range(first)]
@@ -245,7 +244,7 @@ class FileWriter:
         }
 
     def make_files(self) -> None:
-        """Make this rank's files, of their whole size.
+        """Create this rank's files, reserve their whole size, and write their headers.
 
         Raises:
             CheckpointError: The system refuses, as where the disk has no room for them.
@@ -266,10 +265,10 @@ class FileWriter:
         """Write a box of a tensor; return it with its checksum.
 
         Args:
-            tensor: Name.
-            view: That it is viewed as.
-            box: Of the view.
-            values: Of the box's sizes and the file's dtype.
+            tensor: Name of the tensor.
+            view: Shape that it is viewed as.
+            box: Part of that view.
+            values: Values of the box, in the dtype of the file.
 
         Raises:
             CheckpointError: The system refuses; names file and tensor.
@@ -281,11 +280,11 @@ class FileWriter:
         return CheckedPart(tensor, view, box, crc)
 
     def place_of(self, tensor: str) -> tuple[int, int]:
-        """Sorts tensors in the order in which this rank writes them."""
+        """Sort key: the order in which this rank writes tensors."""
         return self._place[tensor][:2]
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk.
+        """Sync the files that this rank has written to.
 
         Raises:
             CheckpointError: The system refuses; names the file.
@@ -306,7 +305,7 @@ class FileWriter:
 
 
 def _pieces(plan: ReshardPlan, source: RefitSide | None) -> Callable[[FilePart], torch.Tensor]:
-    """Return what gives the tensors of a rank's parts. Collective over meshes of pending sums."""
+    """Return a function from a part to its values. Collective over meshes of pending sums."""
     tensors = {} if source is None else get_refit_tensor_dict(source)
     sources = Sources(plan, tensors, reduce_partial_sources(plan, tensors, None), lambda _: False)
     return lambda part: piece_of(sources.get(part.op.param_name), part.op)
@@ -333,16 +332,16 @@ def finish_version(
     block_files: Mapping[str, tuple[int, int]],
     **further: object,
 ) -> None:
-    """Write what says what a version has, and put it in place.
+    """Write the index and the manifest of a version, then commit it.
 
     Args:
         new: The version, whose tensors are on the disk.
-        files: Of tensors.
-        save: What tells it from other saves.
-        num_ranks: That wrote it.
-        parts: All that was written.
-        block_files: Of ranks' blocks, by name: bytes, and the CRC-32C of the header.
-        further: What else the manifest says, of a delta.
+        files: Files of tensors; none for a delta.
+        save: Random id of this save.
+        num_ranks: Ranks that wrote it.
+        parts: Every part that was written, with its checksum.
+        block_files: Ranks' files of blocks, by name: size, and CRC-32C of the header.
+        further: Further fields of the manifest, for a delta.
 
     Raises:
         CheckpointError: The system refuses; then the version is not there.

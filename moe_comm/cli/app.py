@@ -27,11 +27,11 @@ app = typer.Typer(
     context_settings={"max_content_width": PIPE_WIDTH},
 )
 app.add_typer(bench_app, name="bench", short_help=COMMANDS["bench"])
+app.command(short_help=COMMANDS["doctor"], epilog=example("moe-comm doctor --json"))(doctor)
 app.command(
     short_help=COMMANDS["budget"],
     epilog=example("moe-comm budget --ranks 8 --tokens 4096 --hidden 7168 --experts 256"),
 )(budget)
-app.command(short_help=COMMANDS["doctor"], epilog=example("moe-comm doctor --json"))(doctor)
 app.command(
     short_help=COMMANDS["model"],
     epilog=example("moe-comm model --nodes 4 --cluster h200-cx7 --wire fp8_block128"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 SUMMARY = "Measure, inspect and plan expert-parallel communication."
 
 COMMANDS = {
-    "budget": "Say how many bytes a configuration needs.",
-    "doctor": "Say what is here, what is missing and how to get it.",
+    "doctor": "Show what is installed, what is missing and how to get it.",
+    "budget": "Compute the memory that a configuration needs.",
     "model": "Predict dispatch and combine on a cluster.",
     "bench": "Check an operation, then time it against the machine.",
     "reshard": "Plan how weights move between two layouts.",
-    "checkpoint": "Look at checkpoints of safetensors files, check and convert them.",
+    "checkpoint": "Show, verify and convert checkpoints of safetensors files.",
     "trace": "Show which rank waited for which, per phase.",
 }
 """Purpose of every command, short enough for a line; in the order in which they are listed."""

@@ -16,7 +16,7 @@ from moe_comm.cli.doctor import examine
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what is here, what will be used, what is missing and how to get it.
+    """Show what is installed, which backend is used, what is missing and how to get it.
 
     Exit code 0 when the default backend works.
     """

@@ -35,7 +35,7 @@ from moe_comm.tensors.quantization import Quantization, refusal
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
-_NOTHING = 0  # said of gradients; one object, and quicker to know than by its value
+_NOTHING = 0  # default of `gradients`; compared by identity, which is faster
 
 # The operator registry: torch.library operators carry a buffer as an int64 id.
 _buffers: weakref.WeakValueDictionary[int, EpBuffer] = weakref.WeakValueDictionary()
@@ -56,7 +56,7 @@ def rejects_unbound(
     def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             buffer = buffer_of(args, kwargs)
-        except Exception:  # noqa: BLE001 - of an object that is not what it should be
+        except Exception:  # noqa: BLE001 - wrong arguments may raise anything
             buffer = None
         if isinstance(buffer, EpBuffer):
             buffer.reject(operation, error)
@@ -106,7 +106,7 @@ class EpBuffer(Destroyable):
         # A compiled graph takes the id as data, so that layers with other buffers share the graph.
         self.id_tensor = torch.tensor(self.buffer_id, device="cpu")
         with torch.inference_mode(mode=False):
-            # Without elements; what autograd hangs an operation on that no tensor of this rank asks for.
+            # Empty; makes autograd record an operation for which no tensor of this rank needs a gradient.
             self.gradient_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self.generation = 0
         self._reference = weakref.ref(self)
@@ -115,7 +115,7 @@ class EpBuffer(Destroyable):
         self._has_warned = False
         self._masked_ranks: tuple[int, ...] = ()
         self._waits_at_reset: torch.Tensor | None = None
-        # Table for choices that are no slots yet, and that no counts make slots.
+        # Maps expert ids to slots; None where ids are slots already, or the backend maps them.
         self._slot_table: SlotTable | None = None
         # Replays of graphs read the tables of their capture.
         self._former_tables: list[SlotTable] = []
@@ -143,17 +143,17 @@ class EpBuffer(Destroyable):
     def replace_placement(self, placement: Placement) -> None:
         """Have later dispatches find experts where `placement` says. Collective.
 
-        Operations that were called before, and handles of theirs, go on as they are: rows of a handle lie
-        in slots, which stay where they are. Which weights lie in a slot is the caller's to change.
+        Operations that were called before, and their handles, keep the old placement: a handle holds
+        slots, which do not move. Moving the weights between slots is up to the caller.
 
         Args:
             placement: With the experts, and as many slots a rank, as the configuration's; empty slots
                 leave room for more replicas later. Becomes that of `config`.
 
         Raises:
-            ValueError: The buffer has no placement, or that of some rank does not fit or differs from
-                another's; on every rank, and the present one stays.
-            TypeError: Of some rank it is none.
+            ValueError: The buffer has no placement, or the argument of some rank does not fit or differs
+                from another's; on every rank, and the present placement stays.
+            TypeError: The argument of some rank is not a Placement.
             RuntimeError: Another thread is using this buffer.
         """
         use_alone(self._busy, "replace_placement", lambda: self._replace_placement(placement))
@@ -179,15 +179,15 @@ class EpBuffer(Destroyable):
         self.switch_placement(placement)
 
     def switch_placement(self, placement: Placement) -> None:
-        """Replace the placement by one that all ranks have agreed on, and have checked. Local.
+        """Replace the placement without a check. Local.
 
-        For a caller whose ranks agree on more at once than `replace_placement` compares.
+        For callers whose ranks have checked it, and agreed on it together with other things.
         """
         self.config = dataclasses.replace(self.config, placement=placement)
         self._place(placement)
 
     def _place(self, placement: Placement) -> None:
-        """Turn later choices into slots where they are none yet, or have the backend do it by counts."""
+        """Map expert ids of later dispatches to slots: by a table here, or by counts in the backend."""
         if self._loads is not None:
             self._loads.place(placement)
         rule = self.config.replica_rule
@@ -225,9 +225,9 @@ class EpBuffer(Destroyable):
     ) -> DispatchResult:
         """Send each token to the ranks of its experts.
 
-        Collective: every rank calls it, in the same order. On a GPU results are there for what comes
-        behind it in the current stream; with `handle` and in LOW_LATENCY the host may hear of an error
-        of a peer only in `result.event.wait()`, the next operation or `destroy()`. Records no gradient,
+        Collective: every rank calls it, in the same order. On a GPU, later work in the current stream may
+        use the results; with `handle` and in LOW_LATENCY an error of a peer may be raised only in
+        `result.event.wait()`, the next operation or `destroy()`. Records no gradient,
         and warns once where an input requires one; `moe_comm.dispatch` is the differentiable form.
 
         Args:
@@ -259,10 +259,10 @@ class EpBuffer(Destroyable):
                 less than one further window would stay free.
             async_op: Return at once. `result.event.wait()` before x is read or the input
                 overwritten; attributes of the result wait for their shape.
-            gradients: For a caller with a backward of its own, what it says of gradients: 0 that it
-                runs none; 1 that it can; 2 more where it needs the gradient of x, 4 more where it needs
-                that of the weights (`moe_comm.ep.gradients`). `result.gradients` is what all
-                ranks say together: where that needs any, every rank runs the backward.
+            gradients: Bit mask, for callers with a backward of their own (`moe_comm.ep.gradients`): 0 runs
+                no backward; 1 can run one; + 2 needs the gradient of x; + 4 needs that of the weights.
+                `result.gradients` is the union over all ranks: if it needs any gradient, every rank
+                runs the backward.
 
         Returns:
             See `DispatchResult`.
@@ -342,12 +342,12 @@ class EpBuffer(Destroyable):
         return DispatchResult(operation, output, options.capacity, maker=maker, handle=handle)
 
     def _begin(self, operation: str) -> None:
-        """Begin a collective call of this buffer, of which there is no other."""
+        """Begin a collective call of this buffer, while no other one runs."""
         if self._is_destroyed or self.communicator.is_forked():
             self._check_alive()
         self.communicator.latest_buffer = self._reference
         if self._loads is not None:
-            self._loads.collect()  # so that nothing is held longer than needed
+            self._loads.collect()  # releases results of dispatches that have ended
         if missed_calls.kept.calls:
             self.communicator.tell_missed(operation, self._backend.reject)
 
@@ -411,7 +411,7 @@ class EpBuffer(Destroyable):
         return self._backend.dispatch(rows, scales, topk_idx, topk_weights, options)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
-        """Ranks that later LOW_LATENCY dispatches of this buffer leave out, from this rank on. Local.
+        """Leave ranks out of this buffer's LOW_LATENCY dispatches, beginning with this rank's next. Local.
 
         Nothing is sent to a masked rank and nothing comes from it; choices of its experts count in
         `num_dropped_per_expert` on its side and add nothing to the sum. A rank is masked in a dispatch
@@ -433,7 +433,7 @@ class EpBuffer(Destroyable):
         self._masked_ranks = tuple(masked)
 
     def wait_statistics(self, *, reset: bool = False) -> WaitStatistics:
-        """Return the time this rank has waited for every rank on this buffer. Local, beside operations too.
+        """Return the time this rank has waited for each rank on this buffer. Local, also during operations.
 
         Counts from when the buffer was made or the last reset, over operations of every kind.
         Backends that cannot tell ("collective", "deep_ep", "reference") have zeros.
@@ -458,7 +458,7 @@ class EpBuffer(Destroyable):
         return WaitStatistics(wait_ns=wait_ns, num_waits=num_waits)
 
     def count_loads(self, enabled: bool = True) -> None:
-        """Count the choices of every expert in later dispatches, from 0 on, or count no more. Local.
+        """Start or stop counting, from 0, how often later dispatches choose each expert. Local.
 
         The ranks exchange these counts in any case; counting adds up what has come, and waits for nothing.
 
@@ -480,11 +480,11 @@ class EpBuffer(Destroyable):
         )
 
     def expert_loads(self, *, reset: bool = False) -> torch.Tensor:
-        """Tokens of all ranks that chose every logical expert since `count_loads()`. Local.
+        """Return how many tokens, of all ranks, chose each logical expert since `count_loads()`. Local.
 
-        What was delivered: without choices that a capacity or a mask dropped. A dispatch with a handle is the
-        same batch again and counts for nothing, nor do replays of a captured dispatch. Equal on all
-        ranks that have called the same dispatches.
+        Counts delivered rows: not choices that a capacity or a mask dropped, not dispatches with a handle
+        (the same batch again), and not replays of a captured dispatch. Equal on all ranks that have called
+        the same dispatches.
 
         Args:
             reset: Later calls count from here.
@@ -495,8 +495,8 @@ class EpBuffer(Destroyable):
         Raises:
             ValueError: Nothing is counted, or the buffer has been destroyed.
             RuntimeError: Another thread is using this buffer.
-            PeerFailedError, PeerTimeoutError: What a dispatch was found to be whose call had returned
-                before. It counts for nothing, and another call goes on.
+            PeerFailedError, PeerTimeoutError: A dispatch failed after its call had returned. It is not
+                counted, and the next call works.
         """
         read: list[torch.Tensor] = []
         use_alone(self._busy, "expert_loads", lambda: read.append(self._expert_loads(reset)))
@@ -512,7 +512,7 @@ class EpBuffer(Destroyable):
 
     @property
     def masked_ranks(self) -> tuple[int, ...]:
-        """Ranks masked from this rank on, ascending."""
+        """Ranks that this rank masks, ascending."""
         return self._masked_ranks
 
     @overload
@@ -559,9 +559,9 @@ class EpBuffer(Destroyable):
         """Return expert outputs to the ranks their tokens came from, and sum them.
 
         Collective: every rank calls it, in the same order. When it returns, this rank's sums are
-        complete and no peer reads `expert_out` any more; on a GPU that holds for what comes behind it
-        in the current stream, and the host may hear of an error of a peer only in `event.wait()`, the
-        next operation or `destroy()`. Records no gradient, and warns once where an input requires one;
+        complete and no peer reads `expert_out` any more. On a GPU this holds for later work in the
+        current stream, and an error of a peer may be raised only in `event.wait()`, the next
+        operation or `destroy()`. Records no gradient, and warns once where an input requires one;
         `moe_comm.combine` is the differentiable form.
 
         Args:
@@ -637,7 +637,7 @@ class EpBuffer(Destroyable):
             row_weights: As in `combine`.
             out: As in `combine`.
             options: The others.
-            as_sums: Return the sums and what all ranks say of gradients, where it is not asynchronous.
+            as_sums: Return `(sums, gradients of all ranks)` unless it is asynchronous.
             takes_strides: As in `run_dispatch`.
         """
         is_mine = True  # as in `use_alone`, which takes twice as long
@@ -743,7 +743,7 @@ class EpBuffer(Destroyable):
         return DispatchHandle(self._backend.import_plan(tensors), self.buffer_id, self.generation)
 
     def internode_bytes(self) -> tuple[int, int]:
-        """Bytes of messages between nodes so far: out of this rank, and into it. ValueError without."""
+        """Bytes between nodes so far: `(sent, received)` by this rank. ValueError on a single node."""
         return self._backend.internode_bytes()
 
     def destroy(self) -> None:
@@ -754,8 +754,8 @@ class EpBuffer(Destroyable):
 
         Raises:
             RuntimeError: Another thread is using this buffer.
-            ValueError, TypeError, PeerFailedError, PeerTimeoutError: What the last operation was found to
-                be where its call had returned before, on a GPU. Everything has been released.
+            ValueError, TypeError, PeerFailedError, PeerTimeoutError: On a GPU, an operation failed after
+                its call had returned. Everything has been released.
         """
         if not self._is_destroyed:
             use_alone(self._busy, "destroy", self._destroy)

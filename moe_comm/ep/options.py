@@ -1,10 +1,10 @@
-"""Options of dispatch and combine, each described once: what an `EpBuffer` checks and hands on whole.
+"""Options of dispatch and combine, each described once.
 
-An option is a field of `DispatchOptions` or `CombineOptions`. Its annotation has an `Option` beside the
-type. From these come the checks, what ranks say where they disagree, and the numbers that operators
-take; csrc/bindings/shared/call_options.cpp reads the fields by name. Rules that also look at tensors,
-or at two options at once, are those of `validation`. Calls make options by `__new__`, which takes two
-thirds of the time of calling the class.
+An option is a field of `DispatchOptions` or `CombineOptions`, annotated with its type and an `Option`. The
+checks, the errors of ranks that disagree, and the integers of the torch operators follow from it. To add
+one: a field here, the signature in `buffer.py`, and csrc/bindings/shared/call_options.cpp, which reads the
+fields by name (CONTRIBUTING.md has the rest). Rules about tensors or two options: `validation`. Calls make
+options by `__new__`, which takes two thirds of the time of calling the class.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def _check_layout(layout: object) -> object:
 
 
 def check_alignment(expert_alignment: object) -> int:
-    """Return an alignment that is one, as an int; TypeError or ValueError where it is none."""
+    """Return a valid alignment as an int; raise TypeError or ValueError for any other."""
     expert_alignment = as_int("expert_alignment", expert_alignment)
     if not 1 <= expert_alignment < 2**31:
         raise ValueError(f"expert_alignment must be in [1, 2**31), got {expert_alignment}")
@@ -116,14 +116,15 @@ class Option:
     """One option of a call, besides its name, type and default.
 
     Args:
-        rule: Returns a value as it is handed on. Raises TypeError or ValueError with the value in it.
-        ranks: "own": every rank may say something else. "equal": ranks that say different things get a
-            ValueError with both. "united": what any rank says holds for all.
-        words: Of a value, for the text in which ranks disagree; "" for a value that says nothing. None
-            where the option is no part of it, or is worded with the rows.
-        encode: Integers that an operator takes; None for an option that `moe_comm.dispatch` has not.
-        decode: The value that `encode` was given.
-        is_size: Its integers may be sizes of a graph.
+        rule: Checks a value and returns it normalized; raises TypeError or ValueError that states it.
+        ranks: "own": ranks may differ. "equal": different values are a ValueError that states both.
+            "united": the union over all ranks holds for all.
+        words: A value as text, for the error of ranks that disagree; "" to leave it out. None if the
+            option is not in that text, or is described with the rows.
+        encode: The value as integers of a torch operator; None for an option that `moe_comm.dispatch`
+            does not have.
+        decode: Inverse of `encode`.
+        is_size: Whether these integers may be symbolic sizes of a compiled graph (SymInt).
     """
 
     rule: Callable[[Any], Any]
@@ -138,8 +139,8 @@ class DispatchOptions(NamedTuple):
     """Options of one dispatch: how its rows go.
 
     Args:
-        layout: Order of received rows. Of a cached dispatch it is the plan's that holds, as are the
-            alignment, the capacity and the masks.
+        layout: Order of received rows. A dispatch with a handle uses the handle's layout, alignment,
+            capacity and masks instead.
         expert_alignment: As in `EpBuffer.dispatch`.
         quantization: How to quantize x, or None. Where x is quantized already it only says whether the
             scale factors arrive column-major.
@@ -147,10 +148,10 @@ class DispatchOptions(NamedTuple):
         masked_ranks: LOW_LATENCY: ranks that take no part in this operation: nothing goes to them or
             comes from them.
         copy_out: Whether results are copied out of the heap; "auto": the backend decides.
-        async_op: Return before the end.
-        gradients: What this rank says of gradients, see `moe_comm.ep.gradients`. Ranks read it
-            in what they exchange before rows move: the output has what all say, and where they clash
-            every rank raises ValueError.
+        async_op: Return before the operation has ended.
+        gradients: Bit mask of this rank, see `moe_comm.ep.gradients`. Ranks exchange it before rows
+            move: the output has the union, and masks that contradict each other are a ValueError on
+            every rank.
     """
 
     layout: Annotated[
@@ -207,7 +208,7 @@ class CombineOptions(NamedTuple):
     Args:
         copy_out: As in `DispatchOptions`, for the sums.
         async_op: As in `DispatchOptions`.
-        gradients: As in `DispatchOptions`; weights that are applied belong to what ranks compare.
+        gradients: As in `DispatchOptions`; ranks also compare whether weights are applied.
     """
 
     copy_out: Annotated[CopyOut, Option(rule=_check_copy_out, ranks="own")] = "auto"
@@ -227,7 +228,7 @@ def describe_options(kind: type[tuple[Any, ...]]) -> dict[str, Option]:
 
 
 def check_options(options: OptionsT) -> OptionsT:
-    """The options as they are handed on, each by its rule.
+    """Return the options, each checked and normalized by its rule.
 
     Raises:
         ValueError: A value is out of range.
@@ -241,7 +242,7 @@ def check_options(options: OptionsT) -> OptionsT:
 def encode_dispatch(options: DispatchOptions) -> tuple[list[int], list[int]]:
     """The options of `moe_comm.dispatch` as an operator takes them: numbers, and sizes of a graph.
 
-    Each option among the numbers is led by how many are its own. One option has sizes.
+    In the numbers, each option begins with the count of its integers. Only `capacity` has sizes.
     """
     numbers: list[int] = []
     sizes: list[int] = []

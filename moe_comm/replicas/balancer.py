@@ -37,7 +37,7 @@ class BalanceReport:
         is_planned: Whether it planned.
         moves: Layers whose placement it switched.
         num_waiting: Layers that later steps will switch.
-        seconds: The step took on this rank.
+        seconds: Duration of the step on this rank.
     """
 
     step: int
@@ -52,9 +52,9 @@ class _Refresh:
     """Copies that bring the weights of a layer's kept slots to their replicas, any number of times.
 
     Args:
-        placement: They are right for.
-        addresses: Of the weights, as they were then.
-        copies: None where there are no replicas.
+        placement: Placement that the copies are for.
+        addresses: Addresses of the weights when they were prepared.
+        copies: The copies; None without replicas.
     """
 
     placement: Placement
@@ -64,7 +64,7 @@ class _Refresh:
 
 @dataclasses.dataclass
 class _Layer:
-    """Layer that was added."""
+    """State of one layer of the balancer."""
 
     buffer: EpBuffer
     weights: Weights
@@ -80,7 +80,7 @@ class _Layer:
         return placement
 
     def is_refresh_late(self) -> bool:
-        """Return whether replicas have other slots, or weights other memory, than the last refresh knew."""
+        """Return whether slots of replicas or addresses of weights changed since the last refresh."""
         known = self.refresh
         return self.num_kept_slots > 0 and (
             known is None
@@ -89,7 +89,7 @@ class _Layer:
         )
 
     def find_gradients(self) -> Weights:
-        """Those of the weights that require one; zeros where one has none."""
+        """Return the gradients of weights that require one; zeros where `grad` is None."""
         if self.gradients is not None:
             return self.gradients()
         found = map(_gradient_of, self.weights)
@@ -100,22 +100,22 @@ class ExpertBalancer(Destroyable):
     """Rearranges the experts of layers between steps, from the loads that their buffers count.
 
     Every `num_steps` calls of `step` all layers are planned at once, from the loads of the last
-    `num_window_steps` calls. This call and later ones move the weights of a few layers each, those first
-    whose fullest rank loses most rows, and switch a layer's placement once every rank has its weights.
+    `num_window_steps` calls. This call and later ones move the weights of a few layers each, beginning with
+    the layer whose fullest rank loses most rows, and switch a layer's placement once every rank has its weights.
 
     Collective: every rank makes it, adds the same layers in the same order and calls `step` equally often.
     What ranks do follows from loads that all of them have; they compare it in every step.
 
     Args:
         communicator: That of the buffers of all layers; its backend must be "host".
-        num_steps: Between two plans, >= 1. A plan waits until the layers of the last one have moved.
-        num_window_steps: Of the loads that are planned from, in [1, num_steps]; None for all since
+        num_steps: Steps between two plans, >= 1. A plan waits until the layers of the last one have moved.
+        num_window_steps: Plan from the loads of so many last steps, in [1, num_steps]; None for all since
             the last plan.
-        layers_per_step: Layers that a step moves at most, >= 1.
+        layers_per_step: Most layers that a step moves, >= 1.
         step_bytes: Most bytes of weights that a rank receives in a step, and most that it sends, >= 1: then a
             step moves one layer or part of one. None for whole layers.
-        price_per_byte: Rows in a window that a moved byte must take off the fullest rank, >= 0; see
-            `plan_placement`.
+        price_per_byte: Rows, over `num_window_steps`, that each moved byte must take off the fullest rank,
+            >= 0; see `plan_placement`.
         scatter: See `plan_placement`.
 
     Raises:
@@ -159,7 +159,7 @@ class ExpertBalancer(Destroyable):
         self._layers: list[_Layer] = []
         self._waiting: list[LayerMove] = []
         self._moving: Prefetch | None = None
-        """Prefetch of the first layer that waits, or committed of the one before."""
+        """Prefetch of the first layer in `_waiting`; of the layer before, if it is committed."""
         self._moving_from: Placement | None = None
         self._has_stale_replicas = False
         self._are_owners_ahead = False
@@ -250,8 +250,8 @@ class ExpertBalancer(Destroyable):
     def step(self, *, rebalance: bool = False) -> None:
         """Plan where that is due, and move a few layers. Collective, once in each step of the caller.
 
-        Between two steps: no operation of a layer is in flight, and no forward waits for its backward. Ranks
-        compare what they are about to do in one exchange.
+        Call it between two steps of training: while no operation of a layer is in flight, and no forward
+        waits for its backward. Ranks compare what they are about to do in one exchange.
 
         An error names the layer and what was going on. That layer has its old weights and placement; those
         that were switched before have their new ones, the others go on to wait. After a ValueError or
@@ -259,7 +259,7 @@ class ExpertBalancer(Destroyable):
         `PeerTimeoutError` the living call `recover`.
 
         Args:
-            rebalance: Plan now, from the loads since the last plan. What waits is forgotten.
+            rebalance: Plan now, from the loads since the last plan, and drop the moves that still wait.
 
         Raises:
             ValueError: Ranks are in different steps, ask for different things or cannot move a layer.
@@ -318,7 +318,7 @@ class ExpertBalancer(Destroyable):
         )
 
     def _check_layers(self) -> None:
-        """Return whether layers are as they were left."""
+        """Raise ValueError if a buffer was destroyed, or the placement of a moving layer was replaced."""
         for layer_idx, layer in enumerate(self._layers):
             if layer.buffer.is_destroyed:
                 raise ValueError(f"the buffer of layer {layer_idx} has been destroyed")
@@ -334,7 +334,7 @@ class ExpertBalancer(Destroyable):
                 )
 
     def _plan(self) -> tuple[list[LayerMove], list[int]]:
-        """Plan from the loads, and say how many rows each layer has had."""
+        """Return the moves that the loads ask for, and the rows that each layer has had."""
         layers = []
         for layer_idx, layer in enumerate(self._layers):
             with _in_phase(f"layer {layer_idx}, loads"):
@@ -383,7 +383,7 @@ class ExpertBalancer(Destroyable):
         return moved
 
     def _switch(self, move: LayerMove) -> None:
-        """Every rank has the weights: what is left needs no other."""
+        """Switch the placement of a layer whose weights every rank has. Local."""
         self._layers[move.layer_idx].buffer.switch_placement(move.placement)
         self._waiting.remove(move)
         _LOGGER.info(
@@ -395,7 +395,7 @@ class ExpertBalancer(Destroyable):
     def _refresh(self, layer_idxs: Sequence[int]) -> None:
         """Bring the weights of kept slots to their replicas. Collective.
 
-        Copies are prepared anew for layers whose placement or weights moved, on whichever rank.
+        If the placement or the weights of a layer moved on any rank, its copies are prepared again.
         """
         if not any(self._layers[layer_idx].num_kept_slots for layer_idx in layer_idxs):
             return
@@ -533,7 +533,7 @@ class ExpertBalancer(Destroyable):
 def _gradient_of(
     weight: torch.Tensor | Sequence[torch.Tensor],
 ) -> torch.Tensor | list[torch.Tensor] | None:
-    """The gradient of a weight, or those of its parts; None where none is wanted."""
+    """Return the gradient of a weight, or those of its parts; None if it requires none."""
     if not isinstance(weight, torch.Tensor):
         parts = [_gradient_of(part) for part in weight]
         return [part for part in parts if isinstance(part, torch.Tensor)] or None
@@ -549,7 +549,7 @@ def _digest_of(placements: Sequence[Placement]) -> str:
 
 @contextlib.contextmanager
 def _in_phase(phase: str) -> Iterator[None]:
-    """A block whose errors say what was going on."""
+    """Prefix the errors of a block with `phase`."""
     try:
         yield
     except Exception as error:

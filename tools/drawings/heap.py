@@ -10,7 +10,7 @@ SEGMENT_X, SEGMENT_WIDTH, SEGMENT_HEIGHT = 92, 300, 44
 # Windows of each segment of each rank: begin and size in shares of the segment, and whose they are.
 WINDOWS = [
     [
-        [(0.0, 0.36, "rows, dispatch 7"), (0.4, 0.3, "sums, combine 6")],
+        [(0.0, 0.36, "rows, dispatch 7"), (0.4, 0.36, "sums, combine 6")],
         [(0.0, 0.5, "a model's weights")],
     ],
     [[(0.1, 0.42, "rows, dispatch 7"), (0.66, 0.3, "expert output")]],
@@ -63,8 +63,8 @@ def draw_heap(palette: Palette) -> str:
     )
     canvas.notes(
         TOP + 322,
-        "heap: all segments. A segment is a memfd of its owner, which the others map; the heap grows by another one, and none moves.",
-        "window: a part of the heap that belongs to whoever holds it. A tensor over it keeps it; the last to go gives it back.",
+        "heap: all segments. A segment is a memfd of its owner, mapped by its peers. The heap grows by a segment; none moves.",
+        "window: a part of the heap with one holder. The last tensor over it frees it.",
     )
     return canvas.svg(
         "Heap, segments and windows",

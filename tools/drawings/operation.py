@@ -22,15 +22,16 @@ def draw_operation(palette: Palette) -> str:
     _line(canvas, 262, "Rank 2 dies while it moves rows", heard, died_at=heard + JUDGE + 10)
     canvas.notes(
         448,
-        "say: a control row to every peer: which call this is, its arguments' hash, a status, the offered window, counts of rows.",
-        "hear: wait for those of all. judge: the same control rows give the same verdict on every rank; mistakes are raised here, before data moves.",
-        "move: rows straight to their places. done: wait until every peer has written here. Each wait has a limit, and names who is missing.",
+        "say: send a control row to every peer: call, hash of its arguments, status, offered window, counts of rows.",
+        "hear: wait for the control rows of all. In errors and traces, say and hear are phase rows.",
+        "judge: every rank gets the same result from the same control rows; mistakes are raised here, before data moves.",
+        "move: write rows to their places (phase data). done: wait until every peer has written here.",
     )
     return canvas.svg(
         "One operation, from the call to its end",
         "Above, three ranks say, hear, judge, move and end together; two wait for the third, which comes late. "
         "Below, the third dies while it moves rows, and the two others raise PeerFailedError naming it.",
-        500,
+        517,
     )
 
 

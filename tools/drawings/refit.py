@@ -28,7 +28,7 @@ def draw_refit(palette: Palette) -> str:
     for x, step, text in (
         (8, "1. describe", "which part of the whole each rank holds"),
         (300, "2. plan", "every part of a target from one source"),
-        (610, "3. move", "straight to where it stays"),
+        (610, "3. move", "directly to its final place"),
     ):
         canvas.label(x, 56, step, weight=600, size=14)
         canvas.label(x, 74, text, is_muted=True)
@@ -96,7 +96,7 @@ def draw_refit(palette: Palette) -> str:
     height = below + 40 + CELL * SHAPE[0]
     canvas.notes(
         height,
-        "Kept: the second time only the third step is left. No whole tensor is made anywhere.",
+        "A second refit repeats step 3 only. No rank ever holds the whole tensor.",
     )
     return canvas.svg(
         "A refit: describe, plan, move",

@@ -69,7 +69,7 @@ def draw_rows(palette: Palette) -> str:
         text = f"{reads} rows read, {writes} written: {kib} KiB of 7168 columns in bfloat16"
         canvas.label(at, 420, text, is_muted=True)
     return canvas.svg(
-        "Where rows of a dispatch go",
+        "Where the rows of a dispatch go (r0 t1: rank 0, token 1; e2: expert 2)",
         "Left, tokens of two ranks go straight to their places, sorted by expert, in the windows of both. "
         "Right, the same rows are permuted, exchanged and permuted again.",
         432,

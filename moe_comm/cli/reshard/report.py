@@ -103,6 +103,14 @@ class WorldReport:
         received = traffic.received_per_rank()
         sent = traffic.sent_per_rank()
         pieces = traffic.pieces_per_rank
+        links, times = self.links, predict(traffic, self.links)
+        for what, value in (
+            ("predicted, written in place", times.full_duplex_ms),
+            ("predicted, through slots", times.slots_ms),
+            ("predicted, through slots, half-duplex", times.half_duplex_ms),
+        ):
+            table.add_row(what, f"{value:,.2f} ms")
+        table.add_section()
         table.add_row("one model", size_text(case.shape.num_bytes(case.destination_dtype)))
         table.add_row("written to destinations", size_text(traffic.total_bytes))
         table.add_row("of it copied within a rank", size_text(traffic.local_bytes))
@@ -121,8 +129,6 @@ class WorldReport:
         table.add_row(f"{slots}, full-duplex", f"{steps['full_duplex']:,}")
         table.add_row(f"{slots}, half-duplex, at least", f"{steps['half_duplex']:,}")
         table.add_section()
-        times = predict(traffic, self.links)
-        links = self.links
         for what, value in (
             (
                 f"links in a node of {links.ranks_per_node}, {links.intranode_gbs:g} GB/s",
@@ -130,9 +136,6 @@ class WorldReport:
             ),
             (f"links between nodes, {links.internode_gbs:g} GB/s", times.internode_ms),
             (f"memory, {links.memory_gbs:g} GB/s", times.memory_ms),
-            ("predicted, written in place", times.full_duplex_ms),
-            ("predicted, through slots", times.slots_ms),
-            ("predicted, through slots, half-duplex", times.half_duplex_ms),
         ):
             table.add_row(what, f"{value:,.2f} ms")
         return FoldedTable(table)

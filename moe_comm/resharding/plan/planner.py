@@ -1,7 +1,7 @@
 """Plans: which rank sends which piece of which parameter to whom.
 
-Every rank says what it holds, all ranks hear it, and each works out the pieces that it takes part
-in. Nothing is decided in one place, so that both ends of a piece must find the same.
+All ranks gather what each holds, and each computes the pieces that it sends or receives. There is no
+central planner, so both ends of a piece must compute the same.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from moe_comm.resharding.plan.reshard_plan import PartialReduction, ReshardPlan,
 from moe_comm.resharding.plan.transfer_op import JoinedPieces, Slices, TransferOp, pack_task_id
 
 _COMMUTING = {"sum", "avg"}
-# Different problems that a message lists.
+# Most problems that one error message lists.
 _MAX_PROBLEMS = 8
 
-# (source rosters, destination rosters), as upstream's planner passes them around.
+# Destination parameters by rank and name, and source parameters by name, as in Megatron's planner.
 DestinationRosters = dict[int, dict[str, ParameterMetadata]]
 SourceRosters = dict[str, list[ParameterMetadata]]
 
@@ -68,11 +68,11 @@ Adjust = Callable[[list[ParameterMetadata]], list[ParameterMetadata]]
 
 
 def _salt(name: str) -> int:
-    """Shifts which replica's turn it is from parameter to parameter; equal on all ranks."""
+    """Offset of a parameter in the round-robin over its replicas; equal on all ranks."""
     return zlib.crc32(name.encode())
 
 
-# Layers repeat: plans of ten thousand pieces are quicker made of few objects that they share.
+# Layers repeat: sharing equal objects makes plans of ten thousand pieces faster.
 _spec = functools.lru_cache(maxsize=4096)(TensorSpec)
 
 
@@ -109,7 +109,7 @@ class _RankPlanner:
         self.holders = holders
         self.rank = rank
         self.plan = ReshardPlan([], [], buffer_dtypes={}, num_ranks=holders.num_ranks, rank=rank)
-        # By id, of pieces between views, where they lie in storage, and where this rank's view does.
+        # By id(op), for pieces between views: the block in both storages, and this rank's view.
         self._blocks: dict[int, tuple[Block, tuple[int, tuple[int, ...]]]] = {}
         self._shapes: dict[tuple[Any, ...], tuple[int, int, Any]] = {}
 
@@ -118,7 +118,7 @@ class _RankPlanner:
 
         Args:
             parameter_idx: Position among those of this rank.
-            name: In the whole model; of several views of one tensor, the view's own.
+            name: Name in the whole model; for one of several views of a tensor, the view's own name.
             own: The parameter.
         """
         meta = own.kind
@@ -212,7 +212,7 @@ class _RankPlanner:
         views: tuple[tuple[int, ...], tuple[int, ...]],
         places: tuple[tuple[int, int] | None, tuple[int, int] | None],
     ) -> None:
-        """Keep where a piece lies in the storages of both ends, if both say so.
+        """Record where a piece lies in the storages of both ends, if both are known.
 
         Args:
             op: The piece.
@@ -226,7 +226,7 @@ class _RankPlanner:
             return
         if src.is_transformed or dst.is_transformed:
             return
-        # Layers repeat: pieces of equal kinds are worked out once.
+        # Computed once for equal pieces of repeated layers.
         shape = id(src), id(dst), piece, views
         if shape not in self._shapes:
             self._shapes[shape] = block_of(
@@ -244,7 +244,7 @@ class _RankPlanner:
         self._blocks[id(op)] = block, mine
 
     def finish(self) -> ReshardPlan:
-        """The plan, in task id order, with pieces joined that lie in one pattern."""
+        """Return the plan in task id order, with pieces joined that form one strided pattern."""
         self.plan.send_ops = self._joined(self.plan.send_ops)
         self.plan.recv_ops = self._joined(self.plan.recv_ops)
         self.plan.reductions.sort(key=lambda reduction: reduction.param_name)
@@ -327,13 +327,13 @@ def _plan_rank(
 
 
 # ------------------------------------------------------------------------------------------------
-# From metadata that is at hand.
+# From gathered metadata.
 
 
 def index_metadata_rosters(
     gathered_pairs: Sequence[tuple[Sequence[ParameterMetadata], Sequence[ParameterMetadata]]],
 ) -> tuple[DestinationRosters, SourceRosters]:
-    """Sort what ranks say into what plans are made of.
+    """Index the metadata of all ranks by rank and name.
 
     Args:
         gathered_pairs: `(source, destination)` metadata of each rank, in rank order.
@@ -342,8 +342,8 @@ def index_metadata_rosters(
         Destination parameters by rank and resolved name, source parameters by resolved name.
 
     Raises:
-        PlanError: A rank has two parameters of one name on one side, or stages of a pipeline use a name
-            for different parameters, and nothing says which.
+        PlanError: A rank has two parameters of one name on one side, or pipeline stages use one name for
+            different parameters that cannot be told apart.
     """
     dst_by_rank: DestinationRosters = {}
     src_by_name: SourceRosters = {}
@@ -436,7 +436,7 @@ def _check_names(rank: int, metas: Sequence[ParameterMetadata], side: str) -> No
 
 
 def _check_ranks(metas: Sequence[ParameterMetadata], num_ranks: int) -> None:
-    """Return whether groups and meshes lie within the group that the plan is made over."""
+    """Raise PlanError for a group or mesh that is not within the group of the plan."""
     checked: set[tuple[int, ...]] = set()
     for meta in metas:
         for what, ranks in (
@@ -475,7 +475,7 @@ def build_plan_from_rank_metadata(
         strict: Refuse a parameter that a member of its destination's groups lacks or has with another
             dtype, and source parameters without a destination.
         verify: Check it by `plan_check.verify_plan`.
-        max_bytes: Of a piece, equal on all ranks; None for any number.
+        max_bytes: Most bytes of a piece, equal on all ranks; None for no limit.
 
     Raises:
         PlanError: No plan can be made; names the parameter.
@@ -500,7 +500,7 @@ def encoded_side(
     adjust: Adjust | None = None,
     is_transformed: Callable[[str], bool] | None = None,
 ) -> bytes:
-    """Return one side of what this rank holds, as bytes. Local; raises where that is bad in itself."""
+    """Encode what this rank holds of one side. Local; raises if that is invalid by itself."""
     if module is None:
         return encode_rank_metadata([])
     bootstrap = bootstrap_for(group)
@@ -560,10 +560,10 @@ def build_local_reshard_plan(
         verify: Check each rank's plan by `plan_check.verify_plan`.
         adjust_destination: Called with what the destination module holds; returns what is to be
             planned, where a transform writes parameters that the module does not list.
-        is_transformed: Whether a transform makes or writes what travels of a parameter of this rank's
-            modules: dtypes of these need not become each other. None: of none.
-        execution_batch_bytes: Of what a rank needs at once beside both models, see
-            `swap_model_weights`. Ranks take the smallest.
+        is_transformed: Whether a transform produces or consumes the data of a parameter of this rank's
+            modules: then its dtypes need not be convertible. None: no parameter is transformed.
+        execution_batch_bytes: Most bytes that a rank stages at once beside both models, see
+            `swap_model_weights`. The smallest of all ranks holds.
 
     Raises:
         PlanError: On every rank; the message says on which rank what is wrong.
