@@ -44,7 +44,7 @@ WARM_UP_S = 180.0
 SMOKE_S = 60.0  # of which loading torch and its kernels is a third
 LEAST_S = 20.0  # a stage that has less is not begun
 LAST_WORDS_S = 5.0  # that a command which is ended has to say where it was
-ANSWER_S = 30.0  # that a program of the driver may take to answer
+ANSWER_S = 15.0  # that a program of the driver may take to answer
 # Files that decide what stages find.
 SOURCES = ("CMakeLists.txt", "setup.py", "cmake", "csrc", "moe_comm", "tests/gpu", "tests/helpers")
 SOURCE_SUFFIXES = {".py", ".txt", ".cmake", ".map", ".h", ".cuh", ".cu", ".cpp"}
