@@ -273,16 +273,6 @@ def measure(context: RankContext, case: BenchCase, barrier: threading.Barrier) -
         }
         settle = torch.cuda.current_stream().synchronize
         found["host_us"] = host_times_us(calls, settle, barrier, NUM_HOST_CALLS)
-
-        sums = operations.both_of_fixed_size()
-        settle()
-        barrier.wait()  # as more memory may wait for kernels of every rank
-        communicator.reserve(2 * (found["bytes"]["dispatch"] + sums.nbytes))
-        graph = capture(operations.both_of_fixed_size, settle, barrier)
-        found["captured_us"] = {
-            "dispatch+combine": median_us(graph.replay, barrier, NUM_OPERATIONS)
-        }
-
         if torch.cuda.device_count() > 1 and context.num_ranks > 1:
             crossing = least_bytes_to_others(case, context.rank_idx)
             next_device = (own_device + 1) % min(context.num_ranks, torch.cuda.device_count())
@@ -302,7 +292,18 @@ def measure(context: RankContext, case: BenchCase, barrier: threading.Barrier) -
         if context.rank_idx == 0:
             profiler.__exit__(None, None, None)
             found["kernels"] = kernels_of(profiler, context.num_ranks)
+            # First replays may wait for kernels of every rank, and the rest may not come.
+            print(json.dumps(found), flush=True)  # noqa: T201
         barrier.wait()
+
+        sums = operations.both_of_fixed_size()
+        settle()
+        barrier.wait()  # as more memory may wait for kernels of every rank
+        communicator.reserve(2 * (found["bytes"]["dispatch"] + sums.nbytes))
+        graph = capture(operations.both_of_fixed_size, settle, barrier)
+        found["captured_us"] = {
+            "dispatch+combine": median_us(graph.replay, barrier, NUM_OPERATIONS)
+        }
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import json
 import sys
 import threading
 import time
@@ -74,6 +76,33 @@ def program(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, "kernel_times", module)
     spec.loader.exec_module(module)
     return module
+
+
+def test_times_are_told_before_a_capture_that_may_not_end(
+    program: types.ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def capture(*_: object) -> None:
+        raise RuntimeError("no end")
+
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    for place, name, value in (
+        (program, "Communicator", lambda group, **_: Communicator(group)),
+        (program, "capture", capture),
+        (program, "copy_us", lambda *_: 3.0),
+        (program, "kernels_of", lambda *_: {"dispatch": {"median_us": 2.0}}),
+        (program, "median_us", lambda *_: 1.0),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "current_stream", lambda: stream),
+        (torch.profiler, "profile", lambda **_: contextlib.nullcontext()),
+    ):
+        monkeypatch.setattr(place, name, value)
+    case = dataclasses.replace(CASE, with_weights=True)
+    with pytest.raises(RankError, match="no end"):
+        run_ranks(program.measure, 2, case, threading.Barrier(2), mode="threads")
+    told = json.loads(capsys.readouterr().out)
+    assert told["eager_us"]["dispatch"] == 1.0
+    assert told["host_us"]["combine"] > 0
+    assert told["kernels"] == {"dispatch": {"median_us": 2.0}}
 
 
 @pytest.mark.parametrize("layout", list(Layout))
