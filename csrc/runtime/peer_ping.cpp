@@ -93,7 +93,8 @@ std::string ping_peers(group::Group& group,
                   " wrote ",
                   found != written ? written : kept,
                   ": peer-to-peer access (P2P) between their GPUs delivers wrong data, as it may "
-                  "where an IOMMU or ACS of a PCIe switch redirects it");
+                  "where an IOMMU or ACS of a PCIe switch redirects it; backend=\"host\" needs "
+                  "none and moves rows through the host's memory");
   }
   return {};
 }
