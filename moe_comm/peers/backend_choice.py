@@ -26,13 +26,15 @@ def problem_with_names(
         return f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
     if rail not in RAILS:
         return f"rail must be one of {', '.join(RAILS)}, got {rail!r}"
-    has_rail = backend in ("auto", "host") and device.type == "cpu"
+    has_rail = backend == "host" or (backend == "auto" and device.type == "cpu")
     if rail != "auto" and not has_rail:
         return f"rail is for the host backend, got {rail!r} with {backend!r} on {device}"
     if check_messages and not has_rail:
         return f"check_messages is for the host backend, got {check_messages} with {backend!r} on {device}"
+    if backend == "host":
+        return None  # moves tensors of any device, those of others than the CPU through the host's memory
     if device.type not in ("cpu", "cuda"):
-        return f"device must be cpu or cuda, got {device}"
+        return f'device must be cpu or cuda, or the backend "host", got {device} with {backend!r}'
     if backend != "auto" and (backend in GPU_BACKENDS) != (device.type == "cuda"):
         return f"the {backend} backend does not move tensors on {device}"
     return None

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from multiprocessing import util
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 
 from moe_comm.arguments import as_int, check_kind, shortened, shown, text_of
-from moe_comm.peers import missed_calls, node_layout, nvshmem
+from moe_comm.peers import accelerators, missed_calls, node_layout, nvshmem
 from moe_comm.peers.agree import (
     FirstError,
     agree,
@@ -37,7 +38,7 @@ from moe_comm.peers.heap_stats import HeapStats
 from moe_comm.peers.missed_calls import Telling, tells_peers
 from moe_comm.peers.native_group import connect_group
 from moe_comm.peers.peer_timeouts import ARRIVAL_TIMEOUT_S, STALL_TIMEOUT_S
-from moe_comm.peers.rank_gpu import RankGpu
+from moe_comm.peers.rank_gpu import RankGpu, UnreachableGpusError
 
 if TYPE_CHECKING:
     from moe_comm import _host
@@ -120,7 +121,7 @@ class Communicator(ElasticRanks, Destroyable):
             single rank when torch.distributed was never initialized; or a `Bootstrap`, such as
             `RankThreads(n)[i]` for ranks as threads of one process.
         device: Where rows live: "cpu", or "cuda" for the current GPU of this process ("cuda:1" for
-            another). Ranks may share a GPU.
+            another); with the host backend any device of torch. Ranks may share a GPU.
         parent: A wider communicator that contains every rank of this one: share its heap, sockets
             and service thread.
         num_local_ranks: Ranks per node, the same on every rank: consecutive ranks share a node, and
@@ -129,12 +130,13 @@ class Communicator(ElasticRanks, Destroyable):
         stall_timeout_s: Limit for a peer that entered an operation and stopped progressing.
         arrival_timeout_s: Limit for a living peer that has not entered an operation others are in.
             It is named in a warning once a minute before.
-        backend: "host" (shared memory within a node, a rail between nodes), "collective"
-            (torch.distributed alone), "deep_ep" (an installed DeepEP), "reference" (plain torch,
-            slow, for comparison), "simt" (GPU kernels on an emulator, slow, for tests),
-            "cuda" (GPUs of one machine that reach each other), "nvshmem" (GPUs of several nodes) or
-            "auto": with a GPU, cuda on one node and nvshmem on several; else host where all nodes
-            have equally many ranks, else collective.
+        backend: "host" (shared memory within a node, a rail between nodes; rows of a GPU are copied to
+            the host and back), "collective" (torch.distributed alone), "deep_ep" (an installed
+            DeepEP), "reference" (plain torch, slow, for comparison), "simt" (GPU kernels on an
+            emulator, slow, for tests), "cuda" (GPUs of one machine that reach each other), "nvshmem"
+            (GPUs of several nodes) or "auto": with a GPU, cuda on one node and nvshmem on several, and
+            host, with a warning, where GPUs of a node do not reach each other; else host where all
+            nodes have equally many ranks, else collective.
         max_heap_bytes: Most bytes of memory that heap segments of this rank take; None for no
             limit.
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
@@ -203,6 +205,7 @@ class Communicator(ElasticRanks, Destroyable):
                 num_sms=num_sms,
                 check_messages=check_messages,
             )
+            backend = self._inherited(backend)
             stated = self._state(backend, num_local_ranks, options)
         gathered = make_together(
             self.bootstrap.all_gather, first.take_line(), "a communicator", stated
@@ -216,6 +219,7 @@ class Communicator(ElasticRanks, Destroyable):
             num_ranks=self.num_ranks, num_local_ranks=self.num_local_ranks
         )
         self._home_nodes = tuple(self.nodes.node_idx(rank) for rank in range(self.num_ranks))
+        self._learn_gpus(is_auto=backend == "auto")
         if self.backend in HEAP_BACKENDS:
             self._connect(options, places)
 
@@ -236,6 +240,11 @@ class Communicator(ElasticRanks, Destroyable):
         self._options: dict[str, Any] = dataclasses.asdict(options)
         return options
 
+    def _inherited(self, backend: str) -> str:
+        """Return the backend that "auto" stands for where rows of the parent pass through the host."""
+        is_staged = self.parent is not None and self.parent.is_staged
+        return "host" if is_staged and backend == "auto" else backend
+
     def _state(
         self, backend: str, num_local_ranks: int | None, options: CommunicatorOptions
     ) -> _Statement:
@@ -245,7 +254,13 @@ class Communicator(ElasticRanks, Destroyable):
         problem = problem_with_names(
             backend, self.rail_name, self.check_messages, self.device
         ) or node_layout.problem_with_declared(num_local_ranks, self.num_ranks)
-        if problem is None and self.device.type == "cuda":
+        if problem is None and backend == "host" and self.device.type != "cpu":
+            self.device = accelerators.resolve_device(self.device)
+            if options.num_sms is not None:
+                problem = (
+                    f"num_sms is for kernels of a GPU, got {options.num_sms} with the host backend"
+                )
+        elif problem is None and self.device.type == "cuda":
             parent_gpu = None if self.parent is None else self.parent.gpu
             self.gpu = RankGpu(self.device, options.num_sms, parent_gpu)
             self.device = self.gpu.device
@@ -260,10 +275,38 @@ class Communicator(ElasticRanks, Destroyable):
         }
         return wishes, self._place(num_local_ranks)
 
+    def _learn_gpus(self, is_auto: bool) -> None:
+        """Learn who has which GPU; give up the GPUs' heaps where they do not reach each other. Collective.
+
+        Args:
+            is_auto: Whether the backend was left open.
+
+        Raises:
+            ValueError: They do not, and it was not; on every rank.
+        """
+        reason = ""
+        try:
+            if self.gpu is not None:
+                self.gpu.learn_peers(self.bootstrap, self.nodes.local_ranks(self.node_idx))
+        except UnreachableGpusError as error:
+            if not is_auto:
+                raise
+            reason = str(error)
+        if not reason:
+            return
+        with FirstError() as first:  # where a filter makes an error of the warning
+            warnings.warn(
+                f"the host backend is taken for tensors on {self.device}: {reason}. Every dispatch "
+                "and combine copies its rows to the host and back, and waits for these copies. "
+                'backend="host" asks for that without this warning, backend="cuda" refuses it',
+                stacklevel=4,  # past this, the constructor, and what tells peers of wrong arguments
+            )
+        agree(self.bootstrap.all_gather, first.take_line())
+        self.backend, self.gpu = "host", None
+        self._options["num_sms"] = None  # of kernels that there are none of
+
     def _connect(self, options: CommunicatorOptions, places: list[node_layout.RankPlace]) -> None:
         """Make the heap that all ranks can address, and what they hear of each other by. Collective."""
-        if self.gpu is not None:
-            self.gpu.learn_peers(self.bootstrap, self.nodes.local_ranks(self.node_idx))
         nvshmem_id = nvshmem.agree(self.bootstrap) if self.backend == "nvshmem" else None
         self.native = connect_group(
             self.bootstrap,
@@ -300,14 +343,24 @@ class Communicator(ElasticRanks, Destroyable):
             return f"max_heap_bytes belongs to the parent's heap, got {max_heap_bytes}"
         if backend in ("auto", *HEAP_BACKENDS) and self.parent.native is None:
             return f"parent has no heap (its backend is {self.parent.backend!r})"
-        if self.device.type == "cuda" and self.parent.device != self.device:
+        if self.device.type != "cpu" and self.parent.device != self.device:
             return f"device must be the parent's, {self.parent.device}, got {self.device}"
+        if self.gpu is not None and self.parent.gpu is None:
+            return (
+                f"the parent has no heap on its GPU (its backend is {self.parent.backend!r}): backend "
+                f'must be "host", got {backend!r}'
+            )
         return None
 
     @property
     def is_destroyed(self) -> bool:
         """Return whether it has been destroyed, or closed by a `shrink` or `grow`."""
         return self._destroyed
+
+    @property
+    def is_staged(self) -> bool:
+        """Return whether rows on a device pass through the host's memory, where the heap is."""
+        return self.backend == "host" and self.device.type != "cpu"
 
     @property
     def num_nodes(self) -> int:
@@ -504,7 +557,7 @@ class Communicator(ElasticRanks, Destroyable):
         return found[0].reject if len(found) == 1 else None
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in this rank's symmetric heap, contents undefined. Local.
+        """A tensor in this rank's symmetric heap, contents undefined; of the CPU with the host backend. Local.
 
         Peers can write it in place: a copy into it needs no slot. Its memory goes back to the heap
         with the last tensor over it; it starts at a multiple of 64 bytes (of 4096 from 4096 bytes
@@ -555,9 +608,11 @@ class Communicator(ElasticRanks, Destroyable):
         """Say that `stream` uses windows of this rank's GPU: from now on they wait for it too.
 
         Streams that were current at a call of a buffer are known already. `Tensor.record_stream` has
-        no effect on this memory. The stream must live as long as the communicator.
+        no effect on this memory. The stream must live as long as the communicator. With the host backend
+        there are none: results are torch's memory.
         """
-        self.require_gpu().heap.use_on(stream.cuda_stream)
+        if not self.is_staged:
+            self.require_gpu().heap.use_on(stream.cuda_stream)
 
     def recover(self) -> Recovery:
         """Make the buffers of the living usable again after an abort. Collective over the living.

@@ -14,6 +14,7 @@ from moe_comm import env
 from moe_comm.peers.plain_data import travels
 
 CUDA_MODULE = "moe_comm._cuda"
+WITHOUT_P2P = 'backend="host" needs none and moves rows through the host\'s memory'
 
 
 @travels
@@ -52,7 +53,7 @@ def unusable_reason(device_idx: int) -> str | None:
     except ImportError as error:
         return (
             f"{CUDA_MODULE} cannot be imported ({error}): it is built where nvcc is found, see "
-            "MOE_COMM_CUDA in docs/environment.md"
+            f"MOE_COMM_CUDA in docs/environment.md; {WITHOUT_P2P}"
         )
     count, reason = native.count_devices()
     if count == 0:
@@ -125,6 +126,6 @@ def problem_with_devices(
         return (
             f"its GPU ({own.name}, cuda:{own.device_idx}) does not reach that of rank {peer_idx} "
             f"({peer.name}): the driver offers no peer-to-peer access (P2P) between them, over NVLink or "
-            "PCIe, as nvidia-smi topo -p2p r tells; tensors of the CPU need none"
+            f"PCIe, as nvidia-smi topo -p2p r tells; {WITHOUT_P2P}"
         )
     return None

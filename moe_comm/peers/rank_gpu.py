@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from moe_comm import _cuda, _host
 
 
+class UnreachableGpusError(ValueError):
+    """GPUs of a node that do not reach each other, on every rank."""
+
+
 class RankGpu:
     """The GPU of this rank, as its communicator and the buffers on it use it.
 
@@ -55,13 +59,16 @@ class RankGpu:
             local_ranks: Ranks of this node, whose GPUs must reach each other.
 
         Raises:
-            ValueError: On every rank, where two of a node do not.
+            UnreachableGpusError: On every rank, where two of a node do not.
         """
         self._devices = bootstrap.all_gather(self._own)
         if self._num_sms is None:
             self._num_sms = default_num_sms(self._devices)
         problem = cuda_devices.problem_with_devices(bootstrap.rank_idx, self._devices, local_ranks)
-        agree(bootstrap.all_gather, problem)
+        try:
+            agree(bootstrap.all_gather, problem)
+        except ValueError as error:
+            raise UnreachableGpusError(str(error)) from None
 
     def make_heap(
         self,

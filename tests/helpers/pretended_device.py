@@ -235,7 +235,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     load = "moe_comm.ep.backends.buffer_agreement.load_backend"
     from moe_comm.ep.backends import load_backend
 
-    patch.setattr(load, lambda name: _backend(name, load_backend))
+    patch.setattr(load, lambda name, _: _backend(name, load_backend))
 
 
 def _backend(name: str, load_backend: Any) -> Any:

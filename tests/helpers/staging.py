@@ -10,6 +10,8 @@ import threading
 
 import torch
 
+from tests.helpers import guarded_device
+
 NUM_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20  # what torch takes from segments of small tensors at most
 NUM_SMALL = 32
@@ -68,6 +70,8 @@ class Staging:
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        elif self._device.type == guarded_device.DEVICE:
+            guarded_device.synchronize()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

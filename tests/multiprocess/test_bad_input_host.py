@@ -76,7 +76,7 @@ def _make(context: RankContext, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "pieces"),
     [
-        ({"device": "cuda:1"}, ("host", "cuda:1")),
+        ({"device": "cuda:1"}, ("cuda:1", "among the 0")),
         ({"device": "nonsense"}, ("nonsense",)),
         ({"stall_timeout_s": 0}, ("stall_timeout_s", "> 0")),
         ({"arrival_timeout_s": float("nan")}, ("arrival_timeout_s", "nan")),

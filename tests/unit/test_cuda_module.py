@@ -119,9 +119,9 @@ def test_a_missing_module_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "meta"}, "device must be cpu or cuda, got meta"),
+        ({"device": "meta"}, "device must be cpu or cuda, or the backend .host., got meta"),
         ({"device": "cpu", "backend": "cuda"}, "the cuda backend does not move tensors on cpu"),
-        ({"device": "cuda", "backend": "host"}, "the host backend does not move tensors on cuda"),
+        ({"device": "cuda", "backend": "simt"}, "the simt backend does not move tensors on cuda"),
         ({"num_sms": 3}, "num_sms is for a GPU, got 3"),
         ({"device": "cuda", "num_sms": 0}, "num_sms must be >= 1, got 0"),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from moe_comm import Communicator
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import Bootstrap, RankThreads
 from moe_comm.peers.rank_gpu import RankGpu
@@ -28,6 +30,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(cuda_devices, "load_cuda_module", lambda: native)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.empty", lambda *arguments, **options: None)
     return native
 
@@ -129,3 +132,41 @@ def test_gpus_that_do_not_reach_each_other_fail_on_all(native: types.SimpleNames
             met(bootstrap)
 
     on_every_rank(be_rank)
+
+
+def test_rows_of_gpus_that_do_not_reach_each_other_pass_through_the_host_unless_asked_not_to(
+    native: types.SimpleNamespace,
+) -> None:
+    native.can_reach = lambda device_idx, peer_idx: False
+
+    def be_rank(bootstrap: Bootstrap) -> str:
+        with pytest.raises(ValueError, match=r'does not reach .*; backend="host" needs none'):
+            Communicator(bootstrap, "cuda", backend="cuda")
+        with Communicator(bootstrap, "cuda", num_sms=4) as communicator:
+            assert (communicator.device, communicator.gpu) == (DEVICE, None)
+            child = Communicator(bootstrap, "cuda", communicator)
+            assert child.backend == "host"
+            with pytest.raises(ValueError, match="backend must be \"host\", got 'cuda'"):
+                Communicator(bootstrap, "cuda", communicator, backend="cuda")
+            # Ranks that survive others go on as they are.
+            again = communicator._successor(bootstrap, None)
+            assert again.backend == "host"
+            return communicator.backend
+
+    with pytest.warns(
+        UserWarning, match="the host backend is taken for .*cuda:0: rank 0: its"
+    ) as found:
+        assert on_every_rank(be_rank) == ["host", "host"]
+    assert {each.filename for each in found} == {__file__}
+
+
+def test_a_warning_that_is_an_error_is_one_on_every_rank(native: types.SimpleNamespace) -> None:
+    native.can_reach = lambda device_idx, peer_idx: False
+
+    def be_rank(bootstrap: Bootstrap) -> None:
+        with pytest.raises(ValueError, match=r"^rank 0: UserWarning: the host backend is taken"):
+            Communicator(bootstrap, "cuda")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        on_every_rank(be_rank)

@@ -104,8 +104,8 @@ class BufferAllocator:
 
 
 def storage_of(communicator: Communicator, num_bytes: int) -> torch.Tensor:
-    """uint8 `[num_bytes]`, in the heap where there is one: peers read and write it in place."""
+    """uint8 `[num_bytes]`, in the heap where there is one on the device: peers read and write it in place."""
     with torch.inference_mode(mode=False):
-        if communicator.native is None:
+        if communicator.native is None or communicator.is_staged:
             return torch.empty(num_bytes, dtype=torch.uint8, device=communicator.device)
         return communicator.empty(num_bytes, dtype=torch.uint8)

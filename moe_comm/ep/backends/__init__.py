@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
+import torch
+
 from moe_comm.ep.backends.base import Backend
 
 __all__ = ["BACKEND_CLASSES", "load_backend"]
@@ -26,8 +28,16 @@ BACKEND_CLASSES = {
 }
 
 
-def load_backend(name: str) -> type[Backend]:
+# Of tensors that lie elsewhere than on the CPU.
+_STAGED = {"host": "moe_comm.ep.backends.staged:StagedBackend"}
+
+
+def load_backend(name: str, device: torch.device | None = None) -> type[Backend]:
     """The class of a backend.
+
+    Args:
+        name: Of the backend.
+        device: Of the tensors; None for the one that it is for.
 
     Raises:
         ValueError: There is no backend of that name.
@@ -35,5 +45,7 @@ def load_backend(name: str) -> type[Backend]:
     if name not in BACKEND_CLASSES:
         known = ", ".join(sorted(BACKEND_CLASSES))
         raise ValueError(f"backend must be one of {known}, got {name!r}")
-    module_name, class_name = BACKEND_CLASSES[name].split(":")
+    is_elsewhere = device is not None and device.type != "cpu"
+    path = _STAGED.get(name, BACKEND_CLASSES[name]) if is_elsewhere else BACKEND_CLASSES[name]
+    module_name, class_name = path.split(":")
     return cast("type[Backend]", getattr(importlib.import_module(module_name), class_name))

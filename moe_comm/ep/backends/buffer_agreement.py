@@ -42,6 +42,11 @@ class Communicators(Protocol):
         """Its name, the same on every rank."""
 
     @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        ...
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the communicator."""
 
@@ -92,7 +97,7 @@ def agree_on_backend(communicator: Communicators, config: object) -> type[Backen
     with Telling(communicator.reject):
         if not isinstance(config, EpConfig):
             raise TypeError(f"config must be an EpConfig, got {type(config).__name__}")
-        backend_class = load_backend(name)
+        backend_class = load_backend(name, communicator.device)
         for reduction in ("node_reduction", "rank_reduction"):
             if getattr(config, reduction) and not getattr(backend_class, f"has_{reduction}"):
                 raise ValueError(
