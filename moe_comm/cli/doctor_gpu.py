@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moe_comm import env
 from moe_comm.cli.finding import Finding
-from moe_comm.peers.cuda_devices import CUDA_MODULE, load_cuda_module
+from moe_comm.peers.cuda_devices import CUDA_MODULE, WITHOUT_P2P, load_cuda_module
 from moe_comm.peers.nvshmem import NVSHMEM_MODULE, find_host_library, load_nvshmem_module
 
 
@@ -93,11 +93,14 @@ def _device(native: ModuleType, device_idx: int, count: int) -> Finding:
     peers = [
         str(idx) for idx in range(count) if idx != device_idx and native.can_reach(device_idx, idx)
     ]
+    reached = "no other device" + (f" by P2P: {WITHOUT_P2P}" if count > 1 else "")
+    if peers:
+        reached = "cuda:" + ", cuda:".join(peers)
     code = _code_for(native.ARCHITECTURES, major, minor)
     detail = (
         f"{found['name']} at {found['pci_bus']}, compute capability {major}.{minor}, "
         f"{found['num_sms']} SMs, {found['memory_bytes'] / 1e9:.0f} GB; "
-        f"reaches {'cuda:' + ', cuda:'.join(peers) if peers else 'no other device'}"
+        f"reaches {reached}"
     )
     if code == "PTX":
         detail += (
