@@ -514,6 +514,11 @@ def captured(*words: str) -> Callable[[], dict[str, Any]]:
     return lambda: pytest(["tests/gpu/test_captured.py", *words], CONNECTIONS)
 
 
+def staged() -> dict[str, Any]:
+    """Rows that pass through the host, as between GPUs that do not reach each other; by no kernel of this package."""
+    return pytest(["tests/gpu/test_staged.py"], {})
+
+
 def topology() -> dict[str, Any]:
     """Links that join the GPUs."""
     return command("nvidia-smi", "topo", "--matrix")
@@ -616,6 +621,7 @@ STAGES = [
     Stage("bench-bf16", bench(4, 4096)),
     Stage("kernels-low-latency", kernel_times(4, 128, "--layout", "low-latency")),
     Stage("captured", captured("-k", "[2]")),
+    Stage("staged-host", staged),
     Stage("conformance-2-threads", conformance((1, 2), "threads")),
     # Speed that is left to more SMs than the 24 of bench-1-rank.
     *(
