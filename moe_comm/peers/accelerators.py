@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["has_pinned_memory", "is_capturing", "resolve_device"]
-
 
 def resolve_device(device: torch.device) -> torch.device:
     """A device with its number: that of the current one of this process where it has none.

@@ -20,8 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
-__all__ = ["DEVICE", "bytes_across", "register", "set_capturing", "synchronize"]
-
 DEVICE = "guarded"
 
 _NO_ACCESS, _READ_AND_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE

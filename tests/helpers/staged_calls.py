@@ -16,8 +16,6 @@ from moe_comm.testing.launch import RankContext
 from tests.helpers import guarded_device
 from tests.helpers.on_device import OnDevice
 
-__all__ = ["CALLS", "CALLS_AND_KINDS", "Given", "compare", "connect", "given_to", "make"]
-
 
 def connect(
     group: Any, device: str = guarded_device.DEVICE, num_local_ranks: int | None = None

@@ -30,8 +30,6 @@ from moe_comm.peers.accelerators import has_pinned_memory, is_capturing
 from moe_comm.peers.communicator import Communicator
 from moe_comm.peers.missed_calls import Telling
 
-__all__ = ["StagedBackend"]
-
 OutputT = TypeVar("OutputT", bound=Ended)
 
 
