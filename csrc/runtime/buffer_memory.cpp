@@ -24,13 +24,10 @@ constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
 
 }  // namespace
 
-BufferMemory::BufferMemory(ops::EndpointBase& endpoint,
-                           Device& device,
-                           CallOrder& order,
-                           SegmentBases& segments)
+BufferMemory::BufferMemory(ops::EndpointBase& endpoint, CallOrder& order, SegmentBases& segments)
     : endpoint_(endpoint),
-      device_(device),
       order_(order),
+      device_(order.device()),
       segments_(segments),
       captured_(order.stream()) {}
 

@@ -25,10 +25,7 @@ enum CapturedKind : int64_t { kCapturedRows = -8, kCapturedScratch, kCapturedSum
 class BufferMemory {
  public:
   /// All of them outlive this.
-  BufferMemory(ops::EndpointBase& endpoint,
-               Device& device,
-               CallOrder& order,
-               SegmentBases& segments);
+  BufferMemory(ops::EndpointBase& endpoint, CallOrder& order, SegmentBases& segments);
 
   /// Takes windows for low-latency rows, as many as are configured. @throws CapacityError
   void reserve_windows();
@@ -67,8 +64,8 @@ class BufferMemory {
   std::shared_ptr<Window> allocate_window(uint64_t bytes);
 
   ops::EndpointBase& endpoint_;
-  Device& device_;
   CallOrder& order_;
+  Device& device_;
   SegmentBases& segments_;
   std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
   WindowRing windows_;                    ///< of low-latency rows

@@ -167,12 +167,10 @@ void capture_receive(Capture& capture,
     outcome->rows = copy.get();
   }
   if (receives_later) {
-    auto phase = ReceivePhase::captured(
+    outcome->end = endpoint.open_receive().open(ReceivePhase::captured(
         endpoint.order(), [&launcher = endpoint.launcher(), params = launches.receive_params()] {
           launcher.receive(params);
-        });
-    endpoint.open_receive().open(phase);
-    outcome->end = ReceivePhase::end_of(std::move(phase));
+        }));
   } else {
     endpoint.order().leave_capture(*endpoint.order().caller());
   }

@@ -70,8 +70,8 @@ DeviceEndpoint::DeviceEndpoint(std::shared_ptr<group::Group> group,
       operations_(*device_, num_ranks(), this->config().num_experts),
       watch_(*this, *device_, control_, operations_),
       order_(*this, *device_, watch_),
-      launcher_(*device_, *order_.stream(), control_, config.shape),
-      buffer_memory_(*this, *device_, order_, *segments_) {}
+      launcher_(order_, control_, config.shape),
+      buffer_memory_(*this, order_, *segments_) {}
 
 DeviceEndpoint::~DeviceEndpoint() {
   destroy({});

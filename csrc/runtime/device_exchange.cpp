@@ -378,8 +378,7 @@ std::shared_ptr<ops::DeferredJoin> DeviceExchange::receive_later(
         [&launcher = endpoint_.launcher(), params] { launcher.receive(params); },
         leave());
   }
-  endpoint_.open_receive().open(phase);
-  return ReceivePhase::end_of(std::move(phase));
+  return endpoint_.open_receive().open(std::move(phase));
 }
 
 void DeviceExchange::fail(const std::string& reason) {

@@ -2,14 +2,11 @@
 
 namespace moe::runtime {
 
-Launcher::Launcher(Device& device,
-                   Stream& stream,
-                   const ControlMemory& control,
-                   const LaunchShape& shape)
-    : device_(device),
-      stream_(stream),
+Launcher::Launcher(const CallOrder& order, const ControlMemory& control, const LaunchShape& shape)
+    : order_(order),
+      device_(order.device()),
       control_(control),
-      num_sms_(shape.num_sms > 0 ? shape.num_sms : device.num_sms()),
+      num_sms_(shape.num_sms > 0 ? shape.num_sms : device_.num_sms()),
       num_threads_(shape.num_threads),
       tokens_per_chunk_(shape.tokens_per_chunk > 0 ? shape.tokens_per_chunk
                                                    : kDefaultTokensPerChunk) {}
@@ -18,7 +15,7 @@ device::Launch Launcher::launch(int num_blocks, int usual_threads) const {
   device::Launch launch;
   launch.num_blocks = num_blocks;
   launch.num_threads = num_threads(usual_threads);
-  launch.stream = stream_.handle();
+  launch.stream = order_.stream()->handle();
   return launch;
 }
 

@@ -4,8 +4,8 @@
 
 #include "kernels/exchange.h"
 #include "kernels/receive.h"
+#include "runtime/call_order.h"
 #include "runtime/control_memory.h"
-#include "runtime/device.h"
 #include "runtime/internode.h"
 #include "runtime/launch_shape.h"
 
@@ -16,7 +16,7 @@ namespace moe::runtime {
 class Launcher {
  public:
   /// All but @p shape outlive this.
-  Launcher(Device& device, Stream& stream, const ControlMemory& control, const LaunchShape& shape);
+  Launcher(const CallOrder& order, const ControlMemory& control, const LaunchShape& shape);
 
   int num_sms() const { return num_sms_; }
   /// Threads of a block of a kernel that has @p usual_threads where nothing else was asked for.
@@ -43,8 +43,8 @@ class Launcher {
   void receive(kernels::ReceiveParams params, bool is_behind = false) const;
 
  private:
+  const CallOrder& order_;
   Device& device_;
-  Stream& stream_;
   const ControlMemory& control_;
   int num_sms_;
   int num_threads_;  ///< 0 where nothing was asked for

@@ -175,15 +175,11 @@ std::shared_ptr<ReceivePhase> ReceivePhase::of_host(ops::EndpointBase& endpoint,
   return std::make_shared<HostReceive>(endpoint, std::move(receive));
 }
 
-std::shared_ptr<ops::DeferredJoin> ReceivePhase::end_of(std::shared_ptr<ReceivePhase> phase) {
-  ops::DeferredJoin* const end = phase.get();
-  return std::shared_ptr<ops::DeferredJoin>(
-      end, [phase = std::move(phase)](ops::DeferredJoin*) { phase->drop(); });
-}
-
-void OpenReceive::open(std::shared_ptr<ReceivePhase> phase) {
+std::shared_ptr<ops::DeferredJoin> OpenReceive::open(std::shared_ptr<ReceivePhase> phase) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  phase_ = std::move(phase);
+  phase_ = phase;
+  ops::DeferredJoin* const end = phase.get();
+  return {end, [phase = std::move(phase)](ops::DeferredJoin*) { phase->drop(); }};
 }
 
 std::shared_ptr<ReceivePhase> OpenReceive::phase() const {
@@ -196,7 +192,8 @@ void OpenReceive::settle(const group::InterruptCheck& interrupt_check) {
   if (phase == nullptr)
     return;
   phase->settle(interrupt_check);
-  open(nullptr);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  phase_ = nullptr;
 }
 
 void OpenReceive::start() const {

@@ -45,16 +45,14 @@ class ReceivePhase : public ops::DeferredJoin {
   virtual void settle(const group::InterruptCheck& interrupt_check) = 0;
   /// Nobody will join it any more.
   virtual void drop() noexcept {}
-
-  /// End of @p phase, for the outcome.
-  static std::shared_ptr<ops::DeferredJoin> end_of(std::shared_ptr<ReceivePhase> phase);
 };
 
 /// The phase of a buffer's last operation, a dispatch that has sent and is yet to receive.
 /// Thread-safe.
 class OpenReceive {
  public:
-  void open(std::shared_ptr<ReceivePhase> phase);
+  /// @return the end of @p phase, for the outcome.
+  std::shared_ptr<ops::DeferredJoin> open(std::shared_ptr<ReceivePhase> phase);
   /// Before the next operation; see ReceivePhase::settle().
   void settle(const group::InterruptCheck& interrupt_check);
   /// See ReceivePhase::start().
