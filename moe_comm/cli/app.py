@@ -7,7 +7,7 @@ import typer
 from moe_comm.cli.bench_command import bench_app
 from moe_comm.cli.budget_command import budget
 from moe_comm.cli.checkpoint_command import checkpoint_app
-from moe_comm.cli.command_rules import PIPE_WIDTH, CommandGroup, example
+from moe_comm.cli.command_rules import PIPE_WIDTH, CommandGroup, example, sectioned
 from moe_comm.cli.commands import COMMANDS, EXAMPLE, SUMMARY
 from moe_comm.cli.doctor_command import doctor
 from moe_comm.cli.model_command import model
@@ -29,6 +29,14 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench", short_help=COMMANDS["bench"])
 app.command(short_help=COMMANDS["doctor"], epilog=example("moe-comm doctor --json"))(doctor)
 app.command(
+    cls=sectioned(
+        {
+            "Training": "moe_layers microbatches recompute weights_in_combine imbalance worst_case",
+            "Rows": "layout alignment quantization scale_format column_major_scales capacity_rows "
+            "capacity_rows_per_expert",
+            "Nodes and GPUs": "local_ranks node_reduction rank_reduction across_gpus",
+        }
+    ),
     short_help=COMMANDS["budget"],
     epilog=example("moe-comm budget --ranks 8 --tokens 4096 --hidden 7168 --experts 256"),
 )(budget)

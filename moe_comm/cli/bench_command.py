@@ -19,7 +19,7 @@ from moe_comm.cli.bench.sweep import SWEEP_TOKENS, check_sweep, run_sweep
 from moe_comm.cli.bench.sweep_picture import draw_sweep, sweep_pictures
 from moe_comm.cli.bench_checkpoint_command import bench_checkpoint
 from moe_comm.cli.bench_reshard_command import bench_reshard
-from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
+from moe_comm.cli.command_rules import example, in_a_sentence, sectioned, wide_console
 from moe_comm.cli.options import (
     DtypeName,
     LayoutName,
@@ -59,6 +59,14 @@ def bench() -> None:
 
 @bench_app.command(
     "dispatch-combine",
+    cls=sectioned(
+        {
+            "Routing and replicas": "skew routing replicas replica_rule versus_given",
+            "Rows": "layout quantization scale_format column_major_scales api alignment",
+            "Nodes": "local_ranks rail node_reduction rank_reduction check_messages",
+            "Measuring": "ffn_hidden repeats operations threads sms huge_pages pin huge_page_x mode seed",
+        }
+    ),
     epilog=example(
         "moe-comm bench dispatch-combine --ranks 2 --tokens 1024 --hidden 2048 \\",
         "    --peers gloo --json results.json",
@@ -288,6 +296,12 @@ def dispatch_combine(
 
 bench_app.command(
     "reshard",
+    cls=sectioned(
+        {
+            "Weights": "size experts tensors tensor_bytes dtype destination_dtype memory stacked_experts",
+            "Measuring": "repeats threads huge_pages pin seed",
+        }
+    ),
     epilog=example("moe-comm bench reshard --ranks 4 --from tp2.ep2 --to tp4 --bytes 256MiB"),
 )(bench_reshard)
 bench_app.command(

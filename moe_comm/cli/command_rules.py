@@ -42,6 +42,27 @@ class CommandGroup(typer.core.TyperGroup):
         return super().parse_args(ctx, args)
 
 
+def sectioned(sections: dict[str, str]) -> type[typer.core.TyperCommand]:
+    """Return a kind of command whose help lists its options in sections, the common ones first.
+
+    Args:
+        sections: By heading, names of parameters with spaces between them. `Options` has all others.
+    """
+
+    class SectionedCommand(typer.core.TyperCommand):
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            common = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+            listed = {
+                heading: [common.pop(name) for name in names.split()]
+                for heading, names in sections.items()
+            }
+            for heading, records in [("Options", list(common.values())), *listed.items()]:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+    return SectionedCommand
+
+
 def example(*lines: str) -> str:
     """The end of a help text, which shows how a command is called; not wrapped."""
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moe_comm.cli.bench.case import DTYPES
-from moe_comm.cli.command_rules import example, in_a_sentence, wide_console
+from moe_comm.cli.command_rules import example, in_a_sentence, sectioned, wide_console
 from moe_comm.cli.options import DtypeName, parse_bytes
 from moe_comm.cli.plots import PLOT_HELP, check_plot, write_matrix
 from moe_comm.cli.reshard.explanation import Explanation, differing_shapes, kinds_of
@@ -61,6 +61,13 @@ def reshard() -> None:
 
 @reshard_app.command(
     "plan",
+    cls=sectioned(
+        {
+            "Sizes of the model": "layers dense_layers hidden heads query_groups experts expert_ffn "
+            "shared_expert_ffn ffn vocab fused_experts dtype destination_dtype",
+            "Machines": "slot_bytes ranks_per_node intranode_gbs internode_gbs memory_gbs",
+        }
+    ),
     epilog=example("moe-comm reshard plan --from tp4.ep4 --to tp8 --model deepseek-v3 --json"),
 )
 def plan(

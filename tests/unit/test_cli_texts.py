@@ -88,6 +88,21 @@ def test_help_is_whole(path: tuple[str, ...], command: Any, num_columns: int) ->
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=COMMAND_IDS)
+def test_no_section_of_a_help_text_is_long(path: tuple[str, ...], command: Any) -> None:
+    sections = re.split(r"^(\S.*):$", run(*path, "--help").output, flags=re.MULTILINE)[1:]
+    lengths = {
+        heading: len(re.findall(r"^  -", text, flags=re.MULTILINE))
+        for heading, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+    num_listed = sum(each.param_type_name == "option" for each in command.params)
+    assert sum(lengths.values()) == num_listed + 1, lengths  # and --help
+    assert max(lengths.values()) <= 20, lengths
+    assert all(
+        lengths[heading] for heading in lengths if heading not in ("Commands", "Arguments")
+    ), lengths
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=COMMAND_IDS)
 def test_the_example_of_every_command_names_real_options(
     path: tuple[str, ...], command: Any
 ) -> None:
