@@ -174,7 +174,7 @@ def verify(folder: Folder, version: Version = None, as_json: AsJson = False) -> 
             return
         whole = _contents(len(found.file_of), len(found.files))
         typer.echo(
-            f"{found.folder}: {whole} are whole: {num_bytes} bytes have their checksums"
+            f"{found.folder}: {whole} are whole: {filesize.decimal(num_bytes)} have their checksums"
             if found.manifest is not None
             else f"{found.folder}: {whole} fit together; there are no checksums to compare"
         )

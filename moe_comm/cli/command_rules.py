@@ -77,7 +77,7 @@ def in_a_sentence(command: str) -> Iterator[None]:
     """
     try:
         yield
-    except (typer.Exit, typer.Abort):
+    except (typer.Exit, typer.Abort, BrokenPipeError):  # of which click makes an end without a word
         raise
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         typer.echo(f"moe-comm {command}: {str(error) or type(error).__name__}", err=True)

@@ -133,7 +133,7 @@ def _huge_pages() -> Finding:
     return Finding.missing(
         "huge pages",
         f"MADV_COLLAPSE gives shared memory none ({described})",
-        "up to a tenth faster with Linux 6.1 or later; everything works without",
+        "Linux 6.1 or later and memory that is not fragmented: up to a tenth faster; everything works without",
     )
 
 

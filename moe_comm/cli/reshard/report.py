@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import filesize
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -175,7 +176,9 @@ def size_text(num_bytes: float) -> str:
     """Bytes for people."""
     if num_bytes >= GB:
         return f"{num_bytes / GB:,.2f} GB"
-    return f"{num_bytes / 1e6:,.2f} MB"
+    if num_bytes >= 1e6:
+        return f"{num_bytes / 1e6:,.2f} MB"
+    return filesize.decimal(int(num_bytes))
 
 
 def _spread(per_rank: Mapping[int, int]) -> str:
