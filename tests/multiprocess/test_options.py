@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 from moe_comm import Communicator, DispatchResult, EpBuffer, EpConfig, Layout
 from moe_comm.ep.autograd.operators import zero_unfilled
-from moe_comm.ep.options import DispatchOptions, describe_options
+from moe_comm.ep.options import CombineOptions, DispatchOptions, describe_options
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.option_values import VALUES
 
 CONFIG = EpConfig(num_experts=4, num_topk=2, hidden=128, num_max_tokens_per_rank=4)
 
 
+Brought: TypeAlias = dict[tuple[str, str], list[Any]]
 BACKENDS = ["host", "simt", "collective", "reference"]
 
 
@@ -49,25 +51,50 @@ def say_different_things(buffer: EpBuffer) -> dict[str, str | None]:
     return {name: error_of(name, values.good[rank_idx]) for name, values in VALUES.items()}
 
 
-def say_the_same(buffer: EpBuffer) -> dict[str, list[tuple[bytes | None, ...]]]:
-    """Bytes of what a dispatch brings to this rank for every value of an option, by its name."""
-    brought: dict[str, list[tuple[bytes | None, ...]]] = {}
-    for name, values in VALUES.items():
+def say_the_same(buffer: EpBuffer) -> Brought:
+    """Bytes that every value of an option brings to this rank, by operation and option."""
+
+    def dispatched(name: str, value: object) -> Sequence[torch.Tensor | None]:
         others = {"layout": Layout.LOW_LATENCY} if name == "masked_ranks" else {}
-        for value in values.good:
-            result = dispatch_with(buffer, name, value, **others)
-            if result.handle.layout is Layout.LOW_LATENCY:
-                zero_unfilled(result)
-            tensors = (result.x, result.x_sf, result.num_tokens_per_expert, result.expert_offsets)
-            brought.setdefault(name, []).append(
-                tuple(
-                    None
-                    if tensor is None
-                    else tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                    for tensor in tensors
-                )
-            )
-    return brought
+        result = dispatch_with(buffer, name, value, **others)
+        if result.handle.layout is Layout.LOW_LATENCY:
+            zero_unfilled(result)
+        return result.x, result.x_sf, result.num_tokens_per_expert, result.expert_offsets
+
+    handle = dispatch_with(buffer, "layout", Layout.EXPERT_MAJOR).handle
+    rows = torch.randn(handle.num_recv_tokens, 128, generator=torch.Generator().manual_seed(7))
+
+    def repeated(name: str, value: object) -> Sequence[torch.Tensor | None]:
+        x = rows[:1].expand(handle.num_tokens, 128).contiguous()
+        result = buffer.dispatch(x, None, handle=handle, **{name: value})  # type: ignore[arg-type]
+        return result.x, result.x_sf
+
+    def combined(name: str, value: object) -> Sequence[torch.Tensor | None]:
+        sums = buffer.combine(rows, handle, **{name: value})  # type: ignore[call-overload]
+        return [sums if isinstance(sums, torch.Tensor) else sums.x]
+
+    def bytes_of(operation: Callable[..., Sequence[torch.Tensor | None]], *said: Any) -> Any:
+        try:
+            brought = operation(*said)
+        except ValueError as error:
+            return str(error)
+        return tuple(
+            None if each is None else each.contiguous().view(torch.uint8).numpy().tobytes()
+            for each in brought
+        )
+
+    of_calls = [name for name in DispatchOptions._fields if name != "masked_ranks"]
+    return {
+        (operation.__name__, name): [
+            bytes_of(operation, name, value) for value in VALUES[name].good
+        ]
+        for operation, names in (
+            (dispatched, DispatchOptions._fields),
+            (repeated, of_calls),
+            (combined, CombineOptions._fields),
+        )
+        for name in names
+    }
 
 
 def use_options(context: RankContext, backend: str) -> tuple[Any, Any]:
@@ -103,10 +130,15 @@ def test_ranks_agree_on_an_option_as_described(backend: str) -> None:
 def test_an_option_does_the_same_on_every_backend(backend: str) -> None:
     brought = [of_rank for _, of_rank in results_of_ranks(backend)]
     defined = [of_rank for _, of_rank in results_of_ranks("reference")]
-    for name, values in VALUES.items():
+    for operation, name in defined[0]:
+        values = VALUES[name]
         found, right = (
-            [*zip(*(rank[name] for rank in ranks), strict=True)] for ranks in (brought, defined)
+            [*zip(*(rank[operation, name] for rank in ranks), strict=True)]
+            for ranks in (brought, defined)
         )
         others = [value for value, a, b in zip(values.good, found, right, strict=True) if a != b]
-        assert not others, f"{name}={others}: {backend} does not do what the definition does"
-        assert len({*right}) == (len(right) if values.moves_rows else 1), name
+        assert not others, (
+            f"{operation} with {name}={others}: {backend} does not do what the definition does"
+        )
+        if operation != "repeated":  # to places that other options decided on
+            assert len({*right}) == (len(right) if values.moves_rows else 1), name

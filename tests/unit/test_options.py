@@ -1,8 +1,9 @@
 """An option of dispatch or combine is described once, and whoever needs it has it from there."""
 
+import collections
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -87,20 +88,15 @@ def test_an_option_is_everywhere(kind: type[Any], missing_in: Callable[..., list
     assert missing_in(kind) == []
 
 
-class _WithStride(NamedTuple):
-    """The options of a dispatch, and one that nothing but its description has."""
-
-    layout: Annotated[Layout, describe_options(DispatchOptions)["layout"]] = Layout.EXPERT_MAJOR
-    expert_alignment: Annotated[int, describe_options(DispatchOptions)["expert_alignment"]] = 1
-    quantization: Annotated[object, describe_options(DispatchOptions)["quantization"]] = None
-    capacity: Annotated[object, describe_options(DispatchOptions)["capacity"]] = None
-    masked_ranks: Annotated[object, describe_options(DispatchOptions)["masked_ranks"]] = ()
-    copy_out: Annotated[object, describe_options(DispatchOptions)["copy_out"]] = "auto"
-    async_op: Annotated[bool, describe_options(DispatchOptions)["async_op"]] = False
-    gradients: Annotated[int, describe_options(DispatchOptions)["gradients"]] = 0
-    stride: Annotated[
+# The options of a dispatch, and one that nothing but its description has.
+_WithStride: Any = collections.namedtuple(
+    "_WithStride", [*DispatchOptions._fields, "stride"], defaults=[*DispatchOptions(), 1]
+)
+_WithStride.__annotations__ = DispatchOptions.__annotations__ | {
+    "stride": Annotated[
         int, Option(rule=int, ranks="equal", encode=lambda n: [n], decode=lambda n: n[0])
-    ] = 1
+    ]
+}
 
 
 @pytest.mark.parametrize("missing_in", PLACES)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import inspect
 from pathlib import Path
 
 import pytest
 
-from moe_comm import QuantizationFormat, ScaleFormat, _host
+import moe_comm
+from moe_comm import Quantization, QuantizationFormat, _host
+from moe_comm.tensors import quantization
 from moe_comm.tensors.quantization import _named_by
 from tests.helpers.fresh_python import run_python
 
@@ -24,9 +28,25 @@ def test_formats_that_are_in_the_table_alone() -> None:
 
 
 def test_names_are_those_of_the_table() -> None:
-    formats, scales = _host.layout.WIRE_FORMATS, _host.layout.SCALE_FORMATS
-    assert [each.name for each in QuantizationFormat] == [each.name for each in formats]
-    assert [each.name for each in ScaleFormat] == [each.name for each in scales]
+    """What is written for readers: the enums are made from the table and have its names in any case."""
+    classes = {
+        node.name: [
+            target.id
+            for statement in node.body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        ]
+        for node in ast.parse(inspect.getsource(quantization)).body
+        if isinstance(node, ast.ClassDef)
+    }
+    formats = [each.name for each in _host.layout.WIRE_FORMATS]
+    assert classes["QuantizationFormat"] == formats
+    assert classes["ScaleFormat"] == [each.name for each in _host.layout.SCALE_FORMATS]
+    page = (ROOT / "docs/quantization.md").read_text()
+    for name in formats:
+        assert getattr(moe_comm, name) == Quantization(format=QuantizationFormat[name])
+        assert f"| `{name}` |" in page
 
 
 @pytest.mark.parametrize("table", [["B", "A"], ["B"]])
