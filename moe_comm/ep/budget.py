@@ -186,9 +186,9 @@ def receive_window_bytes(
 
     Args:
         num_rows: M.
-        row_bytes: Of a row as it is dispatched.
-        weight_bytes: Of a weight; 0 without.
-        scales: Of quantized rows, or None.
+        row_bytes: Bytes of a row as it is dispatched.
+        weight_bytes: Bytes of a weight; 0 without weights.
+        scales: Sizes of the scale factors of quantized rows, or None.
         layout: RANK_MAJOR has K weights and K int64 ids a row, the others one weight and no ids.
         num_topk: K; for RANK_MAJOR.
         num_rows_per_expert: See `scale_region_bytes`.
@@ -220,8 +220,8 @@ def rank_sums_bytes(
         num_tokens: T.
         num_topk: K.
         num_rows: M.
-        row_bytes: Of a row that is added.
-        number_bytes: Of the type that rows are added in: 4, or 8 for float64.
+        row_bytes: Bytes of a row that is added.
+        number_bytes: Bytes of the type that rows are added in: 4, or 8 for float64.
 
     Example:
         3 tokens of 2 choices, 5 rows of 32 bytes: two times 48 bytes of slots and 24 of weights, each in 64,
@@ -490,7 +490,7 @@ class Budget:
         num_expert_outputs: Expert outputs alive at the peak.
         num_sums: Sums alive at the peak.
         rank_bytes: Heap of one rank; what `Communicator.reserve` takes.
-        rail_region_bytes: What GPUs of several nodes take beside it; see `rail_region_bytes`.
+        rail_region_bytes: Bytes that GPUs of several nodes take beside it; see `rail_region_bytes`.
     """
 
     num_ranks: int
@@ -540,7 +540,7 @@ def budget_bytes(
         num_microbatches: Microbatches in flight: forward done, backward not.
         recompute: Activations of whole MoE layers are recomputed, dispatch included.
         weights_in_combine: Combine applies the router's weights; else the experts do.
-        rail_region_bytes: Of one buffer, as the function of that name has it.
+        rail_region_bytes: Bytes of one buffer, as the function of that name returns them.
     """
     for name, value in (("num_moe_layers", num_moe_layers), ("num_microbatches", num_microbatches)):
         if value < 1:

@@ -147,8 +147,9 @@ class EpBuffer(Destroyable):
         slots, which do not move. Moving the weights between slots is up to the caller.
 
         Args:
-            placement: With the experts, and as many slots a rank, as the configuration's; empty slots
-                leave room for more replicas later. Becomes that of `config`.
+            placement: Placement of the configuration's experts, with as many slots a rank as the
+                configuration's; empty slots leave room for more replicas later. Becomes that of
+                `config`.
 
         Raises:
             ValueError: The buffer has no placement, or the argument of some rank does not fit or differs
@@ -569,7 +570,7 @@ class EpBuffer(Destroyable):
                 float64, rows a multiple of 16 bytes; dtype and hidden may differ from the dispatch.
                 Read in place when it lies in the heap (`empty_expert_output`, or the dispatched x
                 itself), else copied in once. None to pull `row_weights` only.
-            handle: Of a dispatch of this buffer.
+            handle: Handle of a dispatch of this buffer.
             topk_weights: float32 `[num_tokens, num_topk]` (float64 allowed when rows are float64):
                 each row is multiplied by its weight before it is added. Not RANK_MAJOR.
             row_weights: float32 (or float64) `[num_recv_tokens]`, RANK_MAJOR:
@@ -690,7 +691,7 @@ class EpBuffer(Destroyable):
         """`[num_recv_tokens, hidden]`, uninitialized, which combine reads in place. Local.
 
         Args:
-            handle: Of a dispatch of this buffer.
+            handle: Handle of a dispatch of this buffer.
             hidden: Elements per row; None for the configuration's.
             dtype: None for the configuration's.
 
@@ -754,8 +755,8 @@ class EpBuffer(Destroyable):
 
         Raises:
             RuntimeError: Another thread is using this buffer.
-            ValueError, TypeError, PeerFailedError, PeerTimeoutError: On a GPU, an operation failed after
-                its call had returned. Everything has been released.
+            ValueError, TypeError, PeerFailedError, PeerTimeoutError: An operation on a GPU failed
+                after its call had returned. Everything has been released.
         """
         if not self._is_destroyed:
             use_alone(self._busy, "destroy", self._destroy)

@@ -132,11 +132,11 @@ class EpConfig:
             none; None for contiguous blocks (`default_expert_rank`). Local order is ascending id.
         placement: Slots of every rank and the experts in them, replicas included; not with `expert_rank`.
             `topk_idx` stays logical, and whatever goes by local expert goes by local slot.
-        replica_rule: Which replica of an expert takes a row, where there is a `placement`. "balanced":
-            from the counts that ranks exchange anyway, so that the largest number of rows of any rank
-            is as small as the placement allows. "nearest": on the own rank, or
-            else the own node. "hash": by the token's number, as vLLM. "given": `topk_idx` has slots of
-            all ranks. See docs/replicas.md.
+        replica_rule: Rule that says which replica of an expert takes a row, with a `placement`.
+            "balanced": from the counts that ranks exchange anyway, so that the largest number of
+            rows of any rank is as small as the placement allows. "nearest": on the own rank, or
+            else the own node. "hash": by the token's number, as vLLM. "given": `topk_idx` has slots
+            of all ranks. See docs/replicas.md.
         num_max_in_flight: Asynchronous operations that may be in flight on the buffer, >= 2.
         num_low_latency_windows: Windows for rows of LOW_LATENCY that a buffer of GPUs has from its making
             on, as many as results are held at a time, and one more for rows that a combine has to copy
@@ -365,7 +365,7 @@ class EpConfig:
         Memory between nodes is no part of the heap; see `rail_region_bytes`.
 
         Args:
-            num_ranks: Of the communicator.
+            num_ranks: Ranks of the communicator.
             num_live_windows: Dispatched windows held by tensors, counting the one being received.
             num_live_expert_outputs: Expert outputs held or copied in.
             num_live_sums: Sums of combines held.
@@ -401,7 +401,7 @@ class EpConfig:
         """Return the bytes that a buffer of "nvshmem" (or "simt") takes on every rank beside the heap.
 
         Args:
-            num_ranks: Of the communicator.
+            num_ranks: Ranks of the communicator.
             num_local_ranks: Ranks of a node; 0 bytes where that is all of them.
 
         Raises:
@@ -436,9 +436,10 @@ def num_places_per_expert(config: EpConfig, layout: Layout, num_ranks: int) -> i
     """LOW_LATENCY: rows that every expert has, filled or not. Else 0.
 
     Args:
-        config: Of the buffer; says how many tokens a rank has at most where `layout` is LOW_LATENCY.
-        layout: Of the call.
-        num_ranks: Of the communicator.
+        config: Configuration of the buffer; says how many tokens a rank has at most if `layout` is
+            LOW_LATENCY.
+        layout: Layout of the call.
+        num_ranks: Ranks of the communicator.
     """
     if layout is not Layout.LOW_LATENCY:
         return 0

@@ -18,7 +18,7 @@ class ExpertLoads:
 
     Args:
         num_experts: Logical ones.
-        placement: Whose slots later plans count, or None where they count experts.
+        placement: Placement whose slots later plans count, or None if they count experts.
     """
 
     def __init__(self, num_experts: int, placement: Placement | None) -> None:
@@ -40,7 +40,7 @@ class ExpertLoads:
 
         Args:
             operation: Uncached.
-            output: Of one that is not asynchronous.
+            output: Output of the operation if it is not asynchronous, else None.
         """
         is_known = output is not None
         self._awaited.append(

@@ -119,7 +119,7 @@ class ExpertTables:
         """The tables of placements, for an engine.
 
         Args:
-            placements: Of every layer; alike in experts and slots.
+            placements: Placement of every layer; alike in experts and slots.
             num_max_replicas: Columns of `logical_to_all_physical_map`: P for SGLang, one more than the redundant
                 experts for vLLM. None for as many as an expert has at most.
             fills_empty_slots: Have empty slots hold an expert of their rank once more, for engines that have

@@ -42,7 +42,7 @@ class GradientSum(Destroyable):
 
     Args:
         communicator: Owner of the peers.
-        num_elements: Of the vector, >= 0.
+        num_elements: Elements of the vector, >= 0.
         dtype: float32, bfloat16, float16 or float64.
         part_ranks: Rank of every part, in the order in which parts are added; None for one part per
             rank, in rank order. Equal on every rank. After a `recover`, name living ranks: the sum

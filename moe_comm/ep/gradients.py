@@ -66,7 +66,7 @@ def clash(words: Sequence[int], operation: str) -> ValueError | None:
     """Return an error for every rank, where ranks that do the same could not run its backward; else None.
 
     Args:
-        words: Of every rank.
+        words: Word of every rank on gradients.
         operation: "dispatch", "cached dispatch" or "combine".
     """
     needs = [rank for rank, word in enumerate(words) if word & NEEDS_ANY]

@@ -52,7 +52,7 @@ class GroupBuffers:
 
     Args:
         group: Process group, bootstrap, or None.
-        communicator: Of that group.
+        communicator: Communicator of that group.
         is_given: Whether a caller made the communicator, and will destroy it.
     """
 
@@ -101,7 +101,7 @@ class GroupBuffers:
         """The group's buffers on the device of a first call, on which all ranks agree. Collective.
 
         Args:
-            device: Of the tensors of that call.
+            device: Device of the tensors of that call.
             check: As in `Communicator.check_together`; what it says names the kind of the device.
 
         Raises:
@@ -135,8 +135,8 @@ class GroupBuffers:
         """The buffer for so many experts, made on first use; collective where it is made.
 
         Args:
-            num_experts: Over all ranks.
-            num_max_tokens_per_rank: For `Layout.LOW_LATENCY`; None for any.
+            num_experts: Experts over all ranks.
+            num_max_tokens_per_rank: Most tokens of a rank, for `Layout.LOW_LATENCY`; None for any.
             expert_rank: As in `EpConfig`.
             key: Distinguishes buffers of one configuration.
         """
@@ -158,7 +158,7 @@ class GroupBuffers:
         """Give a buffer like `get`, made by all ranks; mistakes of one are raised on all. Always collective.
 
         Args:
-            name: What is made.
+            name: Name of the class or function that asks, with which ranks compare what they make.
             num_experts: As in `get`; None for `num_local_experts` on every rank.
             num_max_tokens_per_rank: As in `get`.
             expert_rank: As in `get`.
@@ -294,8 +294,9 @@ def group_buffers(
     Args:
         group: Process group, bootstrap, or None for the default process group; or a communicator of
             one, over which everything that knows that group alone then works.
-        device: Of the tensors, a GPU by number or "cuda" for the current one. None: that of the first
-            communicator that was given for the group; else the current GPU where it has NCCL; else the CPU.
+        device: Device of the tensors, a GPU by number or "cuda" for the current one. None: that of
+            the first communicator that was given for the group; else the current GPU if the group
+            has NCCL; else the CPU.
 
     Raises:
         ValueError: The group has buffers on another GPU of this rank, or over another communicator, or some

@@ -72,9 +72,9 @@ class DispatchHandle:
     destroyed. Holds places relative to a window, never an address. Made by a dispatch, never changed.
 
     Attributes:
-        plan: Where the rows went; belongs to the backend.
-        buffer_id: Of the buffer that made it.
-        generation: Of that buffer when it made it.
+        plan: Plan that says where the rows went; belongs to the backend.
+        buffer_id: Id of the buffer that made it.
+        generation: Generation of that buffer when it made it.
         link: float32 `[0]`. Carries no data; ties the backward of a combine to that of the dispatch, so
             that every rank runs both even where a caller skipped its experts.
     """

@@ -133,7 +133,7 @@ def fullest_rank(loads: torch.Tensor, placement: Placement) -> int:
 
     Args:
         loads: int64 `[num_experts]` on the host, >= 0: rows of every logical expert.
-        placement: Of the experts.
+        placement: Placement of the experts.
     """
     return _host.layout.fullest_rank(
         loads.contiguous(),

@@ -33,11 +33,11 @@ def choose_slots(
     an expert, in order of (token, k), the first go to the lowest slot, the next to the next.
 
     Args:
-        topk_idx: Of every rank, int64 `[T, K]`, logical experts; -1 is no choice.
-        placement: Of the experts.
-        rule: Of the replicas.
+        topk_idx: Choices of every rank, int64 `[T, K]`, logical experts; -1 is no choice.
+        placement: Placement of the experts.
+        rule: Rule of the replicas.
         num_local_ranks: Ranks of a node, consecutive ones.
-        masked_ranks: Whose rows and slots count for nothing. Only "balanced" looks at them.
+        masked_ranks: Ranks whose rows and slots count for nothing. Only "balanced" looks at them.
     """
     if rule == "given":
         return list(topk_idx)
@@ -113,7 +113,7 @@ def balance(
 
     Args:
         counts: `[R][E]`: rows of every rank for every expert.
-        placement: Of the experts.
+        placement: Placement of the experts.
         num_local_ranks: Ranks of a node, consecutive ones.
         masked_ranks: Neither their rows nor their slots count.
     """

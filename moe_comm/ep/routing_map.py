@@ -91,7 +91,8 @@ def list_choices(
     """Return a map as the list that a dispatch sends, and its probs in a dtype that travels.
 
     Args:
-        config: Of the buffer. Where it has a number of choices, the list has as many columns.
+        config: Configuration of the buffer. If it has a number of choices, the list has as many
+            columns.
         x: Rows of the dispatch.
         routing_map: bool `[num_tokens, num_experts]`, any strides.
         probs: As `routing_map`, any floating dtype, or None: float64 travels as such where x is float64,

@@ -13,11 +13,11 @@ class SlotTable:
     """The slots that a rank sends its rows to.
 
     Args:
-        placement: Of the experts.
+        placement: Placement of the experts.
         rule: "nearest", "hash" or "given".
         rank_idx: This rank.
         num_local_ranks: Ranks of a node, consecutive ones.
-        device: Of the choices.
+        device: Device of the choices.
 
     Attributes:
         keeps_ids: Every id is the slot that it stands for, and all slots hold experts.
@@ -63,7 +63,7 @@ class SlotTable:
             becomes one that is no slot either, and the dispatch finds it.
 
         Raises:
-            ValueError: On the CPU, an id is none.
+            ValueError: An id is not that of an expert or slot; on the CPU only.
         """
         num_ids, most = self._slots.shape
         ids = topk_idx.clamp(0, num_ids - 1)

@@ -87,12 +87,13 @@ class Dispatch:
     """One dispatch of all ranks.
 
     Args:
-        topk_idx: Of every rank, int64 `[T, K]`; T and K may differ between ranks. -1 is no choice.
+        topk_idx: Choices of every rank, int64 `[T, K]`; T and K may differ between ranks. -1 is no
+            choice.
         expert_rank: The rank of every expert.
         layout: Order of received rows.
         expert_alignment: Every expert begins at a multiple of this.
         num_places_per_expert: LOW_LATENCY: rows that every expert has, filled or not.
-        capacities: Of every rank; empty for no limits.
+        capacities: Capacity of every rank; empty for no limits.
         masked_ranks: Named by any rank: nothing goes to them or comes from them.
         counts_of_earlier: `PlanTensors.counts` of the dispatch that this one repeats (a cached one), which
             say what is kept; None where limits and masks do.
@@ -491,8 +492,8 @@ def sum_in_order(
     Args:
         terms: `[hidden]` each, of `arithmetic.accumulator_dtype`, in order.
         nodes: The node of every term.
-        own_node: Of the token; None where each sum is rounded.
-        dtype: Of the rows.
+        own_node: Node of the token; None where each sum is rounded.
+        dtype: Dtype of the rows.
 
     Returns:
         `[hidden]`, not rounded yet; 0.0 where there is nothing to add.

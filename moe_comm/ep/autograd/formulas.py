@@ -204,11 +204,12 @@ def dispatch_in_graph(
     """Give a dispatch of the buffer its gradient, where any of its ranks needs one.
 
     Args:
-        result: Of a dispatch without a cached handle; changed in place.
-        buffer: That moved the rows.
-        x: Of the dispatch.
-        topk_weights: What has the gradient of its weights, or None.
-        quantization: That of rows which it has quantized: they become `QuantizedRows`; else None.
+        result: Result of a dispatch without a cached handle; changed in place.
+        buffer: Buffer that moved the rows.
+        x: Rows of the dispatch.
+        topk_weights: Tensor that the gradient of its weights goes to, or None.
+        quantization: Quantization of rows that the dispatch has quantized, which become
+            `QuantizedRows`; else None.
         of_choices: The gradient of `topk_weights` by that of the weights that travelled, float
             `[num_tokens, num_topk]`; None where those are the same.
     """
@@ -254,13 +255,13 @@ def combine_in_graph(
     """Sums with their gradient, where any rank needs one.
 
     Args:
-        sums: Of a combine of the buffer.
-        word: What its ranks say of gradients.
-        buffer: That added the rows.
-        expert_out: Of the combine.
-        topk_weights: Of the combine, or None.
-        handle: Of the buffer.
-        link: That of the dispatch.
+        sums: Result of a combine of the buffer.
+        word: Word of the combine's ranks on gradients, united.
+        buffer: Buffer that added the rows.
+        expert_out: Rows of the combine.
+        topk_weights: Weights of the combine, or None.
+        handle: Handle of the buffer.
+        link: Link of the dispatch.
     """
     if not word & NEEDS_ANY:
         return sums
@@ -278,9 +279,9 @@ def tie_of(word: int, link: torch.Tensor, buffer: EpBuffer) -> torch.Tensor:
     """Return the tensor that a combine's backward goes on to: its dispatch's link, or the end of the graph.
 
     Args:
-        word: What the ranks of the combine say of gradients.
-        link: Of the dispatch.
-        buffer: Of both.
+        word: Word of the combine's ranks on gradients, united.
+        link: Link of the dispatch.
+        buffer: Buffer of both.
     """
     is_cut = word & (REACHES_DISPATCH | LEAVES_DISPATCH) == LEAVES_DISPATCH
     return buffer.gradient_anchor if is_cut or not link.requires_grad else link

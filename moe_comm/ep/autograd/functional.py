@@ -180,8 +180,8 @@ def combine(
     Args:
         expert_out: `[num_recv_tokens, hidden]`; any strides. Not changed in place before the backward
             where `topk_weights` are given.
-        handle: Of `dispatch`, or of `EpBuffer.dispatch` for rows that need no gradient.
-        buffer: That made the handle.
+        handle: Handle from `dispatch`, or from `EpBuffer.dispatch` for rows that need no gradient.
+        buffer: Buffer that made the handle.
         topk_weights: `[num_tokens, num_topk]`: each row is multiplied by its weight before it is
             added. EXPERT_MAJOR only.
 

@@ -28,7 +28,7 @@ def dispatch_word(rows: object, weights: object, *, is_traced: bool = False) -> 
 
     Args:
         rows: x, or the data of a pair. Rows of a dtype that combine does not add have no gradient.
-        weights: Of the choices, or None.
+        weights: Weights of the choices, or None.
         is_traced: Whether the call becomes part of a graph, which cannot wait for what others say: all
             that can have a gradient then needs one.
     """
@@ -56,9 +56,9 @@ def combine_word(
     """Return the word on gradients that this rank sends in a combine.
 
     Args:
-        rows: Of the combine.
-        weights: That it applies, or None.
-        link: Of the dispatch.
+        rows: Rows of the combine.
+        weights: Weights that it applies, or None.
+        link: Link of the dispatch.
         is_traced: As in `dispatch_word`; the backward of the dispatch then follows that of the combine.
     """
     if not torch.is_grad_enabled():

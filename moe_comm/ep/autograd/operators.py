@@ -152,12 +152,12 @@ def dispatch_rows(
     """Dispatch tensors of any strides, and leave no row undefined.
 
     Args:
-        buffer: That dispatches.
+        buffer: Buffer that dispatches.
         x: As in `EpBuffer.dispatch`.
-        x_sf: Of rows that are quantized already, or None.
+        x_sf: Scale factors of rows that are quantized already, or None.
         topk_idx: As in `EpBuffer.dispatch`.
         topk_weights: As in `EpBuffer.dispatch`.
-        options: Of `EpBuffer.dispatch`.
+        options: Options of `EpBuffer.dispatch`.
     """
     rows = x if x_sf is None else (x, x_sf)
     result = buffer.run_dispatch(rows, topk_idx, topk_weights, None, options, True)

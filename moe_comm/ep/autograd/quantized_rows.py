@@ -206,6 +206,6 @@ def wrap_rows(
         nominal: `[M, hidden]` of the nominal dtype; its values are not read.
         data: float8_e4m3fn `[M, hidden]`.
         sf: Scale factors.
-        quantization: Of both.
+        quantization: Quantization of `data` and `sf`.
     """
     return _apply_wrap(nominal, data, sf, *encode_quantization(quantization))

@@ -38,7 +38,7 @@ class Operation(Protocol[OutputT_co]):
     """An operation that may still be in flight.
 
     Attributes:
-        early: Of an operation that is not asynchronous, its output, for the caller's stream. Of any
+        early: Output of an operation that is not asynchronous, for the caller's stream. For any
             other, an output whose x, x_sf and topk_weights are there already, though their rows may
             not have arrived, or None where shapes are not known before the end.
     """
@@ -138,7 +138,7 @@ class PlanTensors:
         num_recv_tokens: Rows of this rank's result, padding included.
         asked: int64 `[1 + num_local_experts]`: rows that this rank's result would have, padding
             included, and choices of every local expert, if no capacity and no mask dropped any.
-        hash: By which ranks compare handles, 0 for that of its counts.
+        hash: Hash by which ranks compare handles, 0 for that of its counts.
     """
 
     counts: torch.Tensor
@@ -225,9 +225,9 @@ class DispatchOutput(Ended):
         expert_offsets: int32 `[num_local_experts + 1]`, padded starts, last is the padded total.
         wait_ns: int64 `[num_ranks]`, nanoseconds this rank waited for each rank; zeros where the
             backend cannot tell.
-        plan: For the handle.
+        plan: Plan for the handle.
         status: See `DispatchResult.status`.
-        gradients: What the ranks say of gradients, united; see `moe_comm.ep.gradients`.
+        gradients: Word of all ranks on gradients, united; see `moe_comm.ep.gradients`.
     """
 
     x: torch.Tensor
@@ -341,8 +341,8 @@ class Backend(abc.ABC):
         Args:
             x: As in `EpBuffer.dispatch`, as are the next two.
             topk_idx: None with a plan.
-            topk_weights: Of the choices, or None.
-            plan: Of a cached dispatch; of this backend.
+            topk_weights: Weights of the choices, or None.
+            plan: Plan of a cached dispatch, made by this backend, or None.
             options: As the caller gave them, of any types.
 
         Returns:
@@ -375,7 +375,7 @@ class Backend(abc.ABC):
 
         Args:
             x: `[M, hidden]` rows of this rank's experts, or None to pull only weights.
-            plan: Of the dispatch that brought the rows.
+            plan: Plan of the dispatch that brought the rows.
             topk_weights: `[num_tokens, num_topk]`, applied while adding (not RANK_MAJOR), or None.
             row_weights: `[M]` (EXPERT_MAJOR, LOW_LATENCY) or `[M, num_topk]` (RANK_MAJOR), pulled to
                 `[num_tokens, num_topk]`, or None.
@@ -397,10 +397,10 @@ class Backend(abc.ABC):
 
         Args:
             x: As in `EpBuffer.combine`, as are the others.
-            plan: Of this backend.
+            plan: Plan of this backend.
             topk_weights: Applied while adding, or None.
             row_weights: Pulled, or None.
-            out: To write the sums to, or None.
+            out: Tensor to write the sums to, or None.
             options: As the caller gave them, of any types.
             as_sums: Return the sums and what all ranks say of gradients, where it is not asynchronous, with
                 no more around them: a decode step sees what an object costs.
@@ -451,7 +451,7 @@ class Backend(abc.ABC):
         there are no replicas to balance.
 
         Args:
-            placement: With as many slots a rank as the configuration's; None for slots.
+            placement: Placement with as many slots a rank as the configuration's; None to take slots.
         """
         raise NotImplementedError(f"the {self.name} backend has no balanced replicas")
 

@@ -68,8 +68,8 @@ def agree_on_config(peers: Peers, config: EpConfig, backend_name: str) -> torch.
         int32 `[num_experts]`, the rank of every expert.
 
     Raises:
-        ValueError: On every rank, where a rank's configuration differs or does not fit the number of
-            ranks; the message has both values.
+        ValueError: A rank's configuration differs or does not fit the number of ranks; on every
+            rank, and the message has both values.
     """
     error: Exception | None = None
     expert_rank = torch.empty(0)

@@ -271,17 +271,17 @@ class CollectiveBackend(Backend):
         """Exchange the row of a call.
 
         Args:
-            call: What ranks must agree on.
+            call: Text that says what ranks must agree on.
             error: Why this rank cannot take part.
             asked: int32 `[E + R + 2]`, see `collective_capacity.ask`; None where a plan is known.
-            gradients: What this rank says of gradients.
+            gradients: Word of this rank on gradients.
 
         Returns:
             int32 `[R, E + R + 2]`, those of every rank, and what all say of gradients.
 
         Raises:
-            Exception: On every rank: `error` of some rank, or ValueError where calls differ or what
-                is said of gradients clashes.
+            Exception: `error` of some rank, or ValueError if calls differ or words on gradients
+                clash; on every rank.
         """
         row = torch.zeros(_NUM_HEADER_WORDS + self._num_counts, dtype=torch.int64)
         row[0] = _STATUS_OK if error is None else _STATUS_REJECTED

@@ -42,10 +42,10 @@ def ask(
 
     Args:
         topk_idx: int64 `[T, K]`, contiguous.
-        placement: Of the experts.
-        capacity: Of the call on this rank.
+        placement: Placement of the experts.
+        capacity: Capacity of the call on this rank.
         masked_ranks: LOW_LATENCY: ranks that it leaves out.
-        replicas: Where choices are of logical experts.
+        replicas: Replicas of the experts, if choices are of logical experts.
 
     Raises:
         ValueError: An id is outside `[-1, E)`.
@@ -77,11 +77,11 @@ def decide(
     Args:
         asked: int32 `[R, E + R + 2]`: what every rank has asked for.
         rank_idx: This rank.
-        placement: Of the experts.
-        layout: Of the rows.
-        arrangement: Of the rows.
-        capacity: Of this rank; only what is equal on every rank is read.
-        row_bytes: Of a row on arrival, for a CapacityError.
+        placement: Placement of the experts.
+        layout: Layout of the rows.
+        arrangement: Arrangement of the rows.
+        capacity: Capacity of this rank; only what is equal on every rank is read.
+        row_bytes: Bytes of a row on arrival, for a CapacityError.
 
     Raises:
         CapacityError: Something is beyond a limit that raises; on every rank.

@@ -61,8 +61,8 @@ class CollectivePlan(PlanTensors):
             layout: As in `PlanTensors`.
             expert_alignment: As in `PlanTensors`.
             rank_idx: This rank.
-            placement: Of the experts.
-            arrangement: Of the rows.
+            placement: Placement of the experts.
+            arrangement: Arrangement of the rows.
 
         Raises:
             ValueError: `counts` and `topk_idx` do not fit each other or the placement.

@@ -67,8 +67,8 @@ class RowMover:
     """Moves what a plan says, over one transport. Every method is collective.
 
     Args:
-        transport: Of the buffer.
-        placement: Of the experts.
+        transport: Transport of the buffer.
+        placement: Placement of the experts.
         node_reduction: How sums are added where not row by row.
     """
 
@@ -98,7 +98,7 @@ class RowMover:
             x: `[T, hidden]`, any dtype, contiguous.
             sf: `[T, num_scales]`, any strides, or None.
             topk_weights: `[T, K]`, or None.
-            plan: Of the dispatch.
+            plan: Plan of the dispatch.
             is_cached: It is not the one that made the plan.
         """
         has_ids = plan.layout is Layout.RANK_MAJOR and not is_cached

@@ -36,8 +36,8 @@ class CollectiveTransport:
     """Collectives of one buffer, on a group of its own, so that buffers do not wait for each other.
 
     Args:
-        group: Whose ranks, and whose torch.distributed backend; None for the default group.
-        bootstrap: Of the communicator. One rank needs no torch.distributed.
+        group: Group of the ranks, whose torch.distributed backend is used; None for the default group.
+        bootstrap: Bootstrap of the communicator. One rank needs no torch.distributed.
         timeout_s: Limit of every collective.
 
     Raises:

@@ -78,7 +78,7 @@ class _Route:
     """Route of the rows of a plan, known once they have travelled.
 
     Args:
-        generation: Of the transport that `handle` belongs to.
+        generation: Generation of the transport that `handle` belongs to.
         handle: DeepEP's.
         origin: int64 `[M]`, the arriving (row, choice) that every row of the window is, as
             `row * K + choice`; -1 in padding. None for RANK_MAJOR, whose rows are as they arrive.
@@ -93,10 +93,10 @@ class DeepEpRows(RowMover):
     """Moves what a plan says, over DeepEP. Every method is collective.
 
     Args:
-        transport: Of the buffer; says who knows a plan's route.
-        placement: Of the experts.
+        transport: Transport of the buffer; says who knows a plan's route.
+        placement: Placement of the experts.
         num_local_experts: Most experts of one rank.
-        row_bytes: Of the rows to expect, 0 if not known.
+        row_bytes: Bytes of a row to expect, 0 if not known.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Arrival:
         rows: m of them.
         topk_idx: int64 `[m, K]`, local experts, -1 elsewhere.
         topk_weights: `[m, K]`, 0 where the choice is not local, or None.
-        handle: For `multicast_again` and `reduce`; DeepEP's.
+        handle: DeepEP's handle, for `multicast_again` and `reduce`.
     """
 
     rows: Rows
@@ -99,9 +99,9 @@ class DeepEpTransport:
     """Moves rows over one DeepEP buffer, which grows to the widest row. Every method is collective.
 
     Args:
-        group: Of the ranks, used by nobody else.
+        group: Group of the ranks, used by nobody else.
         num_local_experts: Most experts of one rank; expert ids here are `rank * that + local`.
-        row_bytes: Of the rows to expect, 0 if not known.
+        row_bytes: Bytes of a row to expect, 0 if not known.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_local_experts: int, row_bytes: int) -> None:

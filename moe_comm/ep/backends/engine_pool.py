@@ -21,7 +21,7 @@ class Lease(Generic[EngineT]):
 
     Args:
         engine: A group of torch.distributed, a communicator of MPI.
-        kept: Where it came from.
+        kept: Pool that it came from.
         idx: Its number there, the same on every rank.
     """
 
@@ -39,8 +39,8 @@ class EnginePool(Generic[EngineT]):
     """Engines made for buffers of the same ranks; equal indices are one engine on all its ranks.
 
     Args:
-        kinds: What tells an engine from others, also of those that this rank could not make.
-        made: Those that it has, by index.
+        kinds: Kind of every engine, by index, also of those that this rank could not make.
+        made: Engines that this rank has, by index.
         idle: Indices of those that no buffer of this rank uses.
     """
 
@@ -54,8 +54,8 @@ class EnginePool(Generic[EngineT]):
         """One of that kind that is idle on every rank, or a new one. Collective.
 
         Args:
-            kind: Of the engine.
-            all_gather: Of the ranks that share these engines.
+            kind: Kind of the engine.
+            all_gather: Function that gathers from the ranks that share these engines.
             make: Makes one. Collective.
         """
         fitting = [idx for idx in sorted(self.idle) if self.kinds[idx] == kind]

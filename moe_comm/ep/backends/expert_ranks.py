@@ -85,7 +85,7 @@ def local_topk_idx(
     Args:
         topk_idx: int64 `[n, K]`.
         rank_idx: int64 `[n]`, the rank of every row.
-        placement: Of the experts.
+        placement: Placement of the experts.
     """
     chosen = topk_idx.clamp(min=0)
     is_there = (topk_idx >= 0) & (placement.expert_rank[chosen] == rank_idx.unsqueeze(1))

@@ -62,7 +62,7 @@ def describe_config(config: EpConfig, backend: str, expert_rank: torch.Tensor) -
     """Describe what ranks must agree on in a buffer: the backend and every field, as text.
 
     Args:
-        config: Of the buffer.
+        config: Configuration of the buffer.
         backend: Its name.
         expert_rank: The placement, resolved.
     """

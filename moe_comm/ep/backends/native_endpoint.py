@@ -194,7 +194,7 @@ class NativeEndpoint(Protocol):
         Args:
             slot_expert: The expert in every slot of all ranks, -1 for an empty one; None where choices
                 are slots.
-            num_experts: Whose ids choices are.
+            num_experts: Number of experts whose ids choices are.
             num_local_ranks: Ranks of a node, consecutive ones.
         """
 
@@ -220,17 +220,17 @@ class Settings:
 
     Args:
         group: The communicator's native part.
-        num_experts: Of the buffer.
-        num_max_tokens: Of one rank; -1 for any.
+        num_experts: Experts of the buffer.
+        num_max_tokens: Most tokens of one rank; -1 for any.
         expert_rank: Rank of every expert.
         depth: Operations in flight.
         num_low_latency_windows: See `EpConfig`.
         node_reduction: See `EpConfig`.
         rank_reduction: See `EpConfig`.
         balances_replicas: Whether `NativeEndpoint.balance_replicas` may be told of a placement.
-        agreed: What must be equal on every rank, as (name, value).
+        agreed: Values that must be equal on every rank, as (name, value).
         num_max_topk: Choices of a token; 0 for any.
-        max_row_bytes: Of a row with its scale factors; 0 for any.
+        max_row_bytes: Most bytes of a row with its scale factors; 0 for any.
         hidden: Elements of a row; 0 for any.
         row_type: Dtype of rows as a number (`native_dtypes`); 0 for any.
     """

@@ -112,11 +112,11 @@ class NativeDispatchOutput(_Issued):
 
     Args:
         native: The dispatch.
-        endpoint: Of its buffer.
-        dtype: Of the rows that were sent.
-        scales: Of rows that travel quantized, or None.
+        endpoint: Endpoint of its buffer.
+        dtype: Dtype of the rows that were sent.
+        scales: Scale factors of rows that travel quantized, or None.
         is_early: See `Operation.early`: False where shapes are not known before the end.
-        brought: What came along, or None: made when looked at.
+        brought: Parts of the result that came along, or None: made when looked at.
     """
 
     __slots__ = ("_dtype", "_endpoint", "_gradients", "_made", "_plan", "_scales", "_x")

@@ -35,7 +35,7 @@ def describe_scales(
 
     Args:
         x: Rows.
-        x_sf: Of rows that are quantized already, or None.
+        x_sf: Scale factors of rows that are quantized already, or None.
         quantization: None: `x_sf` travels as it is.
     """
     if x_sf is not None:

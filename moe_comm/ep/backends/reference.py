@@ -48,7 +48,7 @@ class ReferencePlan(PlanTensors):
     """A plan that is its tensors.
 
     Args:
-        dispatch: Of all ranks, which the plan is a part of; None where it was imported.
+        dispatch: Dispatch of all ranks, which the plan is a part of; None if the plan was imported.
     """
 
     dispatch: spec.Dispatch | None

@@ -40,8 +40,8 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
     """The engine that joins this rank to its rail, for one buffer. Collective over all living ranks.
 
     Args:
-        communicator: Whose ranks. Its rail "auto" means gloo where its group has that for CPU tensors,
-            else sockets.
+        communicator: Communicator of the ranks. Its rail "auto" means gloo if its group has that
+            for CPU tensors, else sockets.
 
     Returns:
         The engine, which belongs to the caller. None for the communicator's own sockets: asked for,
@@ -49,8 +49,8 @@ def make_rail(communicator: RailOwner) -> RailEngine | None:
         other engine cannot be set up.
 
     Raises:
-        ValueError: On every rank, where ranks ask for different engines (both named) or one of them
-            cannot use the engine, or fails to set it up.
+        ValueError: Ranks ask for different engines (both named), or one of them cannot use the
+            engine or fails to set it up; on every rank.
     """
     if communicator.nodes.num_nodes == 1:
         return None

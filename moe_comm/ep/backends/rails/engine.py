@@ -24,9 +24,9 @@ class Peers:
 
     Args:
         rank_idx: This rank.
-        nodes: Who shares a node with whom.
+        nodes: Layout that says which ranks share a node.
         native: The communicator's native part.
-        all_gather: Of Python objects between all ranks.
+        all_gather: Function that gathers Python objects from all ranks.
     """
 
     rank_idx: int
@@ -49,7 +49,7 @@ class RailEngine(abc.ABC):
     """A rail whose bytes threads of this process move with an engine's own calls.
 
     Args:
-        name: Of the engine.
+        name: Name of the engine.
         peers: The ranks.
 
     The threads are daemons, so that a peer that never answers does not keep the process from leaving.

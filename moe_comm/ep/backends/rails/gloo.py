@@ -32,7 +32,7 @@ def gloo_problem(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
 
     Args:
         group: Behind the communicator; None where there is none.
-        num_ranks: Of the communicator.
+        num_ranks: Ranks of the communicator.
     """
     if group is None:
         return "the gloo rail needs a torch.distributed group, and this communicator has none"

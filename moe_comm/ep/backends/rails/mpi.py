@@ -25,9 +25,9 @@ class MpiPlace(NamedTuple):
     """Position of a process in MPI.
 
     Args:
-        job: Of the launcher, "" where it does not say.
-        rank: In MPI_COMM_WORLD.
-        size: Of MPI_COMM_WORLD.
+        job: Job of the launcher, "" if it does not say.
+        rank: Rank in MPI_COMM_WORLD.
+        size: Size of MPI_COMM_WORLD.
     """
 
     job: str
@@ -98,10 +98,10 @@ class MpiEngine(RailEngine):
 
     Args:
         peers: The ranks.
-        places: Of every rank in MPI.
+        places: Place of every rank in MPI.
 
     Raises:
-        ValueError: On every rank, where they are not processes of one MPI job.
+        ValueError: The ranks are not processes of one MPI job; on every rank.
     """
 
     def __init__(self, peers: Peers, places: Sequence[MpiPlace]) -> None:
