@@ -47,7 +47,7 @@ class FirstError:
     kept in one place, which gives it away when it is raised.
 
     Args:
-        error: What is wrong already, or None.
+        error: Error that is known already, or None.
 
     Example:
         with FirstError() as first:
@@ -110,8 +110,8 @@ def agree(
 
     Args:
         all_gather: Every rank's object, in rank order.
-        problem: What is wrong on this rank.
-        mine: What the others are told; not sent where there is a problem.
+        problem: Problem of this rank, or None.
+        mine: Data that the others are told; not sent if there is a problem.
 
     Returns:
         Every rank's `mine`, in rank order.
@@ -131,9 +131,9 @@ def make_together(
 
     Args:
         all_gather: Every rank's object, in rank order.
-        problem: What is wrong on this rank.
-        what: Is made.
-        mine: What the others are told besides.
+        problem: Problem of this rank, or None.
+        what: Name of what is made.
+        mine: Data that the others are told besides.
 
     Returns:
         Every rank's `mine`, in rank order.
@@ -151,8 +151,8 @@ def raise_together(problems: Iterable[Problem], own: Problem = None) -> None:
     """Raise on every rank what any rank found wrong.
 
     Args:
-        problems: Of all ranks, in order.
-        own: That of this rank, as the cause of what it raises.
+        problems: Problems of all ranks, in order.
+        own: Problem of this rank, as the cause of what it raises.
 
     Raises:
         Exception: Some rank has a problem; the message names all that have. Its type is that of the
@@ -174,7 +174,7 @@ def raise_different(what: str, said: Sequence[Mapping[str, object] | None]) -> N
 
     Args:
         what: Begins the message, such as "ranks ask for different rails".
-        said: Of all ranks, by name, what must be equal; None for a rank that takes no part.
+        said: Values that must be equal, by name, of all ranks; None for a rank that takes no part.
 
     Raises:
         ValueError: Something differs; both values are named, and who says them.
@@ -194,7 +194,7 @@ def raise_unequal(what: str, said: Sequence[str | None], shown: Callable[[str], 
 
     Args:
         what: Begins the message.
-        said: Of all ranks, what each is in; None for a rank that takes no part.
+        said: Text of every rank on what it is in; None for a rank that takes no part.
         shown: How the message has it.
 
     Raises:
@@ -217,9 +217,9 @@ def mismatched_transfers(
     """The transfers from one rank to another whose two ends are not alike.
 
     Args:
-        sent: By what names a transfer on both ranks, what its sender has.
-        received: What its receiver has.
-        stated: What of an end must equal that of the other: its bytes, its dtype.
+        sent: Sender's end of every transfer, by a name that is the same on both ranks.
+        received: Receiver's end of every transfer, by the same name.
+        stated: Part of an end that must equal that of the other: its bytes, its dtype.
 
     Returns:
         (name, end of the sender, end of the receiver), None for an end that is missing: in the order of

@@ -50,11 +50,11 @@ def choose_backend(
     """The backend, chosen where it is "auto", and the ranks of a node. Equal on every rank.
 
     Args:
-        backend: What the ranks ask for.
+        backend: Backend that the ranks ask for.
         rail: Likewise.
         check_messages: Likewise.
-        device: Where rows live.
-        places: Of all ranks.
+        device: Device where rows live.
+        places: Places of all ranks.
 
     Raises:
         ValueError: The ranks lie where this backend cannot serve them.

@@ -155,7 +155,7 @@ class RankThreads:
         """Every thread's `item`, in rank order. Called by every rank's thread.
 
         Args:
-            rank_idx: Of the thread.
+            rank_idx: Rank of the thread.
             item: Is not copied.
             arrival_timeout_s: Limit for the other threads' coming; they are named in a warning of
                 the logger `moe_comm` once a minute before.

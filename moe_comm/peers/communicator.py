@@ -120,8 +120,8 @@ class Communicator(ElasticRanks, Destroyable):
         group: A `torch.distributed` group of any backend; None for the default group, or for a
             single rank when torch.distributed was never initialized; or a `Bootstrap`, such as
             `RankThreads(n)[i]` for ranks as threads of one process.
-        device: Where rows live: "cpu", or "cuda" for the current GPU of this process ("cuda:1" for
-            another); with the host backend any device of torch. Ranks may share a GPU.
+        device: Device where rows live: "cpu", or "cuda" for the current GPU of this process
+            ("cuda:1" for another); with the host backend any device of torch. Ranks may share a GPU.
         parent: A wider communicator that contains every rank of this one: share its heap, sockets
             and service thread.
         num_local_ranks: Ranks per node, the same on every rank: consecutive ranks share a node, and
@@ -142,15 +142,16 @@ class Communicator(ElasticRanks, Destroyable):
         num_threads: Threads that copy and add rows for this rank, >= 1; None for the cores available
             divided by the ranks on this machine.
         with_huge_pages: Ask for 2 MiB pages.
-        num_sms: With a GPU: SMs that the kernels of one buffer take on this rank, >= 1, the same on
+        num_sms: SMs that the kernels of one buffer take on this rank, with a GPU: >= 1, the same on
             every rank; None for 24, or a rank's share of half its GPU where that is less. Those of
             all ranks and buffers on one GPU must fit it at once.
-        rail: What moves rows between nodes with the host backend, the same on every rank: "gloo"
-            (torch.distributed), "mpi" (mpi4py), "sockets" (the communicator's own) or "auto". Of no
-            use with one node.
-        check_messages: With the host backend, the same on every rank: every message of a dispatch or
-            combine between nodes carries a checksum, and one that was damaged on the way is a
-            `PeerFailedError` on every rank, which names the rank it came from. Of no use with one node.
+        rail: Engine that moves rows between nodes with the host backend, the same on every rank:
+            "gloo" (torch.distributed), "mpi" (mpi4py), "sockets" (the communicator's own) or
+            "auto". Of no use with one node.
+        check_messages: Whether every message of a dispatch or combine between nodes carries a
+            checksum, with the host backend; the same on every rank. A message that was damaged on
+            the way is then a `PeerFailedError` on every rank, which names the rank it came from. Of
+            no use with one node.
 
     Raises:
         ValueError: An argument breaks a rule above, on every rank when it is only one rank's.
@@ -448,11 +449,11 @@ class Communicator(ElasticRanks, Destroyable):
         """Every rank's payload, of ranks that are in the same call. Collective.
 
         Args:
-            call: What exchanges: the name of a public call, without a NUL.
-            payload: Of this rank.
+            call: Name of the public call that exchanges, without a NUL.
+            payload: Payload of this rank.
 
         Returns:
-            In rank order; b"" for failed ranks.
+            Payloads in rank order; b"" for failed ranks.
 
         Raises:
             ValueError: Ranks are in different calls, or one rejects its own; on every rank.
@@ -536,8 +537,8 @@ class Communicator(ElasticRanks, Destroyable):
         that this communicator has, or used last.
 
         Args:
-            call: What this rank has called now.
-            reject: Of the buffer whose operation it has called, as `EpBuffer.reject`; None for none.
+            call: Name of the call that this rank makes now.
+            reject: `EpBuffer.reject` of the buffer whose operation it has called; None for none.
         """
         for missed in missed_calls.take():
             error = missed.as_peer_error(call)
@@ -565,7 +566,7 @@ class Communicator(ElasticRanks, Destroyable):
 
         Args:
             *shape: Sizes, each >= 0; none for a 0-dim tensor.
-            dtype: Of the elements.
+            dtype: Dtype of the elements.
 
         Raises:
             ValueError: A size is negative, or the backend has no heap.
@@ -636,8 +637,8 @@ class Communicator(ElasticRanks, Destroyable):
         Tensors already handed out stay valid.
 
         Raises:
-            ValueError, TypeError, PeerFailedError, PeerTimeoutError: What `EpBuffer.destroy` of a
-                buffer raises. Everything has been released.
+            ValueError, TypeError, PeerFailedError, PeerTimeoutError: Errors that `EpBuffer.destroy`
+                of a buffer raises. Everything has been released.
         """
         if self._destroyed:
             return

@@ -25,9 +25,9 @@ class DeviceIdentity:
     Args:
         uuid: The same in every process that sees the device.
         name: Model.
-        num_sms: Of the device.
-        device_idx: In the rank's own numbering.
-        process_id: Of the rank; ranks may be threads of one process.
+        num_sms: SMs of the device.
+        device_idx: Index in the rank's own numbering.
+        process_id: Id of the rank's process; ranks may be threads of one process.
     """
 
     uuid: bytes
@@ -99,7 +99,7 @@ def max_connections(own: DeviceIdentity, devices: Sequence[DeviceIdentity]) -> i
 
     Args:
         own: GPU of the rank.
-        devices: Of all ranks, its own among them.
+        devices: Devices of all ranks, its own among them.
     """
     sharing = [
         each for each in devices if (each.uuid, each.process_id) == (own.uuid, own.process_id)

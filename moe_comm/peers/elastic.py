@@ -48,7 +48,7 @@ class Shrunk(Generic[CommunicatorT]):
     """Result of a shrink, with which the survivors go on.
 
     Args:
-        communicator: Of the survivors, numbered in their old order.
+        communicator: Communicator of the survivors, numbered in their old order.
         failed_ranks: Old numbers of the ranks that are no part of it: those that a survivor reported
             or knows to have died or left.
         completed_epochs: Last epoch that completed on every survivor, by buffer or batched copy of the
@@ -67,7 +67,7 @@ class Grown(Generic[CommunicatorT]):
     """Result of a growth, with which all ranks go on, those that were there and those that joined.
 
     Args:
-        communicator: Of all of them.
+        communicator: Communicator of all of them.
         former_ranks: Old number of every rank of `communicator`, -1 for those that joined.
         new_ranks: Numbers in `communicator` of those that joined, ascending.
     """
@@ -153,9 +153,9 @@ class ElasticRanks:
         Args:
             failed_ranks: Ranks to leave behind, such as `error.ranks`; survivors may report different
                 ones. The dead need not be named.
-            num_local_ranks: Of a node of the new communicator; None for one node if this one has one,
-                else for the most that leave old nodes whole or divide them: those before the first of
-                several shrinks.
+            num_local_ranks: Ranks of a node of the new communicator; None for one node if this one
+                has one, else for the most that leave old nodes whole or divide them: those before
+                the first of several shrinks.
             require_majority: Go on only if the survivors are more than half of the ranks that are not
                 known to have ended, or half of them with the lowest: so never two groups go on. A rank
                 of another node that answers no more may live. False: the caller knows better.
@@ -225,8 +225,8 @@ class ElasticRanks:
                 `TCPStore`; or "host:port", where rank 0 listens for the time of the call: at an
                 address of its machine, and no other.
             num_new_ranks: How many processes join, >= 1.
-            num_local_ranks: Of a node of the new communicator; None for that of this one if it has
-                several nodes, else for what the machines tell.
+            num_local_ranks: Ranks of a node of the new communicator; None for those of this one if
+                it has several nodes, else for what the machines tell.
             timeout_s: Limit for their coming, and for each step after it.
 
         Raises:

@@ -29,10 +29,10 @@ def gather_objects(
             an item may be longer; equal on every rank. None: an item is one payload.
 
     Returns:
-        In rank order; None of ranks that are excluded.
+        Items in rank order; None for ranks that are excluded.
 
     Raises:
-        CommunicationError: What came of a rank is damaged; it is named.
+        CommunicationError: Data of a rank are damaged; the rank is named.
     """
     mine = encode_plain(item)
     if piece_bytes is None:
@@ -67,7 +67,7 @@ def decode_all(said: Sequence[bytes]) -> list[Any]:
     """Decode the data of the ranks from `encode_plain`, in rank order; None for a rank that sent nothing.
 
     Raises:
-        CommunicationError: What came of a rank is damaged; it is named.
+        CommunicationError: Data of a rank are damaged; the rank is named.
     """
     return [_decoded(rank_idx, data) if data else None for rank_idx, data in enumerate(said)]
 
@@ -91,7 +91,7 @@ def gather_objects_of_group(group: dist.ProcessGroup | None, item: Any) -> list[
         item: Can be pickled.
 
     Returns:
-        In rank order of the group.
+        Items in rank order of the group.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, item, group=group)

@@ -11,16 +11,16 @@ class HeapStats:
 
     Args:
         segment_bytes: Sum over segments.
-        resident_bytes: Of those, backed by memory (`trim()` gives the rest back).
-        live_bytes: In windows that a tensor or an operation holds.
+        resident_bytes: Bytes of segments that are backed by memory (`trim()` gives the free ones back).
+        live_bytes: Bytes in windows that a tensor or an operation holds.
         quarantined_bytes: Kept aside after an abort, until `recover()`.
         peak_live_bytes: Most `live_bytes` so far.
         num_segments: Segments.
         num_windows: Windows held.
         num_allocations: Windows handed out since the heap was made.
         num_growths: Segments added since the heap was made.
-        huge_page_bytes: In 2 MiB pages, as the kernel reports them.
-        peer_segment_bytes: Of peers' segments mapped here; their memory, not this rank's.
+        huge_page_bytes: Bytes in 2 MiB pages, as the kernel reports them.
+        peer_segment_bytes: Bytes of peers' segments mapped here; their memory, not this rank's.
     """
 
     segment_bytes: int

@@ -30,8 +30,9 @@ class MissedCall(NamedTuple):
 
     Args:
         operation: "dispatch" or "combine" of a buffer, `GATHER` for an exchange of the communicator.
-        kind: Of the error that peers get.
-        text: Of the error that this rank raised, which itself would keep its frames and all they hold.
+        kind: Type of the error that peers get.
+        text: Text of the error that this rank raised, which itself would keep its frames and all
+            they hold.
     """
 
     operation: str
@@ -72,7 +73,7 @@ class Telling:
     Args:
         tell: Called with `place`, if there is one, and the error. Raises what every rank raises, as
             `EpBuffer.reject` does; where it returns, as `keep` does, the error is raised on this rank alone.
-        place: What peers are in, as `tell` takes it.
+        place: Call that peers are in, as `tell` takes it; None for none.
         untold: Errors that every rank raises of itself, and peers do not hear of.
 
     Example:

@@ -28,9 +28,9 @@ def connect_group(
     """Connect the ranks, each with a heap of its own, or as a child over the parent's. Collective.
 
     Args:
-        bootstrap: Of the ranks.
-        options: Of the communicator.
-        places: Of all ranks.
+        bootstrap: Bootstrap of the ranks.
+        options: Options of the communicator.
+        places: Places of all ranks.
         num_local_ranks: Ranks of a node.
         parent: The native group of the parent, or None.
 

@@ -64,7 +64,7 @@ class Machine:
 
     Args:
         boot: Equal for processes that run on the same cores.
-        network_namespace: Where abstract sockets are seen.
+        network_namespace: Namespace in which abstract sockets are seen.
     """
 
     boot: str
@@ -89,7 +89,7 @@ class RankPlace:
     """Statement of a rank about the place where it runs.
 
     Args:
-        machine: Of its process.
+        machine: Machine of its process.
         declared: Its `num_local_ranks` argument.
         launched: Ranks on its node by the launcher's environment, None where that says nothing
             about this group.
@@ -138,7 +138,7 @@ def agree_on_nodes(places: Sequence[RankPlace], with_launcher: bool, must_fit: b
     told where that agrees with the machines, else the machines.
 
     Args:
-        places: Of all ranks.
+        places: Places of all ranks.
         with_launcher: Whether the launcher may make several nodes of one machine.
         must_fit: Whether ranks placed unevenly are an error.
 

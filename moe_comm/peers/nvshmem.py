@@ -75,8 +75,8 @@ def agree(bootstrap: Bootstrap) -> bytes:
     """The unique id by which ranks meet in NVSHMEM; b"" where they have met before. Collective.
 
     Raises:
-        ValueError: On every rank: one lacks what kernels were linked with, two are threads of one
-            process, or some have met other ranks before.
+        ValueError: A rank lacks what kernels were linked with, two are threads of one process, or
+            some have met other ranks before; on every rank.
     """
     reason = unusable_reason()
     unique_id = b""

@@ -130,7 +130,7 @@ def decode_plain(data: bytes, whose: str) -> Any:
 
     Args:
         data: As it came.
-        whose: Where it came from, for the message.
+        whose: Source of `data`, for the message.
 
     Raises:
         ValueError: It is damaged, or something else; the message begins with `whose`.

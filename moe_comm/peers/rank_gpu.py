@@ -27,7 +27,7 @@ class RankGpu:
         device: "cuda" for the current GPU of this process.
         num_sms: SMs for the kernels of one buffer; None for the parent's, else for what the GPUs
             allow.
-        parent: Of the communicator's parent, whose heap and SMs these are; or None.
+        parent: GPU of the communicator's parent, whose heap and SMs these are; or None.
 
     Raises:
         ValueError: This process cannot use the GPU.
@@ -55,11 +55,11 @@ class RankGpu:
         """Learn which rank has which GPU. Collective.
 
         Args:
-            bootstrap: Of the communicator.
+            bootstrap: Bootstrap of the communicator.
             local_ranks: Ranks of this node, whose GPUs must reach each other.
 
         Raises:
-            UnreachableGpusError: On every rank, where two of a node do not.
+            UnreachableGpusError: The GPUs of two ranks of a node do not reach each other; on every rank.
         """
         self._devices = bootstrap.all_gather(self._own)
         if self._num_sms is None:
@@ -80,13 +80,13 @@ class RankGpu:
         """Make this rank's memory on its GPU, which peers can open; a child's is its parent's. Collective.
 
         Args:
-            native: Of the communicator; destroyed where this raises.
-            bootstrap: Of the communicator.
+            native: Native group of the communicator; destroyed if this raises.
+            bootstrap: Bootstrap of the communicator.
             max_heap_bytes: As in `Communicator`.
-            nvshmem_id: By which ranks of several nodes meet (`nvshmem.agree`); None within a node.
+            nvshmem_id: Id by which ranks of several nodes meet (`nvshmem.agree`); None within a node.
 
         Raises:
-            ValueError: On every rank, where one cannot.
+            ValueError: A rank cannot make its memory; on every rank.
         """
         if self._owner is not self:
             self._heap = self._owner.heap

@@ -49,8 +49,8 @@ class Invitation:
     """Invitation to a process that comes.
 
     Args:
-        prefix: Of the keys of this growth.
-        position: Which of those that come it is.
+        prefix: Prefix of the keys of this growth.
+        position: Index of the process among those that come.
         rank_idx: Its rank in the grown communicator.
         former_ranks: Old number of every rank, -1 for those that come.
         timeout_s: Limit for every exchange.
@@ -127,7 +127,7 @@ def host_store(host: str, port: int, timeout_s: float) -> tuple[Store, int]:
     """A store that listens at an interface of this machine, and at no other.
 
     Args:
-        host: Of the interface.
+        host: Address of the interface.
         port: 0 for any that is free.
         timeout_s: Limit for what waits in the store.
 
@@ -215,7 +215,7 @@ class JoiningRank:
     """The bootstrap of a process that comes.
 
     Args:
-        store: Of `open_store`.
+        store: Store from `open_store`.
         wish: The rank it asks for, or None.
         timeout_s: Limit for being called.
 
@@ -345,8 +345,8 @@ class JoiningRanks:
     """The bootstrap of a living rank: its old sockets, and the store behind the lowest one.
 
     Args:
-        native: Of the old communicator, whose ranks have agreed to grow.
-        host: On the lowest living rank, else None.
+        native: Native group of the old communicator, whose ranks have agreed to grow.
+        host: Host of the growth, on the lowest living rank; else None.
         timeout_s: Limit for every exchange.
     """
 
@@ -365,7 +365,7 @@ class JoiningRanks:
 
         Raises:
             PeerTimeoutError: Too few came in time, on every rank.
-            ValueError: What they ask for cannot be, on every rank.
+            ValueError: Processes that come ask for what cannot be; on every rank.
         """
         wishes: list[int | None] = self._in_step(
             lambda host: host.wishes(), lambda host: host.missing_text
@@ -433,7 +433,7 @@ class JoiningRanks:
         Collective over the living.
 
         Args:
-            why: What this rank knows.
+            why: Reason that this rank knows.
         """
         if self._host is not None:
             why = self._host.failure() or why
@@ -451,8 +451,8 @@ class JoiningRanks:
         """Return the lowest rank's find at the store, on every living rank; all hear of a death meanwhile.
 
         Args:
-            poll: What it finds, None for nothing yet.
-            what: For what it has waited, when time is up.
+            poll: Function that looks at the store, on the lowest rank; returns None for nothing yet.
+            what: Function that returns what was waited for, when time is up.
 
         Raises:
             PeerFailedError: A process that joins has failed, on every rank.

@@ -135,12 +135,12 @@ class RoleHost:
     Args:
         address: "host:port" of an interface of this machine; port 0 for any that is free.
         roles: Sizes by role, in the order of ranks.
-        version: Of the package, which all ranks must have.
+        version: Version of the package, which all ranks must have.
         key: Secret of the group; None for a random one.
 
     Attributes:
-        address: Where it listens.
-        key: What all others need.
+        address: Address where it listens.
+        key: Secret that all others need.
 
     Raises:
         ValueError: The address is none that others can be told.
@@ -356,17 +356,17 @@ class RoleRank:
     Use it under `with`: at the end the others hear whether this rank has the group.
 
     Args:
-        address: Of the host.
-        key: Of the host.
+        address: Address of the host.
+        key: Key of the host.
         roles: Sizes by role, as the caller knows them.
-        place: Of this process.
+        place: Place of this process.
         timeout_s: Limit for all to come, and for each exchange after that.
-        version: Of the package.
+        version: Version of the package.
         refusal: Why this process will not be a rank: all that wait raise it, and so does this.
 
     Attributes:
-        rank_idx: Of this process in the group.
-        num_ranks: Of the group.
+        rank_idx: Rank of this process in the group.
+        num_ranks: Ranks of the group.
         generation: How many groups have been assembled, with this one.
         is_one_machine: Whether all ranks can share memory.
 

@@ -47,8 +47,8 @@ class Survivors:
     """The bootstrap of a new communicator: the old one's sockets.
 
     Args:
-        shrunk_group: Of the old communicator, which has decided.
-        decision: Who goes on.
+        shrunk_group: Native group of the old communicator, which has decided.
+        decision: Decision on who goes on.
     """
 
     def __init__(self, shrunk_group: _host.Group, decision: Decision) -> None:
@@ -115,8 +115,8 @@ def rebuild(
     """Make a communicator of survivors, anew whenever one of them dies meanwhile. Collective.
 
     Args:
-        native: Of the old communicator, which has decided.
-        decision: Who goes on.
+        native: Native group of the old communicator, which has decided.
+        decision: Decision on who goes on.
         make: The new communicator of one decision.
 
     Returns:
@@ -166,7 +166,7 @@ def make_grown(
     Either every living rank has it, or every one raises and the old communicator goes on.
 
     Args:
-        native: Of the old communicator, which has agreed to grow.
+        native: Native group of the old communicator, which has agreed to grow.
         joining: The bootstrap.
         options: Arguments of `Communicator` that those that come take from the living.
         make: The communicator over the bootstrap.
