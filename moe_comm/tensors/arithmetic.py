@@ -125,7 +125,7 @@ def sum_rows_by_node(
         rows: `[N, hidden]`, one of `ADDABLE_DTYPES`.
         positions: int64 `[T, K]`, -1 where there is nothing to add.
         node_idx: int64 `[T, K]`, the node of every row; anything where there is none.
-        own_node: Of the tokens; None where each sum is rounded.
+        own_node: Node of the tokens; None where each sum is rounded.
         weights: None or `[T, K]`, of `accumulator_dtype`.
         out: None, or where to write.
 
@@ -194,7 +194,7 @@ def dot_rows(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     Args:
         a: `[M, hidden]`, one of `ADDABLE_DTYPES`.
         b: `[M, hidden]`, the same dtype.
-        dtype: Of the result; None for `accumulator_dtype`.
+        dtype: Dtype of the result; None for `accumulator_dtype`.
 
     Returns:
         `[M]`.

@@ -83,8 +83,8 @@ def first_overlap(
     Many tensors that lie apart cost little: they are looked at in the order of their addresses.
 
     Args:
-        written: What a call writes.
-        read: What it reads.
+        written: Tensors that a call writes.
+        read: Tensors that it reads.
         is_harmless: Says of positions in `written` and `read` that the pair may share bytes.
     """
     places = [

@@ -79,11 +79,11 @@ class QuantizationFormat(enum.IntEnum):
 
     Attributes:
         block: Channels that share a scale factor.
-        element_bits: Of an element.
-        dtype: Of the data.
-        least_amax: What a smaller amax counts as.
-        scale_formats: Of its scale factors, the default first.
-        e4m3_scales: Those of them whose arithmetic is that of `docs/quantization.md`.
+        element_bits: Bits of an element.
+        dtype: Dtype of the data.
+        least_amax: Amax that a smaller one counts as.
+        scale_formats: Formats of its scale factors, the default first.
+        e4m3_scales: Members of `scale_formats` whose arithmetic is that of `docs/quantization.md`.
         has_packs: Whether four UE8M0 scale factors share an int32.
     """
 
