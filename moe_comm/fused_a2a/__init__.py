@@ -108,7 +108,7 @@ def get_buffer(group: Group, hidden_bytes: int) -> GroupBuffer:
 
     Args:
         group: Process group, bootstrap, or None for the default group.
-        hidden_bytes: Of a row; the buffer grows where it needs to.
+        hidden_bytes: Bytes of a row; the buffer grows where it needs to.
     """
     global _buffer
     check_count("hidden_bytes", hidden_bytes)
@@ -171,8 +171,8 @@ def _latest_of(
     """The buffer that peers of a call are taken to use: that of the call before, of its group.
 
     Args:
-        buffers: Of every group.
-        position: Of `group` among the positional arguments, -1 where there is none.
+        buffers: Buffer of every group.
+        position: Position of `group` among the positional arguments, -1 if there is none.
     """
 
     def buffer_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> EpBuffer | None:
@@ -203,7 +203,7 @@ def fused_dispatch(
         x: `[num_tokens, hidden]`.
         token_indices: Integers `[num_tokens, num_topk]`, any number of choices; -1 marks an unused one.
         token_probs: `[num_tokens, num_topk]`, any float dtype, or None.
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         group: Process group, bootstrap, or None for the default group.
         async_finish: No effect.
         allocate_on_comm_stream: No effect.
@@ -523,9 +523,9 @@ def hybrid_ep_combine(
 
     Args:
         x: `[M, hidden]`; rows of padding are not read.
-        handle: Of `hybrid_ep_dispatch`.
+        handle: Handle from `hybrid_ep_dispatch`.
         num_permuted_tokens: M, or None.
-        pad_multiple: That of the dispatch, or None.
+        pad_multiple: Multiple that the dispatch was given, or None.
         fused: No effect.
 
     Returns:

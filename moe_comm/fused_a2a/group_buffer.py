@@ -22,13 +22,13 @@ class GroupBuffer:
 
     Attributes:
         group: As given.
-        rank: Of this process in the group.
+        rank: Rank of this process in the group.
         group_size: Ranks of the group.
         num_nvl_bytes: Largest `hidden_bytes` that was asked for.
         num_rdma_bytes: 0.
         hidden_dim: Largest that a HybridEP call brought, or was announced.
         max_num_of_tokens_per_rank: Likewise.
-        num_local_experts: Of the latest HybridEP call, or as announced; 0 before.
+        num_local_experts: Local experts of the latest HybridEP call, or as announced; 0 before.
         use_fp8: Whether HybridEP dispatches quantize.
     """
 
@@ -74,7 +74,7 @@ class GroupBuffer:
         """The buffer beneath for so many experts of the group; collective on first use.
 
         Args:
-            num_experts: Over all ranks.
+            num_experts: Experts over all ranks.
             x: Rows of the call.
         """
         if not self._is_on_device:
