@@ -36,11 +36,11 @@ class GroupedExperts(nn.Module):
             they do not depend on where it lives, and are those of its replicas.
         hidden: Elements of a row.
         ffn_hidden: Elements between the two matrices.
-        activation: Between them.
+        activation: Activation between them.
         method: "loop": one product of matrices per expert. "grouped_mm": `torch._grouped_mm`, which
             takes bfloat16 in rows of a multiple of 16 bytes and reads no counts on the host. "auto":
             the latter where it takes what there is and torch has it.
-        dtype: Of the parameters.
+        dtype: Dtype of the parameters.
         seed: See `expert_ids`.
 
     Raises:

@@ -32,19 +32,20 @@ class MoELayer(nn.Module):
     Args:
         hidden: Elements of a token.
         ffn_hidden: Elements between the two matrices of an expert.
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         num_topk: Choices per token.
         group: Process group, bootstrap, or None for the default group.
-        dispatcher: To use instead of one made for `group`: with quantization, a capacity, another
-            placement of experts, replicas.
+        dispatcher: Dispatcher to use instead of one made for `group`: with quantization, a
+            capacity, another placement of experts, replicas.
         balancer: Moves the experts from now on, with the dispatcher's buffer, whose placement it
             replaces. The caller calls its `reduce_gradients` and `step`.
-        num_kept_slots: Of the balancer's `add_layer`. None: those that hold every expert once, in equal parts, so
-            that what an optimizer keeps by slot stays with its expert; 0 where no such part of the slots does.
-        activation: Of the experts.
-        method: Of `GroupedExperts`.
-        dtype: Of the experts' parameters.
-        seed: Of the first parameters, which do not depend on the number of ranks.
+        num_kept_slots: Slots that `add_layer` of the balancer is told to keep. None: those that
+            hold every expert once, in equal parts, so that what an optimizer keeps by slot stays
+            with its expert; 0 where no such part of the slots does.
+        activation: Activation of the experts.
+        method: Method of `GroupedExperts`.
+        dtype: Dtype of the experts' parameters.
+        seed: Seed of the first parameters, which do not depend on the number of ranks.
 
     Raises:
         ValueError: A number breaks a rule on some rank, ranks differ, or `dispatcher` is for another
@@ -135,7 +136,8 @@ class MoELayer(nn.Module):
 
         Args:
             hidden: `[..., hidden]`, any number of tokens, which may differ between ranks.
-            routing: Of these tokens, where a router elsewhere chose; None: this layer's router does.
+            routing: Routing of these tokens, if a router elsewhere chose; None: this layer's router
+                does.
 
         Returns:
             `[..., hidden]`, dtype of `hidden`: the weighted sum of every token's experts.

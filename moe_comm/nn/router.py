@@ -34,10 +34,10 @@ class TopKRouter(nn.Module):
 
     Args:
         hidden: Elements of a token.
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         num_topk: Choices per token.
         is_normalized: The weights of a token's choices are divided by their sum.
-        seed: Of the first parameters, which are the same on every rank.
+        seed: Seed of the first parameters, which are the same on every rank.
     """
 
     def __init__(
