@@ -26,9 +26,9 @@ class _Mistake:
     """One call that some rank gets wrong.
 
     Args:
-        name: Of the mistake.
-        call: What a rank does; `is_wrong` on the rank that errs.
-        error: What every rank must raise.
+        name: Name of the mistake.
+        call: Call that a rank makes; `is_wrong` on the rank that errs.
+        error: Type of the error that every rank must raise.
         pattern: Regular expression found in the message on every rank.
     """
 

@@ -32,7 +32,7 @@ class CaseData:
 
     Args:
         case: Its configuration.
-        inputs: Of every rank.
+        inputs: Inputs of every rank.
     """
 
     def __init__(self, case: Case, inputs: Sequence[RankInput]) -> None:
@@ -63,12 +63,12 @@ class CaseData:
         """Return the tensors that a rank receives when every rank r sends `rows[r]` and `topk_weights[r]`.
 
         Args:
-            rank_idx: Of the receiver.
+            rank_idx: Rank of the receiver.
             rows: `[T, hidden]` of every rank.
             topk_weights: `[T, K]` of every rank, or None.
             scales: `[T, num_scales]` of every rank where rows are quantized already.
             quantization: How they are quantized, and the order of scale factors.
-            is_cached: To the places of an earlier dispatch.
+            is_cached: Whether rows go to the places of an earlier dispatch.
         """
         rows, scales = as_sent(rows, scales, quantization)
         dispatch = self.dispatch.again if is_cached else self.dispatch

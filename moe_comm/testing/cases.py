@@ -23,9 +23,9 @@ class Case:
         num_ranks: Ranks.
         num_tokens: Tokens of every rank.
         hidden: Elements per row.
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         num_topk: Choices per token.
-        dtype: Of dispatched rows.
+        dtype: Dtype of dispatched rows.
         layout: Order of received rows.
         expert_alignment: Padding of every expert's rows.
         expert_rank: Placement, None for the default.
@@ -35,8 +35,8 @@ class Case:
         quantization: Rows are quantized in dispatch.
         pair: Dtype and number of the scale factors where rows, of a one-byte dtype, are quantized
             already; `quantization` then only has their order on arrival.
-        capacities: Of every rank.
-        masked_ranks: Of every rank: which ranks it masks.
+        capacities: Capacity of every rank; None for no limits.
+        masked_ranks: Ranks that each rank masks, for every rank; None for none.
         num_topk_per_rank: Choices per token of every rank, at most `num_topk`; None for `num_topk`.
         is_elastic: The configuration leaves open what every call brings.
         num_local_ranks: Ranks of a node; None where no result depends on it.

@@ -90,8 +90,8 @@ class Expectations:
 
         Args:
             what: Says which tensors these are.
-            got: From the backend.
-            want: From the definition.
+            got: Result of the backend.
+            want: Tensor of the definition, or None.
             rows: bool `[M]`: only these rows are compared, and the shape of all.
         """
         pair = _Pair(what, got, want, rows)

@@ -143,14 +143,15 @@ def check_backend(
 
     Args:
         target: The backend.
-        cases: Which cases to run.
+        cases: Cases to run.
         mode: Ranks as "processes" or "threads".
 
     Returns:
         Names of the checks that passed.
 
     Raises:
-        ConformanceError: At the first check that fails; so do RankError and RankTimeoutError.
+        ConformanceError: A check fails; it is the last to run. A RankError or RankTimeoutError ends
+            the suite likewise.
     """
     passed = []
     for case in cases:

@@ -36,7 +36,7 @@ class RankContext:
     Args:
         rank_idx: This rank.
         num_ranks: Ranks.
-        group: For `Communicator`: None (the default process group) or a `Bootstrap`.
+        group: Argument for `Communicator`: None (the default process group) or a `Bootstrap`.
     """
 
     rank_idx: int
@@ -64,7 +64,7 @@ def run_ranks(
     """Call `fn(context, *args)` on every rank and return the results in rank order.
 
     Args:
-        fn: At the top of an importable module (processes), or any callable (threads).
+        fn: Function at the top of an importable module (processes), or any callable (threads).
         num_ranks: Ranks.
         args: Given to every rank; picklable (processes).
         mode: "threads": ranks are threads of this process. "processes": every rank is a process with

@@ -33,12 +33,12 @@ class _Refusal:
     """A dispatch that every rank refuses; all tokens of all ranks choose experts 0 and 1.
 
     Args:
-        name: Of the refusal.
+        name: Name of the refusal.
         changes: Arguments of `Backend.dispatch`, of every rank.
         error: Raised on every rank.
         numbers: Found in its message on every rank, as whole numbers: an expert or a rank, the rows
             it needs and those that it has.
-        row_bytes: Of a row on arrival.
+        row_bytes: Bytes of a row on arrival.
     """
 
     name: str

@@ -36,8 +36,8 @@ class Outcome:
     """Outcome of a rank.
 
     Args:
-        result: What it returned.
-        error: What it raised, or None.
+        result: Value that it returned.
+        error: Error that it raised, or None.
         trace: Its traceback as text, or the stacks of its threads when it was ended from outside.
         is_running: Whether it had not ended in time.
     """
@@ -95,7 +95,7 @@ class WorkerPool:
         """Call `fn(rank_idx, num_ranks, *args)` on every rank, with a default gloo group of them.
 
         Args:
-            fn: At the top of an importable module.
+            fn: Function at the top of an importable module.
             num_ranks: Ranks.
             args: Picklable.
             timeout_s: Limit; who runs on is ended and its stacks are in its outcome.

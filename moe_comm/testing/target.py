@@ -40,7 +40,7 @@ class Target:
         """The communicator of one rank, destroyed at the end.
 
         Args:
-            context: Of the rank.
+            context: Context of the rank.
             num_local_ranks: Ranks of a node; None for whatever `connect` makes, or the machine.
 
         Raises:
