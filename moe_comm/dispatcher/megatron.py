@@ -145,8 +145,8 @@ class MegatronTokenDispatcher:
         """Send tokens to their experts. Collective.
 
         Args:
-            hidden_states: Of `dispatch_preprocess`.
-            probs: Of `dispatch_preprocess`; None for those it kept.
+            hidden_states: Tokens from `dispatch_preprocess`.
+            probs: Probabilities from `dispatch_preprocess`; None for those it kept.
             async_finish: Return while the rows are in flight. What is returned then stands for them,
                 and only `dispatch_postprocess` makes use of it.
             allocate_on_comm_stream: No effect.
@@ -166,8 +166,8 @@ class MegatronTokenDispatcher:
         """Wait for the rows. Shared experts run before, in the meantime.
 
         Args:
-            hidden_states: Of `token_dispatch`.
-            probs: Of `token_dispatch`.
+            hidden_states: Rows from `token_dispatch`.
+            probs: Probabilities from `token_dispatch`.
 
         Returns:
             `[M, hidden]`, grouped by local expert (`QuantizedRows` where they are quantized); int64
@@ -207,7 +207,7 @@ class MegatronTokenDispatcher:
         """Wait for the sums, bring them into the shape of the tokens, add the shared experts' output.
 
         Args:
-            hidden_states: Of `token_combine`.
+            hidden_states: Result of `token_combine`.
 
         Returns:
             `[..., hidden]`.
@@ -229,8 +229,8 @@ class MegatronTokenDispatcher:
         """Memory for the experts' output and for the gradient of their input, read in place. Local.
 
         Args:
-            dtype: Of the rows. None, as Megatron's `MoELayer` calls it, asks for none: most of its experts
-                take no memory to write to.
+            dtype: Dtype of the rows. None, as Megatron's `MoELayer` calls it, asks for none: most
+                of its experts take no memory to write to.
 
         Returns:
             Two of `[M, hidden]`, uninitialized, after `dispatch_postprocess`; None and None before, and

@@ -29,8 +29,8 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
         model: Built over `MegatronTokenDispatcher` or `MegatronManager`, on CPUs, with experts that are a list
             (`SequentialMLP`) and lie on one rank (`expert_tensor_parallel_size=1`). Its parameters stay
             where they are: call it after the wrapper and the optimizer have been made.
-        num_spare_slots: For replicas, of every rank and layer, >= 1.
-        options: Of the `ExpertBalancer`.
+        num_spare_slots: Slots for replicas, of every rank and layer, >= 1.
+        options: Options of the `ExpertBalancer`.
 
     Returns:
         The balancer: call `reduce_gradients` after each backward, before gradients are reduced over data

@@ -73,12 +73,13 @@ class MegatronManager:
         quantization: Rows are quantized while they are written; gradients are not.
 
     Attributes:
-        num_experts: Over the ranks of the group.
+        num_experts: Experts over the ranks of the group.
         token_probs: `[num_tokens, num_experts]`, of `setup_metadata`.
         routing_map: bool `[num_tokens, num_experts]`, of `setup_metadata`.
         dispatched_probs: float32 `[M]`, 0 in padding.
         tokens_per_expert: int64 `[num_local_experts]` on the host, padding included.
-        handle: Of the latest dispatch; its last element is the overflow flag. None after combine.
+        handle: Handle of the latest dispatch; its last element is the overflow flag. None after
+            combine.
         over_budget: bool `[1]`: whether rows for this rank were dropped since the last reset.
         required_recv: int64 `[1]`: most rows that a dispatch needed since the last reset.
 
@@ -198,7 +199,7 @@ class MegatronManager:
         Args:
             routing_map: bool `[num_tokens, num_ranks, num_local_experts]`, or any shape with as many
                 elements. What has another number is raised by `dispatch`, on every rank.
-            probs: Of the same shape, any float dtype.
+            probs: Probabilities of the same shape, any float dtype.
         """
         self.routing_map = self._by_expert(routing_map)
         self.token_probs = self._by_expert(probs)
@@ -263,7 +264,7 @@ class MegatronManager:
         """Rows as experts take them, and their probabilities; waits for a dispatch in flight.
 
         Args:
-            hidden_states: What `dispatch` returned.
+            hidden_states: Result of `dispatch`.
         """
         if self._in_flight is not None:
             hidden_states = self._arrived(hidden_states)

@@ -29,11 +29,11 @@ class PermutedHandle(NamedTuple):
     """State of a dispatch that combine and the backward need; opaque, but for its last element.
 
     Args:
-        buffer: That moved the rows.
-        places: Where they went.
+        buffer: Buffer that moved the rows.
+        places: Handle of the dispatch, which says where they went.
         listed: int64 `[num_tokens, num_topk]`, the routing map of this rank as a list; None where the
             plan alone has it.
-        probs_dtype: Of the probabilities that travelled, or None.
+        probs_dtype: Dtype of the probabilities that travelled, or None.
         num_rows_in_full: Rows this rank would get without a budget, or None where there is none.
         overflow: int32 `[1]`: 1 where rows for this rank were dropped, else 0; without a budget the
             same tensor for all, not to be written to. Readers of the handles of others take the flag
@@ -69,7 +69,7 @@ class PermutedRows(NamedTuple):
         sf: Scale factors of quantized rows, or None.
         probs: `[M]`, 0 in padding; None where none were sent.
         tokens_per_expert: int64 `[num_local_experts]` on the host, padding included.
-        handle: For combine.
+        handle: Handle for combine.
     """
 
     hidden: torch.Tensor
@@ -83,10 +83,10 @@ class PermutedDispatch(NamedTuple):
     """A dispatch that may be in flight.
 
     Args:
-        buffer: That moves the rows.
-        result: What is arriving.
+        buffer: Buffer that moves the rows.
+        result: Result that is arriving.
         listed: See `PermutedHandle`.
-        quantization: Of the rows, or None.
+        quantization: Quantization of the rows, or None.
         probs_dtype: See `PermutedHandle`.
         has_budget: Whether rows may have been dropped.
     """
@@ -145,9 +145,9 @@ class PermutedCombine(NamedTuple):
     """A combine that may be in flight.
 
     Args:
-        result: What comes back; the sums themselves, and what all ranks say of gradients, where they are
-            there already.
-        handle: Of the rows.
+        result: Result that comes back; if the sums are there already, they themselves and the word
+            of all ranks on gradients.
+        handle: Handle of the rows.
     """
 
     result: CombineResult | tuple[torch.Tensor, int]
@@ -178,7 +178,7 @@ def start_dispatch(
     """Send every token to the experts of its row of the map.
 
     Args:
-        buffer: For as many experts as the map has columns.
+        buffer: Buffer for as many experts as the map has columns.
         x: `[num_tokens, hidden]`; any strides.
         routing_map: bool `[num_tokens, num_experts]`.
         probs: `[num_tokens, num_experts]`, or None; float64 travels as such where x is float64, every
@@ -188,8 +188,8 @@ def start_dispatch(
             fit is dropped. None for as many as arrive.
         quantization: Rows are quantized while they are written.
         async_op: Return while the rows are in flight; x must not be overwritten before the end.
-        gradients: What this rank says of them, for `wait_differentiable`; see
-            `autograd.agreement.dispatch_word`.
+        gradients: Word of this rank on gradients, for `wait_differentiable`; see
+            `autograd.gradient_agreement.dispatch_word`.
 
     Raises:
         ValueError: Shapes do not fit, on every rank; see also `EpBuffer.dispatch`.
@@ -238,10 +238,10 @@ def start_combine(
 
     Args:
         rows: `[M, hidden]`; any strides. Rows of padding are not read.
-        handle: Of the dispatch that brought them.
+        handle: Handle of the dispatch that brought them.
         async_op: Return while the sums are in flight; rows must not be overwritten before the end.
-        gradients: What this rank says of them, for `wait_differentiable`; see
-            `autograd.agreement.combine_word`.
+        gradients: Word of this rank on gradients, for `wait_differentiable`; see
+            `autograd.gradient_agreement.combine_word`.
     """
     buffer, places, *_ = handle
     if type(rows) is not torch.Tensor:

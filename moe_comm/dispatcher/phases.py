@@ -19,7 +19,7 @@ class PendingDispatch:
     """A dispatch under way.
 
     Args:
-        result: Of the buffer.
+        result: Result of the buffer's dispatch.
         inputs: Kept alive, because the operation reads them until it ends.
     """
 

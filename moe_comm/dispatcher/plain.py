@@ -36,9 +36,9 @@ class DispatchedTokens:
         probs: `[M]`, the weight of every row, 0 in padding; None where combine applies the weights, or
             none were given.
         num_dropped_per_expert: int64 `[num_local_experts]` on the host: rows beyond the capacity.
-        handle: Of the dispatch.
+        handle: Handle of the dispatch.
         topk_weights: `[num_tokens, num_topk]` for combine to apply, or None.
-        shape: Of the tokens on this rank, without hidden.
+        shape: Shape of the tokens on this rank, without hidden.
     """
 
     tokens: torch.Tensor
@@ -60,17 +60,17 @@ class TokenDispatcher:
     raised on every rank.
 
     Args:
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         group: Process group, bootstrap, or None for the default group; dispatchers of one group share a
             buffer.
-        buffer: To use instead, in place of `group` and `expert_rank`; for `num_experts`. It may have a
-            placement, which may be replaced between a combine and the next dispatch.
+        buffer: Buffer to use in place of `group` and `expert_rank`; for `num_experts`. It may have
+            a placement, which may be replaced between a combine and the next dispatch.
         expert_rank: The rank of every expert; see `EpConfig`.
         expert_alignment: Rows of every local expert are padded with zero rows to a multiple of this.
         quantization: Rows are quantized while they are written; gradients are not.
         capacity: Limits on the rows of this rank; see `Capacity`.
-        weighted_by: Who multiplies an expert's output by its weight. "experts": dispatch brings `probs`
-            along and the caller applies them. "combine": combine does, in float32.
+        weighted_by: Place where an expert's output is multiplied by its weight. "experts": dispatch
+            brings `probs` along and the caller applies them. "combine": combine does, in float32.
 
     Raises:
         ValueError: An argument of some rank is wrong, `num_experts` is not that of `buffer`, or ranks
@@ -211,7 +211,7 @@ class TokenDispatcher:
         Args:
             expert_out: `[M, any hidden]`, one row for every row of `routed.tokens`, in that order. Rows
                 of padding are not read.
-            routed: Of this dispatcher's dispatch; may be used again.
+            routed: Result of this dispatcher's dispatch; may be used again.
 
         Returns:
             `[..., hidden]`, dtype of `expert_out`; added in top-k order in float32.

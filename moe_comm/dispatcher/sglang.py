@@ -97,8 +97,8 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
     Args:
         group: Process group, bootstrap, or None for the default group.
         router_topk: Columns of `topk_ids`.
-        permute_fusion: Of GPU kernels; a bool, without effect on the CPU.
-        num_experts: Over all ranks.
+        permute_fusion: Option of SGLang's GPU kernels; a bool, without effect.
+        num_experts: Experts over all ranks.
         num_local_experts: Checked against the placement where given.
         hidden_size: Checked against `hidden_states` where given.
         params_dtype: Checked against `hidden_states` where given.
@@ -106,12 +106,13 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
             `DeepEPMode`.
         async_finish: Phases never block: a bool, without effect.
         return_recv_hook: The same.
-        runner_backend: Of SGLang's experts. Where it is given, SGLang chooses how rows travel: by its
-            server arguments, by what its quantization methods say and by this backend.
-        num_max_tokens_per_rank: Of a low-latency dispatch, any number; None for what
-            `SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK` says, 128 when unset, as in SGLang.
-        expert_alignment: To which `num_recv_tokens_per_expert` is rounded up.
-        quantization: Of dispatched rows; see also `set_quant_config`.
+        runner_backend: Backend of SGLang's experts. If it is given, SGLang chooses how rows travel:
+            by its server arguments, by what its quantization methods say and by this backend.
+        num_max_tokens_per_rank: Most tokens of a rank in a low-latency dispatch, any number; None
+            for what `SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK` says, 128 when unset, as in
+            SGLang.
+        expert_alignment: Multiple to which `num_recv_tokens_per_expert` is rounded up.
+        quantization: Quantization of dispatched rows; see also `set_quant_config`.
         is_extend_in_batch: Whether the batch holds prefill, which is not low-latency; for "auto". None
             for SGLang's own `get_is_extend_in_batch`.
         physical_to_logical_map: Integers `[num_experts]`: the logical expert of every physical one, -1 for an
@@ -376,7 +377,7 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         Raises:
             ValueError: The dispatcher has none to replace, that of some rank does not fit, or ranks differ; on
                 every rank, and the present one stays.
-            TypeError: That of some rank does not hold integers.
+            TypeError: The map of some rank does not hold integers.
         """
         with Telling(self._group_buffers.communicator.reject):
             if self._first_slots is None:
@@ -423,12 +424,12 @@ class SglangDispatcher(BaseDispatcher):  # type: ignore[misc]
         """Say how rows travel from the next dispatch on; the same on every rank.
 
         Args:
-            quant_config: What SGLang's quantization methods send; none of the keys is needed.
-                "dispatcher_output_dtype": "bf16", "fp8" (`FP8_BLOCK128`) or "mxfp8";
-                "normal_dispatcher_output_dtype" and "low_latency_dispatcher_output_dtype": the same for
-                one mode, before it. "input_global_scale": None, because NVFP4 is not offered.
-                "weight_dtype", "use_mxfp8" and "quant_type": of the experts, which does not matter here.
-                Of this package: "quantization", a `Quantization` or None, before all of them.
+            quant_config: Configuration that SGLang's quantization methods send; none of the keys is
+                needed. "dispatcher_output_dtype": "bf16", "fp8" (`FP8_BLOCK128`) or "mxfp8";
+                "normal_dispatcher_output_dtype" and "low_latency_dispatcher_output_dtype": the same
+                for one mode, before it. "input_global_scale": None, because NVFP4 is not offered.
+                "weight_dtype", "use_mxfp8" and "quant_type": of the experts, which does not matter
+                here. Of this package: "quantization", a `Quantization` or None, before all of them.
 
         Raises:
             ValueError: A key or a value is unknown.

@@ -35,8 +35,9 @@ class DtypeChoice:
     """The quantization of each mode.
 
     Args:
-        quantization: Where a configuration does not say.
-        runner_backend: Of SGLang's experts; where it is given and `quantization` is not, SGLang is asked.
+        quantization: Quantization that holds if a configuration does not say.
+        runner_backend: Backend of SGLang's experts; if it is given and `quantization` is not,
+            SGLang is asked.
     """
 
     def __init__(self, quantization: Quantization | None, runner_backend: Any) -> None:

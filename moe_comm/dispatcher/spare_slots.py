@@ -53,9 +53,9 @@ def balance_layers(
     Args:
         model: Has its layers in the same order on all ranks, of one communicator.
         layer_of: The layer that a module is, or None; may raise what is wrong with it.
-        num_spare_slots: Of every rank and layer, >= 1.
-        options: Of the balancer.
-        needed: What layers are, for errors.
+        num_spare_slots: Slots for replicas, of every rank and layer, >= 1.
+        options: Options of the balancer.
+        needed: Description of the layers that a model must have, for errors.
 
     Raises:
         ValueError: There are none, an argument of some rank breaks a rule, or ranks differ; on every rank.
@@ -94,11 +94,11 @@ def check_whole(experts: nn.Module, num_own_experts: int, needed: str) -> str:
 
     Args:
         experts: Parameters `[num_own_experts, ...]`.
-        num_own_experts: Of this rank.
-        needed: What the sizes of meshes must be, for errors.
+        num_own_experts: Experts of this rank.
+        needed: Description of the meshes that are needed, for errors.
 
     Returns:
-        What ranks must agree on.
+        Text that must be equal on all ranks.
 
     Raises:
         ValueError: A parameter lacks experts or is cut or repeated over further ranks.
@@ -125,9 +125,9 @@ class SpareParameters:
 
     Args:
         experts: The module; `check_whole` holds.
-        num_own_experts: Of its parameters on this rank.
-        num_spare_slots: Of this rank.
-        divisor: Of their gradients.
+        num_own_experts: Experts of its parameters on this rank.
+        num_spare_slots: Spare slots of this rank.
+        divisor: Divisor of their gradients.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class SpareParameters:
 
         Args:
             run: Calls the module: rows `[M, hidden]` and numbers of rows `[num_experts]`, to `[M, hidden]`.
-            rows: Of all slots, in their order.
+            rows: Rows of all slots, in their order.
             num_rows_per_slot: Integers `[num_local_slots]`.
 
         Returns:
-            What `run` returns, of all rows.
+            Result of `run`, of all rows.
         """
         num_own = self._num_own_experts
         num_own_rows = int(num_rows_per_slot[:num_own].sum())

@@ -78,7 +78,7 @@ class DispatchMetadata:
     """State that one dispatch leaves for its combine; torchtitan hands it through.
 
     Args:
-        handle: Of the dispatch.
+        handle: Handle of the dispatch.
         topk_scores: float32 `[num_tokens, num_topk]`, applied in combine.
         num_dropped_per_expert: int64 `[num_local_experts]` on the host: rows beyond the capacity.
         num_required_rows: int64 without dimensions: rows that dropping nothing would have taken.
@@ -102,10 +102,10 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
         """Fields beyond `num_experts` and `top_k`.
 
         Args:
-            non_blocking_capacity_factor: In (0, 1]: the result has a fixed number of rows, this part of
-                the worst case `num_tokens * num_ranks * min(num_local_experts, top_k)`, plus room for
-                padding; rows beyond it are dropped and counted in the metadata. 1 drops nothing. None:
-                as many rows as arrive.
+            non_blocking_capacity_factor: Share, in (0, 1], of the worst case
+                `num_tokens * num_ranks * min(num_local_experts, top_k)` that is the fixed number of
+                rows of the result, plus room for padding; rows beyond it are dropped and counted in
+                the metadata. 1 drops nothing. None: as many rows as arrive.
             pad_multiple: Rows of every local expert are padded with zero rows to a multiple of this,
                 and the counts are of padded rows. None: 1.
             hidden_dim: Checked against x where given.
@@ -223,7 +223,7 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
 
         Args:
             routed_output_RD: `[M, hidden]`, as many rows as dispatch returned.
-            metadata: Of that dispatch.
+            metadata: Metadata of that dispatch.
             x_TD: Not needed: the metadata knows the tokens.
 
         Returns:
@@ -301,8 +301,8 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
     Args:
         model: Parallelized over `TorchtitanTokenDispatcher`, on CPUs; every rank has its experts whole: no FSDP
             of more than one rank around experts, no `dp_replicate`.
-        num_spare_slots: For replicas, of every rank and layer, >= 1.
-        options: Of the `ExpertBalancer`.
+        num_spare_slots: Slots for replicas, of every rank and layer, >= 1.
+        options: Options of the `ExpertBalancer`.
 
     Returns:
         The balancer: call `reduce_gradients` after each backward, and `step` after the optimizer's.
@@ -365,8 +365,8 @@ if _dispatchers is not None:
         Activated by `--override.imports moe_comm.dispatcher.torchtitan.moe_comm_dispatcher`.
 
         Args:
-            cfg: Of any expert-parallel dispatcher of torchtitan.
-            fields: Of `TorchtitanTokenDispatcher.Config`, to set.
+            cfg: Configuration of any expert-parallel dispatcher of torchtitan.
+            fields: Fields of `TorchtitanTokenDispatcher.Config` to set.
         """
         return _config.derive(cfg, TorchtitanTokenDispatcher.Config, **fields)
 

@@ -49,7 +49,7 @@ def register(name: str = "moe_comm", *, quantization: Quantization | None = None
     another name: a model keeps what it was loaded with.
 
     Args:
-        name: To choose it by.
+        name: Name to choose it by.
         quantization: Tokens are quantized on their way to the experts; the experts' outputs and all
             gradients travel as they are. None: tokens do, too.
 
@@ -92,8 +92,8 @@ def balance_experts(model: nn.Module, num_spare_slots: int = 1, **options: Any) 
     Args:
         model: Loaded with an `ep_implementation` of `register`, on CPUs; every rank has its experts whole:
             `ep_size` is `fsdp_size x tp_size`.
-        num_spare_slots: For replicas, of every rank and layer, >= 1.
-        options: Of the `ExpertBalancer`.
+        num_spare_slots: Slots for replicas, of every rank and layer, >= 1.
+        options: Options of the `ExpertBalancer`.
 
     Returns:
         The balancer: call `reduce_gradients` after each backward, and `step` after the optimizer's.
@@ -166,7 +166,7 @@ class TransformersExperts:
     Args:
         experts_forward: The module's own: `[M, hidden]` rows, int64 `[M, 1]` ids of local experts and
             `[M, 1]` weights to `[M, hidden]`.
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         group: The ranks that share the experts.
         tp_mesh: One-dimensional, the ranks that share the batch: it may be the group, contain it or be
             contained in it. None: no other rank has this one's batch.
@@ -238,10 +238,11 @@ class TransformersExperts:
         """Compute replicas too from now on, and add the layer to the balancer. Collective.
 
         Args:
-            num_spare_slots: Of every rank, behind those of its own experts.
-            balancer: Of this communicator.
-            experts: Whose forward this object calls; its parameters keep its own experts.
-            divisor: What gradients of its parameters are divided by, beside what is added up here.
+            num_spare_slots: Slots for replicas, of every rank, behind those of its own experts.
+            balancer: Balancer of this communicator.
+            experts: Module whose forward this object calls; its parameters keep its own experts.
+            divisor: Number that gradients of its parameters are divided by, beside what is added up
+                here.
 
         Raises:
             ValueError: A parameter does not have all of this rank's experts; on every rank.

@@ -106,14 +106,15 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
     several may be in flight.
 
     Args:
-        buffer: Of the expert-parallel group; see `VllmAll2AllManager.get_handle`. The batched format
-            needs its `num_max_tokens_per_rank`.
+        buffer: Buffer of the expert-parallel group; see `VllmAll2AllManager.get_handle`. The
+            batched format needs its `num_max_tokens_per_rank`.
         is_batched: Rows lie at fixed places of every expert (`BatchedExperts`, for decode); else in
             order of source rank (`Standard`).
-        has_local_ids: For experts that take no expert_map, as those of vLLM on CPUs: `Standard`, a row
-            for every choice of a local expert, by expert, with the local id.
-        quantization: Of dispatched rows, in place of what `quant_config` asks for. "auto": by
-            `quant_config`.
+        has_local_ids: Whether ids are local, for experts that take no expert_map, as those of vLLM
+            on CPUs: `Standard`, a row for every choice of a local expert, by expert, with the local
+            id.
+        quantization: Quantization of dispatched rows, in place of what `quant_config` asks for.
+            "auto": by `quant_config`.
         ubatch_id: Names the current micro-batch; None for vLLM's own, or one micro-batch without vLLM.
 
     Raises:
@@ -228,7 +229,7 @@ class VllmPrepareAndFinalize(PrepareAndFinalizeBase):  # type: ignore[misc]
             a1: `[num_tokens, hidden]`.
             topk_weights: `[num_tokens, num_topk]`.
             topk_ids: Integers `[num_tokens, num_topk]`, global expert ids; -1 marks an unused choice.
-            num_experts: Over all ranks.
+            num_experts: Experts over all ranks.
             expert_map: int32 `[num_experts]`, the local id of every expert, -1 elsewhere. Not needed:
                 the buffer knows the placement. With local ids it must agree.
             apply_router_weight_on_input: Multiply rows by their weight before they travel; one choice

@@ -39,8 +39,9 @@ class VllmAll2AllManager(All2AllManagerBase):  # type: ignore[misc]
 
     Args:
         cpu_group: Process group, bootstrap, or None for the default group.
-        tcp_store_group: Of vLLM's stateless groups: the same ranks, which find each other through its
-            store because torch.distributed does not know `cpu_group` then. None for any other group.
+        tcp_store_group: Group of the same ranks, for vLLM's stateless groups: they find each other
+            through its store because torch.distributed does not know `cpu_group` then. None for any
+            other group.
         dp_rank: This rank among the data-parallel ranks. None: as vLLM has made its groups; without
             them every rank has tokens of its own.
         dp_world_size: Data-parallel ranks; None likewise.

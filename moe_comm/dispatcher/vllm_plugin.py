@@ -23,7 +23,7 @@ def register() -> None:
     call this many times.
 
     Raises:
-        NotImplementedError: With `MOE_COMM_VLLM=1`, vLLM runs on something else than CPUs.
+        NotImplementedError: vLLM runs on something else than CPUs, with `MOE_COMM_VLLM=1`.
         ValueError: Another package has registered a weight transfer called "moe_comm".
     """
     register_weight_transfer()
