@@ -33,7 +33,7 @@ class BufferAllocator:
 
     Attributes:
         alignment: Every tensor begins at a multiple of so many bytes, and their end is one.
-        num_bytes: Of the storage.
+        num_bytes: Bytes of the storage.
         materialized: Whether the storage is there.
     """
 

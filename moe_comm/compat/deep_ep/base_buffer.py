@@ -19,7 +19,7 @@ class BufferBase:
 
     Attributes:
         explicitly_destroy: As given.
-        runtime: What holds the group; None once destroyed.
+        runtime: Owner of the group; None once destroyed.
         num_bytes: Size of the buffer.
     """
 

@@ -77,7 +77,7 @@ class BucketBuffer(BufferBase):
         storage: uint8 `[num_bytes]`, contents undefined; None once destroyed.
         num_bytes: As given.
         groups: As given, in a list.
-        contexts: What holds each group; None once destroyed.
+        contexts: Owner of each group; None once destroyed.
 
     Raises:
         ValueError: A size is wrong, ranks differ, or a plan has been used.
@@ -207,7 +207,7 @@ class BucketBuffer(BufferBase):
             srcs: A tensor or several of any dtypes, contiguous. Without `dsts` each is this rank's part of
                 a tensor in the storage that takes all parts; with `dsts` they lie anywhere.
             dsts: As many, of `num_ranks` times the bytes each: in the storage, or in a session anywhere.
-            group: Of `groups`; needed where there are several.
+            group: Group of `groups`; needed if there are several.
             num_sms: None or 0.
 
         Returns:
@@ -490,10 +490,10 @@ class BucketSession:
     next session begins there again. One group at a time.
 
     Args:
-        buffer: Whose calls are meant.
+        buffer: Buffer whose calls are meant.
 
     Attributes:
-        num_allocated_bytes: Of the storage, so far.
+        num_allocated_bytes: Bytes of the storage that are allocated so far.
     """
 
     def __init__(self, buffer: BucketBuffer) -> None:
@@ -527,8 +527,8 @@ class BucketSession:
 
         Args:
             shapes: One shape, or several.
-            dtype: Of the elements.
-            group: That the session is for, as in a call.
+            dtype: Dtype of the elements.
+            group: Group that the session is for, as in a call.
 
         Returns:
             A tensor, or a tuple of as many.

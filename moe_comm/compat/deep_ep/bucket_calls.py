@@ -27,7 +27,7 @@ class BucketCalls:
     the first wait for the event that a call returns.
 
     Args:
-        owner: Of the buffers of the group.
+        owner: Owner of the buffers of the group.
     """
 
     def __init__(self, owner: GroupOwner) -> None:
@@ -71,9 +71,9 @@ class BucketCalls:
         Args:
             srcs: float32, of as many equal parts as there are ranks.
             outs: float32.
-            returned: What the wait returns.
-            scale: Of the sums.
-            dtype: In which parts travel; sums are float32, in rank order.
+            returned: Value that the wait returns.
+            scale: Factor of the sums.
+            dtype: Dtype in which parts travel; sums are float32, in rank order.
             async_finish: True.
         """
         buffer, num_ranks = self._buffer(), self._owner.num_ranks

@@ -195,9 +195,9 @@ class Buffer(MaskedRanks):
         """Memory of as many bytes as the constructor was told; no rows pass through it.
 
         Args:
-            dtype: Of the view.
+            dtype: Dtype of the view.
             size: Shape of the view; None for all of it, one-dimensional.
-            offset: Where it begins, in elements.
+            offset: Start of the view, in elements.
             use_rdma_buffer: The memory of `num_rdma_bytes` in place of `num_nvl_bytes`.
 
         Raises:
@@ -282,9 +282,9 @@ class Buffer(MaskedRanks):
             x: `[N, H]`, contiguous, any dtype; or a pair (data `[N, H]` of one-byte elements,
                 contiguous, scales float32 or int32 `[N, S]`, any strides), both sent as they are; or a
                 triple of four-bit rows: int32 `[N, H / 8]`, int32 `[N, S]`, float32 `[N, 1]`.
-            handle: Of an earlier dispatch, or on all ranks a tuple of its tensors or of copies of them: send
-                to its places. `topk_idx` and `topk_weights` must be
-                None then, and the layout is not looked at.
+            handle: Handle of an earlier dispatch, or on all ranks a tuple of its tensors or of
+                copies of them: send to its places. `topk_idx` and `topk_weights` must be None then,
+                and the layout is not looked at.
             num_tokens_per_rank: As `get_dispatch_layout` gives it, like the next three.
             num_tokens_per_rdma_rank: None.
             is_token_in_rank: See above.
@@ -367,7 +367,7 @@ class Buffer(MaskedRanks):
         Args:
             x: `[M, H]`, contiguous: bfloat16, float16, float32 or float64; H may differ from the
                 dispatch.
-            handle: Of the dispatch, or on all ranks a tuple of its tensors or of copies of them.
+            handle: Handle of the dispatch, or on all ranks a tuple of its tensors or of copies of them.
             topk_weights: float32 `[M, K]`, added over ranks, so that rows have 0 at choices that are
                 elsewhere. Takes a second exchange.
             bias: `[N, H]` of x's dtype, or a pair, added first. All ranks give some or none does. Rows
@@ -525,9 +525,9 @@ class Buffer(MaskedRanks):
 
         Args:
             x: `[El, n, H]`, contiguous.
-            topk_idx: That of the dispatch.
+            topk_idx: Choices of the dispatch.
             topk_weights: float32 `[N, K]`.
-            handle: Of the dispatch.
+            handle: Handle of the dispatch.
             use_logfmt: No effect: rows travel exactly, not in ten bits.
             zero_copy: Rows are in what `get_next_low_latency_combine_buffer(handle)` gave; x is not
                 read. Not with `use_logfmt`.

@@ -48,7 +48,7 @@ def announcement(native: DispatchHandle) -> torch.Tensor:
     The ranks agree in the first of both calls that there is a second: no peer waits in vain.
 
     Args:
-        native: Of the dispatch, RANK_MAJOR.
+        native: Native handle of the dispatch, RANK_MAJOR.
     """
     return torch.zeros(native.num_recv_tokens, native.num_recv_topk, dtype=torch.float32)
 
@@ -89,9 +89,9 @@ def combine_rows(
     """Sum rows back to their tokens. Collective.
 
     Args:
-        owner: Of the buffers.
-        buffer: Of the dispatch.
-        native: Of the dispatch.
+        owner: Owner of the buffers.
+        buffer: Buffer of the dispatch.
+        native: Native handle of the dispatch.
         rows: `[M, H]`.
         topk_weights: float32 `[M, K]` (RANK_MAJOR) or `[M]`, brought back from the ranks of the choices,
             or None.
@@ -139,9 +139,9 @@ def start_reduced(
     choice that led to each rank.
 
     Args:
-        owner: Of the buffers.
-        buffer: Of the dispatch.
-        native: Of the dispatch.
+        owner: Owner of the buffers.
+        buffer: Buffer of the dispatch.
+        native: Native handle of the dispatch.
         rows: `[M, H]`.
         topk_weights: float32 `[M]`, brought back, or None.
         biases: `[N, H]` each, dtype of rows, at most two.
@@ -175,9 +175,9 @@ def start_with_biases(
     Adding a bias to finished sums would round twice and in another order.
 
     Args:
-        owner: Of the buffers.
-        buffer: Of the dispatch.
-        native: Of the dispatch.
+        owner: Owner of the buffers.
+        buffer: Buffer of the dispatch.
+        native: Native handle of the dispatch.
         rows: `[M, H]`.
         topk_weights: `[M, K]` (RANK_MAJOR) or `[M]`, brought back, or None.
         biases: `[N, H]` each, dtype of rows.

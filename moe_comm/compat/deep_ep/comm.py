@@ -39,11 +39,11 @@ def barrier(
     """All ranks of a group of a buffer arrive. Collective.
 
     Args:
-        buffer: Of this rank.
+        buffer: Buffer of this rank.
         wait_comm_stream: No effect, like the next two.
         with_cpu_sync: See above.
         sequential: See above.
-        context_idx: Which of the groups of a `BucketBuffer`; None for the first.
+        context_idx: Index of the group, of those of a `BucketBuffer`; None for the first.
     """
     owners = buffer._owners if isinstance(buffer, BucketBuffer) else [buffer._owner]
     idx = 0 if context_idx is None else context_idx

@@ -68,14 +68,15 @@ class ElasticBuffer(BufferBase):
         num_bytes: Kept; nothing depends on it. None for the size hint.
         num_cpu_bytes: Only 0: memory for the experimental parts, which are not offered.
         num_max_tokens_per_rank: Most tokens of a rank; a call may say otherwise.
-        hidden: For the size hint.
-        num_topk: For the size hint.
-        use_fp8_dispatch: For the size hint.
+        hidden: Elements of a row, for the size hint.
+        num_topk: Choices per token, for the size hint.
+        use_fp8_dispatch: Whether rows are dispatched in FP8, for the size hint.
         deterministic: No effect: everything is.
         allow_hybrid_mode: No effect.
-        allow_multiple_reduction: With `do_expand`, a combine adds and rounds the rows of a token on the
-            rank that has them, and the sums again. False: it rounds once, which takes one exchange.
-        prefer_overlap_with_compute: For `get_theoretical_num_sms`.
+        allow_multiple_reduction: Whether a combine with `do_expand` adds and rounds the rows of a
+            token on the rank that has them, and the sums again. False: it rounds once, which takes
+            one exchange.
+        prefer_overlap_with_compute: Whether `get_theoretical_num_sms` returns the fewest SMs.
         sl_idx: No effect.
         num_allocated_qps: Kept, no effect.
         num_cpu_timeout_secs: Validated; the communicator has limits of its own.
@@ -279,7 +280,7 @@ class ElasticBuffer(BufferBase):
             previous_event_before_epilogue: Waited for.
             async_with_compute_stream: The result has an event, for which the host has waited.
             allocate_on_comm_stream: No effect.
-            handle: Of an earlier dispatch: send to its places; shape, order and padding hold.
+            handle: Handle of an earlier dispatch: send to its places; shape, order and padding hold.
             do_handle_copy: The handle has a copy of `topk_idx`, not the tensor.
             do_cpu_sync: None for True. False: the worst case of rows, unfilled ones zero.
             do_expand: One row per token and local expert, grouped by expert.
@@ -341,7 +342,7 @@ class ElasticBuffer(BufferBase):
 
         Args:
             x: `[M, H]`, contiguous: bfloat16, float16, float32 or float64.
-            handle: Of the dispatch.
+            handle: Handle of the dispatch.
             topk_weights: float32 `[M, K]`, with `do_expand` `[M]`: each comes back from the rank of
                 its choice.
             bias: As in `Buffer.combine`.

@@ -97,8 +97,8 @@ class ElasticCalls:
     """Dispatch and combine of one object.
 
     Args:
-        owner: Of the buffers.
-        num_max_tokens_per_rank: Where a call says nothing else.
+        owner: Owner of the buffers.
+        num_max_tokens_per_rank: Most tokens of a rank, if a call says nothing else.
         allow_multiple_reduction: See `ElasticBuffer`.
         is_watching: Handles have the caller's `topk_idx` and notice that it was written.
     """

@@ -32,9 +32,9 @@ class EPHandle:
         expert_alignment: Rows or counts per expert are rounded to a multiple.
         num_max_tokens_per_rank: As the dispatch had it.
         num_sms: As the dispatch had it.
-        choices: What `topk_idx` gives.
-        topk_idx_version: Of that tensor at the dispatch, or None for a copy or where changes are not
-            looked for.
+        choices: Tensor that `topk_idx` gives.
+        topk_idx_version: Version of that tensor at the dispatch, or None for a copy or where
+            changes are not looked for.
         num_recv_tokens: Tokens received, each once.
         num_expanded_tokens: Rows with padding, with `do_expand`; else 0.
         num_recv_tokens_per_expert_list: Rounded counts of local experts; empty without `do_cpu_sync`, by
@@ -50,9 +50,9 @@ class EPHandle:
             rank * num_max + its place among the tokens that go there; -1 at others.
         token_metadata_at_forward: None, like the next: of ranks in several domains.
         channel_linked_list: None.
-        recv_topk_idx: What the dispatch returned, which a cached one returns too.
-        buffer: That made the dispatch.
-        native: What combine needs.
+        recv_topk_idx: Choices that the dispatch returned, which a cached one returns too.
+        buffer: Buffer that made the dispatch.
+        native: Native handle, which combine needs.
     """
 
     do_expand: bool
@@ -204,10 +204,10 @@ def start(
     """Send rows with their choices, weights and index beside them. Collective.
 
     Args:
-        owner: Of the buffers.
-        buffer: Where there is no handle.
-        sending: Of this rank.
-        handle: Of an earlier dispatch: send to its places, with weights alone beside.
+        owner: Owner of the buffers.
+        buffer: Buffer to use if there is no handle.
+        sending: Arguments of this rank.
+        handle: Handle of an earlier dispatch: send to its places, with weights alone beside.
         async_op: Return before the end.
     """
     if handle is None:
@@ -367,11 +367,11 @@ def _metadata(
     """int32 `[num_recv_tokens, 2 + K]`; see `EPHandle.recv_src_metadata`.
 
     Args:
-        owner: Of the buffers.
-        buffer: Of the dispatch.
-        sending: Of the dispatch.
+        owner: Owner of the buffers.
+        buffer: Buffer of the dispatch.
+        sending: Arguments of the dispatch.
         columns: int32 `[n, K + 1]`, choices and token index of the filled rows.
-        filled: Which rows these are.
+        filled: Numbers of these rows and their sources.
     """
     num_topk = columns.shape[1] - 1
     topk_idx = columns[:, :num_topk].to(torch.int64)

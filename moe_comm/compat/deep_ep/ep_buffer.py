@@ -68,15 +68,16 @@ class EPBuffer(BufferBase):
         group: Process group, bootstrap, or None for the default process group.
         num_bytes: A multiple of 2 MiB, kept; nothing depends on it. None for the size hint.
         num_max_tokens_per_rank: Most tokens of a rank; a call may say otherwise.
-        hidden: For the size hint.
-        num_topk: For the size hint.
-        use_fp8_dispatch: For the size hint.
+        hidden: Elements of a row, for the size hint.
+        num_topk: Choices per token, for the size hint.
+        use_fp8_dispatch: Whether rows are dispatched in FP8, for the size hint.
         lb_allocation_plan_or_num_bytes: A `BufferAllocator`, whose tensors lie in a storage for redundant
             experts from now on; or its bytes, a multiple of 2 MiB, 0 for none. On the CPU.
         deterministic: No effect: everything is.
         allow_hybrid_mode: No effect.
         allow_multiple_reduction: See `ElasticBuffer`.
-        prefer_overlap_with_compute: For `get_theoretical_num_sms`.
+        prefer_overlap_with_compute: Whether `get_theoretical_num_sms`, and `num_sms=0` of `dispatch`,
+            stand for the fewest SMs.
         sl_idx: No effect.
         num_allocated_qps: Most of `num_qps`; 0 for 17.
         num_cpu_timeout_secs: Validated; the communicator has limits of its own.
@@ -263,7 +264,7 @@ class EPBuffer(BufferBase):
             topk_idx: The handle keeps this tensor: as long as it lives, nobody may write to it.
             topk_weights: See there.
             cumulative_local_expert_recv_stats: See there; added to in the wait if deferred.
-            num_experts: With `handle` None or the handle's, like the next two.
+            num_experts: E; with `handle`, None or that of the handle, as for the next two.
             num_max_tokens_per_rank: See there.
             expert_alignment: See there.
             num_sms: Rounded up to an even number, 0 for the least; kept in the handle.
@@ -273,7 +274,7 @@ class EPBuffer(BufferBase):
             allocate_on_comm_stream: No effect.
             handle: See there.
             do_handle_copy: False.
-            do_cpu_sync: With `handle` None or False.
+            do_cpu_sync: See there; with `handle`, None or False.
             do_expand: See there.
             do_zero_padding: No effect: padding is zero. Needs `do_expand`, or a handle with it.
             use_tma_aligned_col_major_sf: See there.
@@ -364,7 +365,7 @@ class EPBuffer(BufferBase):
 
         Args:
             x: See there.
-            handle: Of the dispatch; its `topk_idx` is as it was.
+            handle: Handle of the dispatch; its `topk_idx` is as it was.
             topk_weights: See there; None with `do_expand` and `allow_multiple_reduction=False`.
             bias: See there. If deferred, it may be written until the wait.
             num_sms: No effect.

@@ -89,7 +89,7 @@ class GroupOwner:
         """The buffer for so many experts; the latest where this rank does not know how many.
 
         Args:
-            num_experts: Over all ranks, or None.
+            num_experts: Experts over all ranks, or None.
             problem: Why this rank does not know.
 
         Raises:
@@ -145,7 +145,7 @@ class GroupOwner:
         Args:
             operation: "dispatch" or "combine": what peers call.
             mode: "normal" or "low latency".
-            error: What Python says.
+            error: Error that Python raised.
         """
         buffer = self._latest.get(mode)
         if self.num_experts is not None and mode == "normal":
@@ -190,9 +190,9 @@ def refuse_not_offered(buffer: EpBuffer, operation: str, **values: Any) -> None:
     """Refuse what newer releases of DeepEP ask for and this package lacks. Collective where it refuses.
 
     Args:
-        buffer: That all ranks are about to use.
+        buffer: Buffer that all ranks are about to use.
         operation: "dispatch" or "combine": what they call.
-        values: By name; None and False ask for nothing.
+        values: Values by name; None and False ask for nothing.
 
     Raises:
         NotImplementedError: Some value of this rank asks for something; with its name. Peers that do not

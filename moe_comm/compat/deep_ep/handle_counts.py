@@ -141,7 +141,7 @@ def received_choices(
     """Choices that every rank sent of this rank's experts.
 
     Args:
-        plan: Of the dispatch.
+        plan: Plan of the dispatch.
         expert_rank: int32 `[num_experts]`, the rank of every expert.
         rank_idx: This rank.
 
@@ -156,7 +156,7 @@ def row_sources(plan: PlanTensors, expert_rank: torch.Tensor, rank_idx: int) -> 
     """int64 `[M]`: the rank every received row came from, -1 for padding.
 
     Args:
-        plan: Of a dispatch in RANK_MAJOR or EXPERT_MAJOR.
+        plan: Plan of a dispatch in RANK_MAJOR or EXPERT_MAJOR.
         expert_rank: int32 `[num_experts]`, the rank of every expert.
         rank_idx: This rank.
     """

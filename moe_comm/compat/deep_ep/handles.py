@@ -45,8 +45,8 @@ class RankMajorHandle(_Handle):
     `[N, R]`, send_head int32 `[N, R]`; C is `num_sms / 2`.
 
     Attributes:
-        buffer: That made the dispatch.
-        native: What combine needs.
+        buffer: Buffer that made the dispatch.
+        native: Native handle, which combine needs.
         has_topk: Whether choices travelled.
         num_rows: M, which may be more than the rows of `native` where the handle was made of its parts.
         num_topk: K of received rows; None where the handle was made of its parts, which do not say.
@@ -70,11 +70,11 @@ class LowLatencyHandle(_Handle):
     hidden, num_experts.
 
     Attributes:
-        buffer: That made the dispatch.
+        buffer: Buffer that made the dispatch.
         pending: Result of the dispatch until its end was waited for; then None, so that a handle
             does not keep the received rows.
         topk_idx: int64 `[N, K]`, a copy of the choices.
-        combine_buffer: What `get_next_low_latency_combine_buffer` gave, or None.
+        combine_buffer: Tensor that `get_next_low_latency_combine_buffer` returned, or None.
     """
 
     buffer: EpBuffer
@@ -97,10 +97,10 @@ class HybridHandle(_Handle):
     """Handle of `HybridEPBuffer.dispatch` (7 places) and `dispatch_with_permute` (11 places).
 
     Attributes:
-        buffer: That made the dispatch.
-        native: What combine needs.
+        buffer: Buffer that made the dispatch.
+        native: Native handle, which combine needs.
         topk_idx: int64 `[N, K]`, the experts of every token, -1 where there are fewer.
-        num_experts: Over all ranks.
+        num_experts: Experts over all ranks.
         pad_multiple: Rows per expert are padded to a multiple of this.
     """
 
@@ -131,8 +131,8 @@ def from_parts(
 
     Args:
         parts: The places of `RankMajorHandle`.
-        buffer: Any of the group: to it, a token chose the first expert of each of its ranks.
-        rank_idx: Of this rank.
+        buffer: Any buffer of the group: to it, a token chose the first expert of each of its ranks.
+        rank_idx: This rank.
 
     Raises:
         ValueError: A shape is wrong, or places contradict each other.

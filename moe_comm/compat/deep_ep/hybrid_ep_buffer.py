@@ -48,10 +48,10 @@ class HybridEPBuffer:
 
     Args:
         group: Process group, bootstrap, or None for the default process group.
-        hidden_dim: For `configurer`; calls bring their own.
-        max_num_of_tokens_per_rank: For `configurer`; not a limit.
+        hidden_dim: Elements of a row, for `configurer`; calls bring their own.
+        max_num_of_tokens_per_rank: Most tokens of a rank, for `configurer`; not a limit.
         num_local_experts: El.
-        use_fp8: For `configurer`; calls are told by the dtype of their rows.
+        use_fp8: Whether rows are FP8, for `configurer`; calls are told by the dtype of their rows.
         num_sms_dispatch_api: No effect; like all that follow.
         num_sms_combine_api: See above.
         num_sms_preprocessing_api: See above.
@@ -155,8 +155,8 @@ class HybridEPBuffer:
         """A configuration for later calls; another number of experts holds from here on.
 
         Args:
-            hidden_dim: For `configurer`.
-            num_of_tokens_per_rank: For `configurer`.
+            hidden_dim: Elements of a row, for `configurer`.
+            num_of_tokens_per_rank: Most tokens of a rank, for `configurer`.
             num_local_experts: El of later calls.
             pad_multiple: Kept in the result.
             use_fp8: Kept in the result.
@@ -215,7 +215,7 @@ class HybridEPBuffer:
             routing_map: bool `[N, E]`, contiguous.
             num_dispatched_tokens_tensor: Ignored but for its type: the number of rows is known.
             num_dispatched_tokens: The same.
-            handle: Of an earlier `dispatch`: send to its places; the routing is not looked at.
+            handle: Handle of an earlier `dispatch`: send to its places; the routing is not looked at.
 
         Returns:
             token `[M, H]` in order of (source rank, token); probs float32 `[M, E]` or None, whole
@@ -270,7 +270,7 @@ class HybridEPBuffer:
         Args:
             hidden: `[M, H]`, contiguous: bfloat16, float16, float32 or float64.
             probs: float32 `[M, E]`, or None; all ranks give some or none does.
-            handle: Of `dispatch`.
+            handle: Handle from `dispatch`.
 
         Returns:
             `[N, H]` of hidden's dtype, added in float32 and rounded once; float32 `[N, E]` or None.
@@ -334,7 +334,7 @@ class HybridEPBuffer:
             num_permuted_tokens: P, a multiple of `pad_multiple`: rows beyond it are dropped and the
                 overflow flag is set; rows that are not filled are zero. None: as many as arrive.
             pad_multiple: Rows of an expert are padded with zeros to a multiple; None or 0 for none.
-            handle: Of an earlier call: send to its places. P and `pad_multiple` hold.
+            handle: Handle of an earlier call: send to its places. P and `pad_multiple` hold.
             non_blocking: Needs `num_permuted_tokens`; no other effect.
             fuse_permute_dispatch: No effect: it is one pass anyway.
             num_dispatched_tokens: Deprecated, ignored but for its type.
@@ -418,7 +418,7 @@ class HybridEPBuffer:
         Args:
             hidden: `[P, H]`, contiguous: bfloat16, float16, float32 or float64. Padding is not read.
             probs: float32 `[P]`, or None; all ranks give some or none does.
-            handle: Of `dispatch_with_permute`.
+            handle: Handle from `dispatch_with_permute`.
             pad_multiple: None or that of the dispatch.
             fuse_unpermute_combine: No effect: it is one pass anyway.
             num_dispatched_tokens: Deprecated, ignored but for its type.

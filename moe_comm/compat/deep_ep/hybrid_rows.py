@@ -161,8 +161,8 @@ class Wire:
     """Rows as they travel: alone, or as bytes with float32 columns beside them.
 
     Args:
-        payload: For `EpBuffer.dispatch`.
-        dtype: Of hidden.
+        payload: Rows for `EpBuffer.dispatch`.
+        dtype: Dtype of hidden.
         num_scales: Columns of the scaling factor.
         num_probs: Columns of probs that follow them.
     """

@@ -57,7 +57,7 @@ class Sending:
         topk_weights: float32 `[N, K]`, None with `topk_idx`.
         expert_alignment: Rounds the returned counts.
         num_worst_tokens: Rows of the result, or 0 for as many as arrive.
-        num_channels: For the handle.
+        num_channels: Number of channels in the handle.
     """
 
     x: Rows
@@ -198,8 +198,8 @@ def combine(
     """Sum rows back to their tokens. Collective.
 
     Args:
-        owner: Of the buffers.
-        handle: Of the dispatch.
+        owner: Owner of the buffers.
+        handle: Handle of the dispatch.
         x: `[M, H]`.
         topk_weights: float32 `[M, K]`, added over ranks, or None.
         bias: `[N, H]` of x's dtype, one or two, added first; all ranks give some or none does.

@@ -31,8 +31,8 @@ class Place(NamedTuple):
     """Device and stream that a call works on.
 
     Args:
-        device: Of its tensors.
-        stream: In which it works on a GPU; None on the CPU.
+        device: Device of its tensors.
+        stream: Stream in which it works on a GPU; None on the CPU.
     """
 
     device: torch.device

@@ -34,7 +34,7 @@ class EventHandle:
         """The end of an operation. Used by this package.
 
         Args:
-            event: Of the operation.
+            event: Event of the operation.
             finish: Called once, in the first wait after the end: fills what was promised.
         """
         handle = cls()
@@ -79,8 +79,9 @@ class EventOverlap:
         extra_tensors: Kept alive as long as this object, so that their memory is not offered again before.
 
     Attributes:
-        hook_after_wait: What `register_hook_after_wait` was given, until it is called; else None.
-        num_sms: Of a collective of a `BucketBuffer`, SMs that its kernels would take; else None.
+        hook_after_wait: Function that `register_hook_after_wait` was given, until it is called;
+            else None.
+        num_sms: SMs that kernels of a collective of a `BucketBuffer` would take; else None.
     """
 
     num_sms: int | None = None
@@ -102,7 +103,7 @@ class EventOverlap:
             release_handle: Forget the event afterwards.
 
         Returns:
-            What the hook returned; None where there is none, as after it was called.
+            Result of the hook; None if there is none, as after it was called.
 
         Raises:
             ValueError: There is no event.
