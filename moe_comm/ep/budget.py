@@ -128,7 +128,7 @@ def limited_recv_rows(
     """M where a capacity limits it.
 
     Args:
-        num_rows: Without a capacity.
+        num_rows: Rows without a capacity.
         capacity_rows: `Capacity.num_rows`: M is exactly this, or at least this if it can grow.
         capacity_rows_per_expert: `Capacity.num_rows_per_expert`.
         can_grow: Capacities of `on_overflow="grow"`.

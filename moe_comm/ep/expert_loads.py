@@ -52,8 +52,8 @@ class ExpertLoads:
         """Count, and forget, the dispatches whose counts are known, in their order.
 
         Args:
-            waits: Until all are. What a dispatch was found to be is then raised; else whoever called it
-                hears of it.
+            waits: Whether to wait until all are. An error of a dispatch is then raised here; else its
+                caller hears of it.
         """
         while self._awaited:
             operation, plan, experts = self._awaited[0]

@@ -142,7 +142,7 @@ class DispatchOptions(NamedTuple):
         layout: Order of received rows. A dispatch with a handle uses the handle's layout, alignment,
             capacity and masks instead.
         expert_alignment: As in `EpBuffer.dispatch`.
-        quantization: How to quantize x, or None. Where x is quantized already it only says whether the
+        quantization: Quantization of x, or None. If x is quantized already it only says whether the
             scale factors arrive column-major.
         capacity: Limits; None for none. How many rows they allow is each rank's own.
         masked_ranks: LOW_LATENCY: ranks that take no part in this operation: nothing goes to them or

@@ -57,7 +57,7 @@ class QuantizedRows(torch.Tensor):
     Args:
         data_fp8: float8_e4m3fn `[M, hidden]`.
         sf: Scale factors as `DispatchResult.x_sf` has them.
-        quantization: How the rows were quantized.
+        quantization: Quantization of the rows.
         dtype: bfloat16, float16 or float32.
     """
 

@@ -321,7 +321,7 @@ class Backend(abc.ABC):
                 as they are.
             topk_idx: `[num_tokens, num_topk]`.
             topk_weights: `[num_tokens, num_topk]` or None.
-            options: How they go.
+            options: Options of the dispatch.
         """
 
     def dispatch_unchecked(
@@ -380,7 +380,7 @@ class Backend(abc.ABC):
             row_weights: `[M]` (EXPERT_MAJOR, LOW_LATENCY) or `[M, num_topk]` (RANK_MAJOR), pulled to
                 `[num_tokens, num_topk]`, or None.
             out: `[num_tokens, hidden]` to write the sums to, or None.
-            options: How they come back.
+            options: Options of the combine.
         """
 
     def combine_unchecked(

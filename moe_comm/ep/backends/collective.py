@@ -272,7 +272,7 @@ class CollectiveBackend(Backend):
 
         Args:
             call: Text that says what ranks must agree on.
-            error: Why this rank cannot take part.
+            error: Reason why this rank cannot take part, or None.
             asked: int32 `[E + R + 2]`, see `collective_capacity.ask`; None where a plan is known.
             gradients: Word of this rank on gradients.
 

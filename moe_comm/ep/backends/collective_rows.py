@@ -69,7 +69,7 @@ class RowMover:
     Args:
         transport: Transport of the buffer.
         placement: Placement of the experts.
-        node_reduction: How sums are added where not row by row.
+        node_reduction: Reduction of rows on their nodes; None to add row by row.
     """
 
     def __init__(
