@@ -173,7 +173,7 @@ def raise_different(what: str, said: Sequence[Mapping[str, object] | None]) -> N
     """Raise on every rank the first thing that two ranks say differently.
 
     Args:
-        what: Begins the message, such as "ranks ask for different rails".
+        what: Beginning of the message, such as "ranks ask for different rails".
         said: Values that must be equal, by name, of all ranks; None for a rank that takes no part.
 
     Raises:
@@ -193,9 +193,9 @@ def raise_unequal(what: str, said: Sequence[str | None], shown: Callable[[str], 
     """Raise on every rank that two ranks are not in the same thing.
 
     Args:
-        what: Begins the message.
+        what: Beginning of the message.
         said: Text of every rank on what it is in; None for a rank that takes no part.
-        shown: How the message has it.
+        shown: Function that returns a text as the message has it.
 
     Raises:
         ValueError: Two differ; both are named.

@@ -156,7 +156,7 @@ class RankThreads:
 
         Args:
             rank_idx: Rank of the thread.
-            item: Is not copied.
+            item: Object of this thread; not copied.
             arrival_timeout_s: Limit for the other threads' coming; they are named in a warning of
                 the logger `moe_comm` once a minute before.
 

@@ -28,7 +28,7 @@ class CommunicatorOptions:
 
     @classmethod
     def checked(cls, device: torch.device, **given: Any) -> CommunicatorOptions:
-        """Those of a communicator for rows on `device`.
+        """Options of a communicator for rows on `device`.
 
         Raises:
             TypeError: A value is no number, no int or no bool.

@@ -224,7 +224,7 @@ class ElasticRanks:
             rendezvous: A torch.distributed store that rank 0 and those that join reach, such as a
                 `TCPStore`; or "host:port", where rank 0 listens for the time of the call: at an
                 address of its machine, and no other.
-            num_new_ranks: How many processes join, >= 1.
+            num_new_ranks: Number of processes that join, >= 1.
             num_local_ranks: Ranks of a node of the new communicator; None for those of this one if
                 it has several nodes, else for what the machines tell.
             timeout_s: Limit for their coming, and for each step after it.

@@ -92,7 +92,7 @@ def open_store(
         rendezvous: The argument.
         is_host: Listen at the address.
         timeout_s: Limit for what waits in the store.
-        absent: Why nobody may listen at the address.
+        absent: Reason why nobody may listen at the address.
 
     Raises:
         PeerTimeoutError: Nobody listens at the address.

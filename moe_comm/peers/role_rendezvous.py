@@ -362,12 +362,12 @@ class RoleRank:
         place: Place of this process.
         timeout_s: Limit for all to come, and for each exchange after that.
         version: Version of the package.
-        refusal: Why this process will not be a rank: all that wait raise it, and so does this.
+        refusal: Reason why this process will not be a rank: all that wait raise it, and so does this.
 
     Attributes:
         rank_idx: Rank of this process in the group.
         num_ranks: Ranks of the group.
-        generation: How many groups have been assembled, with this one.
+        generation: Number of groups that have been assembled, with this one.
         is_one_machine: Whether all ranks can share memory.
 
     Raises:
