@@ -186,7 +186,7 @@ class MegatronManager:
 
     @property
     def buffer(self) -> EpBuffer:
-        """That of the tokens."""
+        """Buffer that moves the tokens."""
         return self._buffer
 
     def add_spare_slots(self, num_spare_slots: int) -> None:

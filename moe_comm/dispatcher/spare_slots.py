@@ -26,7 +26,7 @@ class BalanceableLayer(Protocol):
 
     @property
     def buffer(self) -> EpBuffer:
-        """That of the tokens."""
+        """Buffer that moves the tokens."""
 
     def add_spare_slots(self, num_spare_slots: int, balancer: ExpertBalancer) -> None:
         """Compute replicas too from now on, and add the layer to the balancer. Collective."""

@@ -162,7 +162,7 @@ class TorchtitanTokenDispatcher(_Base):  # type: ignore[misc]
 
     @property
     def buffer(self) -> EpBuffer:
-        """That of the tokens; RuntimeError before `wire_meshes`."""
+        """Buffer that moves the tokens; RuntimeError before `wire_meshes`."""
         return self._wired()
 
     def add_spare_slots(self, num_spare_slots: int) -> None:

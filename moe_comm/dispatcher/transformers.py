@@ -229,7 +229,7 @@ class TransformersExperts:
 
     @property
     def buffer(self) -> EpBuffer:
-        """That of the tokens."""
+        """Buffer that moves the tokens."""
         return self._dispatcher.buffer
 
     def add_spare_slots(
