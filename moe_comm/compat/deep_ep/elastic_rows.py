@@ -185,7 +185,7 @@ class Started:
     """A dispatch that has begun.
 
     Args:
-        event: When `finish` may be called.
+        event: Event after which `finish` may be called.
         finish: Makes of what arrived what is handed out. Local.
     """
 

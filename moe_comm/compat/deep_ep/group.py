@@ -90,7 +90,7 @@ class GroupOwner:
 
         Args:
             num_experts: Experts over all ranks, or None.
-            problem: Why this rank does not know.
+            problem: Reason why this rank does not know.
 
         Raises:
             ValueError: It is the first call and some rank does not know, on every rank.
@@ -106,7 +106,7 @@ class GroupOwner:
 
         Args:
             shape: Experts over all ranks and most tokens of a rank, or None.
-            problem: Why this rank does not know.
+            problem: Reason why this rank does not know.
         """
         return self._find("low latency", shape, problem)
 
