@@ -67,7 +67,7 @@ class CaseData:
             rows: `[T, hidden]` of every rank.
             topk_weights: `[T, K]` of every rank, or None.
             scales: `[T, num_scales]` of every rank where rows are quantized already.
-            quantization: How they are quantized, and the order of scale factors.
+            quantization: Quantization of the rows, and the order of scale factors.
             is_cached: Whether rows go to the places of an earlier dispatch.
         """
         rows, scales = as_sent(rows, scales, quantization)

@@ -31,7 +31,7 @@ class Case:
         expert_rank: Placement, None for the default.
         routing: One of `ROUTINGS`.
         has_special_values: Rows and weights hold NaN, infinities, -0.0 and subnormals.
-        num_spare_tokens: How much `num_max_tokens_per_rank` exceeds the most tokens of a rank.
+        num_spare_tokens: Tokens by which `num_max_tokens_per_rank` exceeds the most of a rank.
         quantization: Rows are quantized in dispatch.
         pair: Dtype and number of the scale factors where rows, of a one-byte dtype, are quantized
             already; `quantization` then only has their order on arrival.
