@@ -59,7 +59,7 @@ class BlockMasks:
         And some others, where a piece is a part of each row and the mask has elements beside it.
 
         Args:
-            tensors: Of the source on this rank, by name.
+            tensors: Tensors of the source on this rank, by name.
             changed: Masks of these.
 
         Raises:
@@ -133,8 +133,8 @@ def _ranges_of_piece(
     Args:
         mask: Strides and first element, in the caller's mask, of what belongs to the piece's elements.
         item_bytes: Size of an element.
-        first_block: Of the piece.
-        end_block: Behind its last one.
+        first_block: First block of the piece.
+        end_block: Block behind its last one.
         num_bytes: Size of the piece; 0 where each of its blocks needs all of the mask.
     """
     sizes, strides, start = list(mask.shape), list(mask.stride()), mask.storage_offset()

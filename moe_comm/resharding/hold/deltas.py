@@ -52,11 +52,11 @@ class DeltaReport:
     """Numbers of one refit with deltas, over all ranks and equal on each but where it says otherwise.
 
     Args:
-        total_bytes: Of all pieces that can travel in blocks.
-        sent_bytes: Of these, what travelled: changed blocks, and all of the pairs in `whole`.
+        total_bytes: Bytes of all pieces that can travel in blocks.
+        sent_bytes: Bytes of these that travelled: changed blocks, and all of the pairs in `whole`.
         num_blocks: Blocks of 64 KiB or less that `total_bytes` has.
-        num_changed: Of these, changed since they were sent, as far as both ends knew.
-        whole: Why a pair (source rank, destination rank) got everything.
+        num_changed: Blocks of these that changed since they were sent, as far as both ends knew.
+        whole: Reason why a pair (source rank, destination rank) got everything.
         undivided: Names, on this rank, of what travels whole in every refit: what changes its dtype, what a
             transform makes, pending sums, and what lies outside CPU memory.
     """
@@ -166,14 +166,14 @@ class Delta:
     Args:
         plan: This rank's.
         modules: Source and target.
-        states: Of these.
+        states: States of these.
         service: The transport.
         group: The plan's group.
         ranks: The same, to speak to each other.
         transform: Handles the parameters that it names; None for none.
-        token: Of this refit; equal on all ranks, and no other's.
+        token: Number of this refit; equal on all ranks, and no other's.
         is_checked: Whether targets are read before, and held against what was sent.
-        most_bytes: Of what waits beside the target on one rank; None for no limit.
+        most_bytes: Most bytes that wait beside the target on one rank; None for no limit.
         changed: As of `Refit.run`.
     """
 

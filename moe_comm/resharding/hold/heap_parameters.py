@@ -60,7 +60,7 @@ def place_in_heap(module: torch.nn.Module, communicator: Communicator) -> int:
 
     Args:
         module: Its parameters are plain CPU tensors, or DTensors over such.
-        communicator: Whose heap; its backend must be "host".
+        communicator: Communicator whose heap is used; its backend must be "host".
 
     Returns:
         Bytes taken from the heap.
@@ -170,7 +170,7 @@ class SharedWeights:
     private again, at the same addresses with the same contents.
 
     Attributes:
-        num_bytes: Of the storages that are shared.
+        num_bytes: Bytes of the storages that are shared.
     """
 
     def __init__(self, pages: Iterable[_Pages], storages: list[_Storage]) -> None:
@@ -246,10 +246,11 @@ def share_in_place(side: RefitSide, communicator: Communicator) -> SharedWeights
 
     Args:
         side: A module or `CheckpointViews`; its tensors are plain CPU tensors, or DTensors over such.
-        communicator: Whose heap; its backend must be "host". The one of the refit's copy service.
+        communicator: Communicator of the refit's copy service, whose heap is used; its backend must be
+            "host".
 
     Returns:
-        What keeps the memory shared.
+        Object that keeps the memory shared.
 
     Raises:
         TypeError: `side` is neither.

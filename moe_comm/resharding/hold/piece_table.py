@@ -98,8 +98,8 @@ class ListedPieces(NamedTuple):
     """Pieces of one end of a plan.
 
     Args:
-        table: Those whose checksums are of a tensor's own bytes.
-        others: What has to be worked out for each refit, or what cannot be: transfers.
+        table: Pieces whose checksums are of a tensor's own bytes.
+        others: Transfers whose bytes have to be worked out for each refit, or cannot be.
     """
 
     table: PieceTable

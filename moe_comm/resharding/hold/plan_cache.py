@@ -23,17 +23,17 @@ class PlanCacheKey:
     """Key of the refit that a plan is for.
 
     Args:
-        rank: In the group.
+        rank: This rank in the group.
         src_config: Sizes of the source's groups; None where this rank has no source.
         dst_config: Sizes of the target's groups; None where this rank has no target.
-        num_experts: Of the whole model.
+        num_experts: Experts of the whole model.
         world_size: Ranks of the group.
         src_rank_offset: Added to the ranks of the source's groups.
         dst_rank_offset: Added to the ranks of the target's groups.
-        pool_index: Of several pools of targets.
-        src_model: Which source, see `identity_of`; 0 for none.
-        dst_model: Which target; 0 for none.
-        group: Which group.
+        pool_index: Index of the pool, of several pools of targets.
+        src_model: Number of the source, see `identity_of`; 0 for none.
+        dst_model: Number of the target; 0 for none.
+        group: Number of the group.
     """
 
     rank: int
@@ -87,10 +87,10 @@ class CachedPlan:
     Args:
         plan: This rank's.
         plan_id: Equal on all ranks that made it together, different for any other plan.
-        states: Of the source and the target when it was made.
-        destinations: By name, how the target was planned; a parameter that a transform has taken
-            out of the model is planned again from this.
-        is_strict: It was planned so (see `swap_model_weights`).
+        states: States of the source and the target when it was made.
+        destinations: Metadata by name that the target was planned from; a parameter that a transform has
+            taken out of the model is planned again from this.
+        is_strict: Whether it was planned with `strict` (see `swap_model_weights`).
         execution_batch_bytes: As this rank asked for.
         transformed: Names, in both modules, that a transform handled when it was made: the dtypes of
             these need not become each other by themselves.

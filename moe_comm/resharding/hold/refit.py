@@ -42,7 +42,7 @@ def _tells_group(position: int) -> Callable[[Callable[P, ResultT]], Callable[P, 
     """A decorator for refits: peers hear of arguments that Python cannot bind.
 
     Args:
-        position: Of `group` among the positional arguments, `self` among them.
+        position: Position of `group` among the positional arguments, `self` included.
     """
 
     def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,16 +81,16 @@ class Refit:
     way in which tensors are cut are others on one rank, all ranks plan anew.
 
     Args:
-        src_model: What this rank holds of the source, or None.
-        target_model: What this rank holds of the target, or None. Runs write it in place. A target
-            whose config asks for MXFP8 inference is converted here.
+        src_model: Part of the source that this rank holds, or None.
+        target_model: Part of the target that this rank holds, or None. Runs write it in place. A target whose
+            config asks for MXFP8 inference is converted here.
         refit_method: "symmetric", "gloo", "nccl", "nvshmem", or a `CopyService`.
         group: The ranks, as for `swap_model_weights`, like all that follow.
         src_rank_offset: Added to the ranks of the source's groups.
         dst_rank_offset: Added to the ranks of the target's groups.
         transform: A `ReshardTransform`, or an object with its methods; None for none.
         num_dst_pools: Groups of ranks that each hold a whole target.
-        dst_pool_index: Of these, the one that this rank's target belongs to.
+        dst_pool_index: Index of the pool, in [0, `num_dst_pools`), that this rank's target belongs to.
         verify: "plan", "checksum" or None.
         strict: Refuse source parameters without a destination.
         execution_batch_bytes: As in `swap_model_weights`.
@@ -159,16 +159,16 @@ class Refit:
         """Copy the weights of the source as they are now into the target. Collective, blocking.
 
         Args:
-            changed: With deltas, the tensors of this rank's source that may have changed since the last run,
-                in the place of reading all of them: by name, or called with each name, True, False or
-                a bool tensor that broadcasts to this rank's part of it. A name that a mapping lacks has not
-                changed. What a destination has not got yet travels in any case. None: all are read.
+            changed: Tensors of this rank's source that may have changed since the last run; only with deltas,
+                which then read these alone. A mapping by name, or a callable that gets each name, to True,
+                False or a bool tensor that broadcasts to this rank's part of it. A name that a mapping lacks
+                has not changed. What a destination has not got yet travels in any case. None: all are read.
 
         Raises:
             ValueError: The source is stale, no plan can be made for what the models hold now, or ranks
                 run different refits; on every rank, before anything moves.
             RuntimeError: An error of the service.
-            RefitError: With `verify="checksum"`: the target does not hold what its source holds.
+            RefitError: The target does not hold what its source holds; only with `verify="checksum"`.
             CommunicationError: A peer is gone or did not come.
         """
         reports = [report for each in self._passes if (report := each.run(changed)) is not None]
@@ -197,14 +197,14 @@ def prepare_swap_model_weights(
     quantize into the same memory. A caller that converts its target by itself does so after this.
 
     Args:
-        src_model: What this rank holds of the source, or None.
-        target_model: What this rank holds of the target, or None.
+        src_model: Part of the source that this rank holds, or None.
+        target_model: Part of the target that this rank holds, or None.
         group: The ranks; None for the default group.
         src_rank_offset: Added to the ranks of the source's groups.
         dst_rank_offset: Added to the ranks of the target's groups.
         transform: A `ReshardTransform`, or an object with its methods; None for none.
         num_dst_pools: Groups of ranks that each hold a whole target.
-        dst_pool_index: Of these, the one that this rank's target belongs to.
+        dst_pool_index: Index of the pool, in [0, `num_dst_pools`), that this rank's target belongs to.
         verify: Other than None: the plan is verified.
         strict: As in `swap_model_weights`.
         execution_batch_bytes: As in `swap_model_weights`.
@@ -259,8 +259,8 @@ def swap_model_weights(
     moves nothing.
 
     Args:
-        src_model: What this rank holds of the source, or None.
-        target_model: What this rank holds of the target, or None. Written in place.
+        src_model: Part of the source that this rank holds, or None.
+        target_model: Part of the target that this rank holds, or None. Written in place.
         refit_method: "symmetric", "gloo", "nccl", "nvshmem", or a `CopyService`.
         group: The ranks; a process group, a `Bootstrap`, or None for those of the service, and
             without one for the default group.
@@ -271,7 +271,7 @@ def swap_model_weights(
             `prepare_swap_model_weights`, if any.
         num_dst_pools: Groups of ranks that each hold a whole target. They are written one after the
             other.
-        dst_pool_index: Of these, the one that this rank's target belongs to.
+        dst_pool_index: Index of the pool, in [0, `num_dst_pools`), that this rank's target belongs to.
         verify: "plan": a plan is verified when it is made. "checksum": and what each refit moved is
             compared at both ends. None: neither.
         strict: A source parameter without a destination is an error, and so is a target parameter that
@@ -279,11 +279,11 @@ def swap_model_weights(
             of these or a replica has with another dtype. Else, as in Megatron, whose trainers have
             heads that generators lack, such a source parameter stays where it is. A destination
             without a source is always an error.
-        execution_batch_bytes: Of what a rank needs at once beside both models and the slots of its
-            transport: pieces that change their dtype, that a transform makes or that a transport takes
-            only contiguous wait in memory of their own. The refit then runs in batches, and ranks take
-            the smallest number. More is needed for a quantized parameter that is larger by itself, and
-            for pending sums, which are reduced whole. None: all at once.
+        execution_batch_bytes: Most bytes that a rank needs at once beside both models and the slots of its
+            transport: pieces that change their dtype, that a transform makes or that a transport takes only
+            contiguous wait in memory of their own. The refit then runs in batches, and ranks take the
+            smallest number. More is needed for a quantized parameter that is larger by itself, and for
+            pending sums, which are reduced whole. None: all at once.
 
     Raises:
         TypeError: `refit_method` is neither a name nor a service, or a model is no module.
@@ -330,7 +330,7 @@ def reshard_model_weights(
     """One pass of `swap_model_weights`, over a service that is there. Collective.
 
     Args:
-        src_model: What this rank holds of the source, or None.
+        src_model: Part of the source that this rank holds, or None.
         target_model: None on ranks whose target is of another pool.
         service: The transport.
         group: The ranks; None for those of the service.
@@ -338,7 +338,7 @@ def reshard_model_weights(
         dst_rank_offset: Added to the ranks of the target's groups.
         transform: A `ReshardTransform`, or an object with its methods; None for that of
             `prepare_swap_model_weights`, if any.
-        pool_index: Which pool this pass writes.
+        pool_index: Index of the pool that this pass writes.
         verify: As in `swap_model_weights`.
         strict: As in `swap_model_weights`.
         execution_batch_bytes: As in `swap_model_weights`.

@@ -262,8 +262,8 @@ class Agreement:
 
     Args:
         has_service: Whether every rank has the copy service already.
-        plan_id: Of the plan that every rank has already, 0 if there is none.
-        new_plan_id: Of the plan that they build where they have none; equal on all ranks.
+        plan_id: Id of the plan that every rank has already; 0 if there is none.
+        new_plan_id: Id of the plan that they build where they have none; equal on all ranks.
     """
 
     has_service: bool
@@ -284,10 +284,10 @@ def agree(
 
     Args:
         group: The ranks.
-        problem: What is wrong with this rank's input.
-        options: What all ranks must have asked for alike: lines of `argument=value`.
+        problem: Error in this rank's input, if any.
+        options: Options that all ranks must have asked for alike: lines of `argument=value`.
         has_service: Whether this rank has the copy service.
-        plan_ids: Of the plans that this rank has, at most `MAX_PLANS`, none of them 0.
+        plan_ids: Ids of the plans that this rank has, at most `MAX_PLANS`, none of them 0.
         nonce: Random, below 2^64.
 
     Raises:
@@ -333,7 +333,7 @@ class RefitRanks:
 
     Args:
         group: The ranks.
-        service: That moved the weights.
+        service: Service that moved the weights.
     """
 
     def __init__(self, group: RefitGroup, service: object) -> None:
@@ -356,7 +356,7 @@ class RefitRanks:
         """Tell each other that a refit ran on this rank, or that it did not. Collective.
 
         Args:
-            problem: What the refit raised on this rank.
+            problem: Error that the refit raised on this rank, if any.
 
         Raises:
             Exception: As `agree` raises a rank's problem.

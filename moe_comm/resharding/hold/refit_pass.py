@@ -117,14 +117,14 @@ class RefitPass:
     """One collective pass of a refit on this rank: from one source to one pool of targets.
 
     Args:
-        call: What the caller called.
+        call: Function that the caller called.
         src_model: As the caller gave it.
         target_model: None on ranks whose target is of another pool.
         service: A service or the name of one; None where there is none.
         options: As the caller gave them.
-        pool_index: Of the passes of a refit, one for each pool, which one this is.
-        problem: What is wrong with an argument, for all ranks to hear of.
-        refit: Which `Refit` runs, empty for none.
+        pool_index: Index of the pool that this pass writes; a refit has one pass for each pool.
+        problem: Error in an argument, if any, for all ranks to hear of.
+        refit: Name by which ranks tell the `Refit` that runs from another; empty for none.
     """
 
     call: RefitCall
@@ -165,7 +165,7 @@ class RefitPass:
             changed: As of `Refit.run`.
 
         Returns:
-            What a refit with deltas moved; None for one without.
+            Numbers of a refit with deltas; None for one without.
         """
         group = self.ranks()
         if changed is not None and self.options.deltas is None:
@@ -209,10 +209,10 @@ class RefitPass:
             group: The ranks.
             backend: As `find_service` returned it, like what follows.
             service: The service, if there is one.
-            refit_method: What ranks compare of it.
+            refit_method: Name of the service that ranks compare.
 
         Raises:
-            Exception: What is wrong on some rank, or that ranks ask for different things; on all.
+            Exception: Something is wrong on some rank, or ranks ask for different things; on all.
         """
         problem = self.problem or group.problem
         sides, plan_ids = None, []

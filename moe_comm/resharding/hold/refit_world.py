@@ -128,7 +128,7 @@ class _WorldRanks:
 
         Raises:
             CommunicationError: A rank is gone or did not come.
-            ValueError: Over the heap, some rank is in another `step`; on every rank.
+            ValueError: Some rank is in another `step`, over the heap; on every rank.
         """
         exchange = functools.partial(self._exchange, step)
         return gather_objects(exchange, item, piece_bytes=MESSAGE_BYTES)
@@ -156,8 +156,8 @@ class RefitHost:
     """The rendezvous of a world, in whichever process shall outlive the others. Made by `RefitWorld.host`.
 
     Attributes:
-        info: What everybody gives to `RefitWorld.join`, of texts and numbers that JSON carries. It has
-            the key of the world: whoever knows it can become a rank.
+        info: Information that everybody gives to `RefitWorld.join`, of texts and numbers that JSON carries.
+            It has the key of the world: whoever knows it can become a rank.
     """
 
     def __init__(self, ranks: RoleHost, transport: str) -> None:
@@ -201,9 +201,9 @@ class RefitWorld:
 
     Attributes:
         role: "trainer" or "engine".
-        rank: Within the role.
-        rank_idx: In the group.
-        generation: How often ranks have been assembled, with this time.
+        rank: Rank within the role.
+        rank_idx: Rank in the group.
+        generation: Number of times that ranks have been assembled, this one included.
         transport: "symmetric" or "gloo".
         service: The copy service of this generation.
 
@@ -266,9 +266,9 @@ class RefitWorld:
         """Become a rank of a world, for the first time or after a restart. Collective.
 
         Args:
-            info: Of the host.
+            info: `info` of the host.
             role: "trainer" or "engine".
-            rank: Within the role.
+            rank: Rank within the role.
             version: Held by an engine already; None for none.
             timeout_s: Limit for all ranks to come, and for each step after that.
             arrival_timeout_s: Limit for a living rank that does not enter a refit that others are in.
@@ -317,10 +317,10 @@ class RefitWorld:
         Not collective.
 
         Args:
-            info: Of the host.
+            info: `info` of the host.
             role: As of `join`.
-            rank: Within the role.
-            why: Of the ValueError that they raise.
+            rank: Rank within the role.
+            why: Message of the ValueError that they raise.
             timeout_s: Limit for the host to answer.
 
         Raises:
@@ -502,11 +502,11 @@ class RefitWorld:
         """Plan refits between the models of all ranks. Collective.
 
         Args:
-            model: What this rank holds: of the source on a trainer, of the target on an engine.
-            target: On an engine: called around each refit; None where `model` itself is served, which a
-                refit that fails in the middle leaves without a whole version; stale while one runs.
-            shares_memory: On an engine: whether `model` is shared by `share_in_place`, in every
-                generation, until this world is closed.
+            model: Part that this rank holds: of the source on a trainer, of the target on an engine.
+            target: Hooks of an engine that are called around each refit; None where `model` itself is served,
+                which a refit that fails in the middle leaves without a whole version; stale while one runs.
+            shares_memory: Whether, on an engine, `model` is shared by `share_in_place`, in every generation,
+                until this world is closed.
             options: `transform`, `verify`, `strict`, `deltas`, `execution_batch_bytes` of `Refit`.
 
         Raises:
@@ -541,8 +541,8 @@ class RefitWorld:
         """Every rank's `item`, plain data, in rank order. Collective.
 
         Args:
-            item: Of this rank.
-            error: What is wrong on this rank: every rank raises it instead.
+            item: Plain data of this rank.
+            error: Error of this rank, which every rank raises instead; None for none.
 
         Raises:
             CommunicationError: A rank is gone or did not come; its role and rank are named.
@@ -588,9 +588,9 @@ class RefitWorld:
         `verify="checksum"`), engines commit; else they abort, and every rank raises.
 
         Args:
-            version: Of the weights; equal on all trainers, needless on engines.
-            allow_older: Equal on all trainers: a lower int than an engine holds is no mistake.
-            changed: On a trainer, with deltas, as of `Refit.run`.
+            version: Version of the weights; equal on all trainers, needless on engines.
+            allow_older: Whether a lower int than an engine holds is no mistake; equal on all trainers.
+            changed: Tensors that may have changed, on a trainer with deltas, as of `Refit.run`.
 
         Returns:
             The version, on every rank.
@@ -722,9 +722,9 @@ class RefitWorld:
         """Bring the old version back. Local.
 
         Args:
-            why: It is brought back.
-            before: What is held then.
-            keeps: Held where it cannot be, if that is whole.
+            why: Reason why it is brought back.
+            before: Version that is held then.
+            keeps: Version that is held where it cannot be brought back, if that is whole.
         """
         self._held = _Held(None, why)
         model = None if self._models is None else unwrap_models(None, self._models[1]).target

@@ -79,7 +79,7 @@ class _End:
         rank_idx: This rank.
         is_source: Whether this is where they are sent from.
         table: The pieces that `checksums` are of; None once they are among `others`.
-        checksums: Of the table.
+        checksums: Checksums of the table.
         others: Each by itself.
     """
 
@@ -161,7 +161,7 @@ def verify_refit(
         transform: The one that was used; None for that of the plan.
 
     Returns:
-        What was compared. Parameters of which nobody can tell what they must hold are listed.
+        Proof with what was compared. Parameters of which nobody can tell what they must hold are listed.
 
     Raises:
         RefitError: A piece differs, or a target is marked stale; on every rank.
@@ -188,7 +188,7 @@ def prove_refit(
         dst_module: As there.
         bootstrap: The plan's ranks; its `num_threads`, where it has some, read this rank's weights.
         transform: As there.
-        copies: What ran. Sources that it has hashed are not read again where they still are.
+        copies: Copies that ran. Sources that they have hashed are not read again where they still are.
         hashed: The checksums of a table of sources, where what ran has them.
         written: Says which sources something has written while it ran; "" for none.
     """
@@ -296,9 +296,9 @@ def _expect_blocks(
 
     Args:
         plan: This rank's.
-        sources: Of this rank.
+        sources: Sources of this rank.
         hooks: This rank's transform.
-        blocks: Of all ranks.
+        blocks: Blocks of all ranks.
         bootstrap: The ranks.
         sent: Gets what was worked out.
     """
