@@ -30,12 +30,12 @@ class FullTensors:
     Every rank iterates, as often as the weights have changed: ranks that want none get none, and send. A refit for every `bucket_bytes` is planned with the object and runs again.
 
     Args:
-        side: What this rank holds; None for nothing.
-        group: Of all ranks, those that hold and those that want.
+        side: Part of the model that this rank holds; None for nothing.
+        group: Process group of all ranks, those that hold and those that want.
         is_wanted: Whether this rank gets the tensors.
         bucket_bytes: Most bytes of tensors at a time, and of memory beside the models; a larger tensor
             comes alone.
-        method: Of the refits, as of `Refit`.
+        method: Transport of the refits, as `refit_method` of `Refit`.
         verify: As of `Refit`.
 
     Raises:

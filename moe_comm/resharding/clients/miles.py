@@ -32,8 +32,8 @@ class MoeCommWeightTransfer(_Base):  # type: ignore[misc]
     miles names a new version; servers serve the one before. The next update has a stream of its own.
 
     Args:
-        args: Of miles. May have `moe_comm_address` ("host:port" of this machine, else that of its host
-            name) and `moe_comm_timeout_s` (limit of every wait, else 600).
+        args: Arguments of miles. May have `moe_comm_address` ("host:port" of this machine, else that of its
+            host name) and `moe_comm_timeout_s` (limit of every wait, else 600).
     """
 
     if _base is not None:

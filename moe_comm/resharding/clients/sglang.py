@@ -88,10 +88,10 @@ class SglangStream:
             StreamError: A rank is gone.
             ValueError, NotImplementedError: The model of a rank lacks a tensor, or has no place for
                 one, which is named.
-            Exception: What the loader of a rank raises, as `agree` brings it to other ranks.
+            Exception: Error that the loader of a rank raises, as `agree` brings it to other ranks.
             CommunicationError: Not everybody came.
             RuntimeError: A server refused the request.
-            Exception: What `named` raises.
+            Exception: Error that `named` raises.
         """
         rest = iter(named)
         try:

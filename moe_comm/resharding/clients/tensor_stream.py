@@ -30,17 +30,17 @@ class TensorStream:
 
     Args:
         group: A process group, or a backend of one such as `ProcessGroupGloo`.
-        bucket_bytes: Of memory for what travels at a time, on every rank; a larger tensor travels in
+        bucket_bytes: Bytes of memory for what travels at a time, on every rank; a larger tensor travels in
             parts. Equal on every rank or larger on those that receive.
         root: The rank that sends.
-        device: Of the buckets, such as the group's backend can send.
+        device: Device of the buckets, one that the group's backend can send from.
 
     Raises:
         TypeError, ValueError: There is no group, or a bucket holds nothing.
 
     Attributes:
-        version: What came with the last stream that arrived whole; None before.
-        bucket_bytes: As given, in whole pieces of 16.
+        version: Version that came with the last stream that arrived whole; None before.
+        bucket_bytes: Bytes of a bucket as given, in whole pieces of 16.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TensorStream:
             StreamError: A rank did not take all of them, or is gone.
             ValueError: A name comes twice, or a tensor has no memory of its own (sparse, a DTensor, on meta).
             TypeError: A name is no str.
-            Exception: What `named` raises; those that receive are told.
+            Exception: Error that `named` raises; those that receive are told.
         """
         outgoing = self.begin(version)
         try:
@@ -94,7 +94,7 @@ class TensorStream:
         Stopping before the end fails the stream on every rank, once all of it has been sent.
 
         Args:
-            version: That the sender is to have, if it says one; None for any.
+            version: Version that the sender must have, if it states one; None for any.
 
         Raises:
             StreamError: The sender has another version, before anything is yielded; its tensors ended with
@@ -187,8 +187,8 @@ class OutgoingTensors:
     """A stream under way, at the rank that sends: `add` each tensor once, then `end`, or `fail`.
 
     Args:
-        stream: Whose.
-        version: That comes with it.
+        stream: Stream that the tensors travel over.
+        version: Version that travels with them; None for none.
     """
 
     def __init__(self, stream: TensorStream, version: str | None) -> None:

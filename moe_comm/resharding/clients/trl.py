@@ -19,7 +19,7 @@ class TrlWeightTransfer:
     that `save_pretrained` writes, which engines read.
 
     Args:
-        model: That is trained, a `PreTrainedModel`.
+        model: Model that is trained, a `PreTrainedModel`.
         connect: Called once, as training begins; returns the stream on whose other ends `receive()` runs.
         pause: Called before a transfer, such as with what stops the engine.
         resume: Called after it.

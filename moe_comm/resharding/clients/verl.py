@@ -34,7 +34,7 @@ class MoeCommCheckpointEngine(_Base):  # type: ignore[misc]
         bucket_size: Bytes that travel at a time.
         is_master: Whether this is the first actor; verl says so on actors.
         timeout_s: Limit of every wait.
-        host: By which rollout ranks reach the first actor; None: that of its host name.
+        host: Address by which rollout ranks reach the first actor; None for that of its host name.
     """
 
     wire_format = "named_tensors"

@@ -47,11 +47,11 @@ class MoeCommInitInfo(class_of(_base, "WeightTransferInitInfo")):  # type: ignor
     """Init info of a worker: `RefitHost.info`, and what the trainers' init info says besides.
 
     Args:
-        address: Of the host of the world.
-        key: Of the host.
-        num_trainers: In the world.
+        address: Address of the host of the world.
+        key: Key of the host.
+        num_trainers: Trainers in the world.
         num_engines: Workers in the world, over all data-parallel ranks.
-        transport: Of the host.
+        transport: Transport of the host.
         rank_offset: Place among the engines of the first worker of this vLLM.
         verify: As of `RefitWorld.prepare`; that of the trainers.
         timeout_s: As of `RefitWorld.join`.
@@ -86,7 +86,7 @@ class MoeCommUpdateInfo(class_of(_base, "WeightTransferUpdateInfo")):  # type: i
     """Update info of a worker, given for every update.
 
     Args:
-        version: That the trainers send; None to take theirs.
+        version: Version that the trainers send; None to take theirs.
         abandon: Whether nothing comes: the update ends in an error, by which vLLM takes the next one.
     """
 
@@ -155,8 +155,8 @@ class MoeCommWeightTransferEngine(class_of(_base, "WeightTransferEngine")):  # t
     Args:
         config: vLLM's, with this backend's name.
         vllm_config: vLLM's configuration of the engine.
-        device: Of the worker.
-        model: Of the worker, loaded.
+        device: Device of the worker.
+        model: Model of the worker, loaded.
     """
 
     init_info_cls = MoeCommInitInfo
@@ -286,8 +286,8 @@ class MoeCommTrainerWeightTransferEngine(class_of(_base, "TrainerWeightTransferE
     Made by `trainer_init` on every trainer rank.
 
     Args:
-        client: Of vLLM; called on rank 0 alone.
-        source: What this rank holds: see `trainer_weights`.
+        client: Client of vLLM; called on rank 0 alone.
+        source: Weights that this rank holds, see `trainer_weights`.
         is_sender: Whether this is rank 0.
     """
 
@@ -361,9 +361,9 @@ class MoeCommTrainerWeightTransferEngine(class_of(_base, "TrainerWeightTransferE
         """Take part in the world, while rank 0 also asks vLLM to.
 
         Returns:
-            What the client raised. Workers have done all the same what they were asked, since all of them
-                took part: after an error vLLM takes what its other workers answered for their answers to
-                the next calls.
+            Error that the client raised; None for none. Workers have done all the same what they were asked,
+            since all of them took part: after an error vLLM takes what its other workers answered for their
+            answers to the next calls.
         """
         if not self.is_sender:
             take_part()
@@ -403,8 +403,8 @@ class MoeCommTrainerWeightTransferEngine(class_of(_base, "TrainerWeightTransferE
         started anew.
 
         Args:
-            version: Of the weights, equal on all trainers; None for one more than the highest that a worker
-                holds.
+            version: Version of the weights, equal on all trainers; None for one more than the highest that a
+                worker holds.
 
         Returns:
             The version.

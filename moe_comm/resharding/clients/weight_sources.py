@@ -37,7 +37,7 @@ def trainer_weights(source: Any, rank: int, num_ranks: int) -> TrainerWeights:
         source: A model of transformers, `CheckpointViews`, or a `WeightSource` of vLLM: one that has
             `metadata` (a method or a property) and is iterated by `iter_full()` or by itself. Of vLLM's
             `ModuleSource` over a model of transformers the model is taken, in the parts that ranks hold.
-        rank: Of the trainers.
+        rank: This rank among the trainers.
         num_ranks: Trainers; each keeps its share of the full tensors of a `WeightSource`, of those that
             have `owners` in its metadata only its own.
 

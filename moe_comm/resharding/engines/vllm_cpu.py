@@ -151,7 +151,7 @@ class VllmCpuModel:
         """Write whole tensors of the checkpoint into staging.
 
         Args:
-            named: Of the shapes that were accepted; each name once in a version.
+            named: Names and tensors, of the shapes that were accepted; each name once in a version.
 
         Raises:
             ValueError: A name or shape is not what was accepted, or the name comes twice.
