@@ -38,12 +38,13 @@ class CheckpointView:
     offset and strides alone. A rank may have several views of one name.
 
     Args:
-        name: Of the tensor in the checkpoint.
-        shape: Of the whole tensor, as the checkpoint has it or cut into finer dimensions.
+        name: Name of the tensor in the checkpoint.
+        shape: Shape of the whole tensor, as the checkpoint has it or cut into finer dimensions.
         dims: Per dimension of `shape`, the indices that `tensor` holds.
         tensor: View of the rank's storage, with any strides; dimension `i` has as many indices as
             `dims[i]`.
-        disk_shape: As the checkpoint has it, where `shape` is cut into finer dimensions.
+        disk_shape: Shape of the whole tensor as the checkpoint has it, where `shape` is cut into finer
+            dimensions.
 
     Raises:
         ValueError: `dims` do not fit `shape` or `tensor`, or `shape` is no view of `disk_shape`.
@@ -108,10 +109,10 @@ class CheckpointViews(TensorSide):
     Args:
         describe: Called with nothing, gives the views; now, and when the owner has changed. Or the
             views themselves, for storages that stay where they are.
-        owner: Whose weights they are. Of a module, parameters and buffers are watched, a failed refit
-            marks it stale, its caches are refreshed after every refit, and so are views described again
-            once the maps have changed by which its engine finds experts. Anything else is only kept
-            alive, but for a module that it has as `refit_module`: that is watched in its place.
+        owner: Object whose weights they are. Of a module, parameters and buffers are watched, a failed refit
+            marks it stale, its caches are refreshed after every refit, and so are views described again once
+            the maps have changed by which its engine finds experts. Anything else is only kept alive, but for
+            a module that it has as `refit_module`: that is watched in its place.
 
     Attributes:
         owner: As given.
@@ -120,7 +121,7 @@ class CheckpointViews(TensorSide):
     Raises:
         TypeError: `describe` gives something else than views.
         ValueError: A view is not of plain, strided memory.
-        Exception: What `describe` raises.
+        Exception: Error that `describe` raises.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ def cannot_become(source: torch.dtype, target: torch.dtype, *, takes_over: bool 
     """Why values of one dtype do not become values of another one; empty where they do.
 
     Args:
-        source: Of the values.
-        target: Of the tensor that is to hold them.
-        takes_over: The tensor takes over the dtype of its source: integers become each other, too.
+        source: Dtype of the values.
+        target: Dtype of the tensor that is to hold them.
+        takes_over: Whether the tensor takes over the dtype of its source: integers become each other, too.
             Values with scale factors do not, whose reader counts on the dtype that it has.
     """
     if source == target or {source, target} <= NUMBERS:
@@ -41,7 +41,7 @@ def cannot_reduce(op: str, dtype: torch.dtype) -> str:
 
     Args:
         op: "sum", "avg", "min", "max" or "product".
-        dtype: In which it is run.
+        dtype: Dtype in which it is run.
     """
     able = NUMBERS
     if op in ("sum", "avg"):

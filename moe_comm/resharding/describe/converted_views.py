@@ -33,8 +33,8 @@ def converted_views(
     No weight is read.
 
     Args:
-        tensors: By name: plain tensors, each whole, and DTensors, of which the rank holds its part.
-        convert: Of a model's tensors into those of its checkpoint, both by name.
+        tensors: Tensors by name: plain ones, each whole, and DTensors, of which the rank holds its part.
+        convert: Conversion of a model's tensors into those of its checkpoint, both by name.
 
     Returns:
         Views of the storages of `tensors`. None of a tensor of which the rank holds nothing; several of
@@ -109,9 +109,9 @@ class _IndexTensor(torch.Tensor):
         """Return the whole of a DTensor, or of a plain tensor that is whole.
 
         Args:
-            label: For messages.
+            label: Name of the tensor, for messages.
             tensor: Either.
-            known: Of DTensors that are cut alike, what the rank holds; is added to.
+            known: Indices that the rank holds of DTensors that are cut alike; is added to.
         """
         local = local_tensor(tensor)
         dims: tuple[Intervals, ...] | None

@@ -23,8 +23,8 @@ class Part(NamedTuple):
 
     Args:
         side: "source" or "target".
-        rank: That holds it.
-        meta: What it says.
+        rank: Rank that holds it.
+        meta: Metadata that the rank states.
         whole: Shape of the whole tensor, as this rank and the members of its groups have it.
     """
 
@@ -40,8 +40,8 @@ def describe_disagreement(
     """Names the rank that most others contradict, and one of these.
 
     Args:
-        name: Of the parameter.
-        parts: Of all ranks and both sides; some two of them contradict each other.
+        name: Name of the parameter.
+        parts: Parts of all ranks and both sides; some two of them contradict each other.
         agree: Whether two shapes of a whole tensor are views of each other.
     """
     counts: dict[Shape, int] = {}

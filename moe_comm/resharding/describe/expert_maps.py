@@ -16,9 +16,9 @@ class MovedMap(NamedTuple):
     """A map that is another one than it was.
 
     Args:
-        path: Of the layer, or what has the map.
-        then: What it was; None where no expert lay elsewhere.
-        now: What it is.
+        path: Path of the layer, or name of what has the map.
+        then: Map as it was; None where no expert lay elsewhere.
+        now: Map as it is.
         is_followed: Whether the engine's loader goes by it. vLLM's keeps the placement that it began with when
             a load balancer (EPLB) moves experts.
     """
@@ -33,7 +33,7 @@ class ExpertMaps:
     """The maps of an engine's model, as they are now: of vLLM's layers, and SGLang's, which is one for all.
 
     Args:
-        model: Whose layers are looked through, once.
+        model: Model whose layers are looked through, once.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -276,8 +276,8 @@ def find_defect(shape: Sequence[int], boxes: Sequence[Box]) -> Defect | None:
     """The first elements of a tensor that boxes cover not at all ("hole") or twice ("overlap").
 
     Args:
-        shape: Of the tensor.
-        boxes: Within its bounds.
+        shape: Shape of the tensor.
+        boxes: Boxes within its bounds.
 
     Returns:
         None where every element is covered exactly once.

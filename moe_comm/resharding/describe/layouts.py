@@ -22,13 +22,13 @@ class _Frame:
 
     Args:
         view: Shape of the tensor, before dimensions for experts are added.
-        tp_views: Of each member of the tensor parallel group.
+        tp_views: Shapes like `view` of each member of the tensor parallel group.
         tp_idx: Place in that group.
         ep_views: The same of the expert parallel group.
         ep_idx: Place in that group.
         is_tp: Stated to be sharded over the tensor parallel group.
         partition_dim: Stated dimension.
-        components: Of each member of the tensor parallel group, stated sizes along that dimension.
+        components: Stated sizes along that dimension, of each member of the tensor parallel group.
         expert_dim: Stated dimension of experts.
         is_expert: Belongs to experts.
         is_fused: Holds several experts.
@@ -317,15 +317,15 @@ def resolve_layouts(
     """Resolve the layouts of the tensors of one parameter, all with the same global shape.
 
     Args:
-        name: In the whole model, for messages.
+        name: Name in the whole model, for messages.
         sources: Ranks to read from, each once.
         destinations: Ranks to be written, each once.
 
     Returns:
-        Of sources and of destinations, in their order; None for a rank that holds no element.
+        Layouts of sources and of destinations, in their order; None for a rank that holds no element.
 
     Raises:
-        PlanError: What ranks say is not enough, or contradicts itself.
+        PlanError: Statements of ranks are not enough, or contradict each other.
     """
     for holder in destinations:
         mesh = holder.meta.mesh

@@ -86,11 +86,12 @@ class _Origin(NamedTuple):
     """The tensor of the checkpoint whose indices a storage without memory stands for.
 
     Args:
-        name: In the checkpoint.
-        spec: As it is there.
+        name: Name in the checkpoint.
+        spec: Shape and dtype in the checkpoint.
         cast: The dtype that the loader made of it.
-        orders: Where the storage has other elements, or in another order: those of a copy that a loader
-            made for itself, as they lay in the storage it is of; and so on, to that of the checkpoint.
+        orders: Places of the elements, where the storage has others or in another order: those of a copy that
+            a loader made for itself, as they lay in the storage it is of; and so on, to that of the
+            checkpoint.
     """
 
     name: str
@@ -153,7 +154,7 @@ def _axes(base: _Geometry, view: _Geometry) -> tuple[_Axis, ...] | None:
 
     Args:
         base: Its elements do not overlap.
-        view: Of the same storage.
+        view: View of the same storage.
 
     Returns:
         Axes from the farthest apart to the nearest; `num_inner` elements of dimension `view_dim` of
@@ -511,8 +512,8 @@ def _through(order: _Geometry, read: _Geometry, written: _Geometry) -> _Pair | N
 
     Args:
         order: The elements of the copy, in its order, in that storage.
-        read: Of the copy.
-        written: In the target, with as many dimensions.
+        read: Geometry of what is read of the copy.
+        written: Geometry of that in the target, with as many dimensions.
 
     Returns:
         None where `read` is no product of intervals of the copy.
@@ -682,8 +683,8 @@ def loader_views(
     written down, and nothing is written to a target.
 
     Args:
-        load_weights: Of the engine; takes an iterator of names and tensors.
-        checkpoint: By name, in the order in which the loader gets them; anything that has a shape and
+        load_weights: Loader of the engine; takes an iterator of names and tensors.
+        checkpoint: Tensors by name, in the order in which the loader gets them; anything that has a shape and
             a dtype.
         targets: Names and tensors that the loader must fill, each element once; strided, on any device.
         optional: Names and tensors that it may fill, then each element once.

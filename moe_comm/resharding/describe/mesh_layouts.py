@@ -58,9 +58,9 @@ def read_mesh(tensor: DTensor, name: str, ranks: Sequence[int]) -> MeshLayout:
     """Return where a DTensor lies.
 
     Args:
-        tensor: Whose part this rank holds.
-        name: Of the tensor.
-        ranks: Of its mesh, row-major, as the layout shall number them.
+        tensor: DTensor whose part this rank holds.
+        name: Name of the tensor.
+        ranks: Ranks of its mesh, row-major, as the layout shall number them.
 
     Raises:
         PlanError: A placement is not known.

@@ -18,8 +18,8 @@ class MeshPlacement:
     Args:
         kind: "shard", "strided_shard", "replicate" or "partial".
         dim: Tensor dimension that is sharded; -1 otherwise.
-        split_factor: Of "strided_shard": parts that inner mesh dimensions have cut before.
-        op: Of "partial": the pending reduction.
+        split_factor: Parts that inner mesh dimensions have cut before, for "strided_shard".
+        op: Pending reduction, for "partial".
     """
 
     kind: Literal["shard", "strided_shard", "replicate", "partial"]
@@ -37,7 +37,7 @@ class MeshLayout:
         mesh_shape: Shape of the device mesh.
         mesh_ranks: Its ranks, row-major, numbered in the group that plans are made over.
         placements: One per mesh dimension.
-        global_shape: Of the whole tensor.
+        global_shape: Shape of the whole tensor.
     """
 
     mesh_shape: tuple[int, ...]
@@ -52,10 +52,10 @@ class ViewLayout:
     """Layout of a view of a rank's storage, as its describer has said.
 
     Args:
-        global_shape: Of the whole tensor.
+        global_shape: Shape of the whole tensor.
         dims: Per dimension, `(global_start, local_start, length)` of the indices that are held.
-        strides: Of the view, in elements.
-        disk_shape: Of the whole tensor as its checkpoint has it, where `global_shape` cuts that more
+        strides: Strides of the view, in elements.
+        disk_shape: Shape of the whole tensor as its checkpoint has it, where `global_shape` cuts that more
             finely and its describer has said so.
     """
 
@@ -75,9 +75,9 @@ class ParameterMetadata:
     """One parameter or persistent buffer as one rank holds it. Ranks are those of the plan's group.
 
     Args:
-        name: In the rank's own module.
-        shape: Of the local tensor.
-        dtype: Of the local tensor.
+        name: Name in the rank's own module.
+        shape: Shape of the local tensor.
+        dtype: Dtype of the local tensor.
         element_size: Bytes per element.
         is_tp: Sharded over its tensor parallel group.
         partition_dim: Dimension that is sharded, of `local_view` where there is one.
@@ -87,22 +87,22 @@ class ParameterMetadata:
         is_ep: Belongs to experts.
         num_experts: Experts of the whole model.
         owner_rank: The rank that holds this.
-        tensor_parallel_group_ranks: Filled in wherever such a group exists.
-        expert_parallel_group_ranks: Of experts.
+        tensor_parallel_group_ranks: Ranks of the tensor parallel group, filled in wherever there is one.
+        expert_parallel_group_ranks: Ranks of the expert parallel group, for what belongs to experts.
         data_parallel_group_ranks: Ranks that hold the same.
         pipeline_parallel_group_ranks: Ranks of all stages.
         resolved_name: Name in the whole model, with global layer and expert numbers.
         global_expert_index: Expert of a per-expert tensor; None for others and for fused ones.
-        expert_dim: Of a tensor of several experts: dimension, of `local_view`, along which they lie.
+        expert_dim: Dimension, of `local_view`, along which experts lie, for a tensor of several experts.
         local_view: Shape that the local tensor is viewed as before it is cut; None for its own.
-        mesh: Of a DTensor; the fields about groups then mean nothing.
+        mesh: Layout of a DTensor on its mesh; the fields about groups then mean nothing.
         is_buffer: A persistent buffer, whose dtype follows the source.
         pipeline_stage: This rank's place among the members of `pipeline_parallel_group_ranks`; None
             where the model has one stage, or says nothing of stages.
         is_shared_by_stages: Stages that hold this name hold the same.
         is_transformed: A transform makes or writes what travels, whatever the dtypes are.
-        view: Of a `CheckpointView`; the fields about groups and the mesh then mean nothing.
-        place: Of a `CheckpointView`: number of the rank's storage, and the offset there in elements.
+        view: Layout of a `CheckpointView`; the fields about groups and the mesh then mean nothing.
+        place: Number of the rank's storage, and the offset there in elements, for a `CheckpointView`.
     """
 
     name: str

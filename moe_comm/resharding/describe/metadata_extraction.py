@@ -321,7 +321,7 @@ def resolved_ties(
 
     Args:
         module: This rank's part.
-        metas: What was extracted of it.
+        metas: Metadata that was extracted of it.
     """
     layers = _build_layer_module_prefix_map(module)
     by_name = {meta.name: meta for meta in metas}
@@ -362,7 +362,7 @@ def extract_param_metadata(
 
     Args:
         param: The tensor.
-        param_name: In the rank's module.
+        param_name: Name in the rank's module.
         owner_rank: This rank in the plan's group.
         pg_collection: The model's groups, as attributes `tp`, `pp`, `ep`, `dp`, `expt_tp`,
             `expt_dp`, each None or absent where there is none; None for a DTensor.

@@ -52,7 +52,7 @@ def problem_with_places(named: Mapping[str, torch.Tensor]) -> str | None:
     """Reason why destinations cannot be written together, or None; a tensor under two names is one.
 
     Args:
-        named: By name, what is written.
+        named: Tensors that are written, by name.
     """
     local = list(map(local_tensor, named.values()))
     is_dense = (
@@ -208,9 +208,9 @@ class ModuleState:
 
     Args:
         by_name: Gives the tensors while the module is in this state; may refer to them weakly.
-        tensors: By name.
-        cuts: Of each tensor, what else a plan depends on.
-        groups: Over which they are cut.
+        tensors: Tensors by name.
+        cuts: Further properties, of each tensor, that a plan depends on.
+        groups: Groups over which they are cut.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class ModuleState:
         """Return whether a plan made for one serves the other.
 
         Args:
-            other: What the module holds now.
+            other: State of the module now.
             is_transformed: Whether a transform writes a parameter, whatever the module calls it: those
                 do not count. None where there is no transform.
         """
@@ -318,8 +318,8 @@ def modules_with(side: RefitSide, name: str, *, look_again: bool = True) -> list
 
     Args:
         side: The outermost module, or a side that has it.
-        name: Of the attribute.
-        look_again: See submodules that were replaced since the module was last looked at.
+        name: Name of the attribute.
+        look_again: Whether to see submodules that were replaced since the module was last looked at.
     """
     module = module_of(side)
     known = None if look_again else _listings.get(module)

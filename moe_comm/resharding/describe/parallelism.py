@@ -161,7 +161,7 @@ class Parallelism:
         """The groups of one rank.
 
         Args:
-            rank: In [0, num_ranks).
+            rank: Rank in [0, num_ranks).
             rank_offset: Added to every rank: where this model's ranks begin in the wider group.
 
         Raises:

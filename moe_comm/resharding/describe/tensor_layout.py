@@ -27,7 +27,7 @@ class Layout:
 
     Args:
         view: Shape that the rank's tensor is viewed as.
-        global_shape: Of the whole tensor, with as many dimensions.
+        global_shape: Shape of the whole tensor, with as many dimensions.
         dims: Per dimension, what the rank holds.
     """
 

@@ -65,7 +65,7 @@ class TensorTable:
     """Shapes, dtypes, addresses, strides and lazy signs of tensors when this was made. Keeps no tensor alive.
 
     Args:
-        tensors: Of DTensors, this rank's part counts.
+        tensors: Tensors to describe; of a DTensor, this rank's part counts.
 
     Raises:
         ValueError: A tensor is gone.

@@ -58,10 +58,12 @@ def empty_model(
     Args:
         auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
         config: Its configuration, which the model keeps.
-        dtype: Of the weights but those that the model keeps in float32; None for the configuration's.
-        distributed_config: Of transformers, with the sizes of the parallel plan; None for the whole model.
-        device: Of its tensors, "meta" too; None for that of the parallel plan, or "cpu" without one.
-        options: Of the class, such as `attn_implementation`.
+        dtype: Dtype of the weights, except those that the model keeps in float32; None for the
+            configuration's.
+        distributed_config: Configuration of transformers, with the sizes of the parallel plan; None for the
+            whole model.
+        device: Device of its tensors, "meta" too; None for that of the parallel plan, or "cpu" without one.
+        options: Options of the class, such as `attn_implementation`.
 
     Raises:
         Exception: As transformers does where the plan does not fit the model or the ranks.
@@ -98,8 +100,8 @@ def disk_tensors(
 
     Args:
         model: A `PreTrainedModel`, as for `transformers_views`.
-        named: Of its parameters and buffers, each once; those that it lacks stay as they are and are left
-            out.
+        named: Names and full tensors of its parameters and buffers, each once; those that are not saved are
+            left out.
 
     Raises:
         ValueError: A tensor that the model has not, or of another shape; one that is put together lacks

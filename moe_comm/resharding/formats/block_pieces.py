@@ -18,7 +18,7 @@ class Maxima(NamedTuple):
     """The largest absolute value that a piece has of each block that it has a part of.
 
     Args:
-        bounds: Of the piece in its destination.
+        bounds: Bounds of the piece in its destination.
         values: float32, one after the other in row-major order of the blocks.
     """
 
@@ -30,7 +30,7 @@ class _Place:
     """Position of a piece among the blocks of its destination, and the parts of these that others have.
 
     Args:
-        bounds: Of the piece.
+        bounds: Bounds of the piece in its destination.
         block: Rows and columns that share a scale factor.
     """
 
@@ -66,7 +66,7 @@ class BlockPiece:
 
     Args:
         values: bfloat16 `[..., M, K]`.
-        bounds: Where it lies in the destination.
+        bounds: Bounds of the piece in its destination.
         block: Rows and columns that share a scale factor.
     """
 
@@ -87,8 +87,8 @@ class BlockPiece:
         """Data of the piece, and the scale factors of all blocks that it has a part of.
 
         Args:
-            block_format: Of the destination.
-            others: Of the pieces of the destination that have parts of blocks, this one among them.
+            block_format: Format of the destination.
+            others: Maxima of the pieces of the destination that have parts of blocks, this one among them.
         """
         place = self._place
         if not place.is_cut:

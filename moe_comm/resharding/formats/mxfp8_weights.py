@@ -51,7 +51,7 @@ def mxfp8_transform_for(core: torch.nn.Module, config: object) -> MXFP8ReshardTr
         config: Its `inference_grouped_gemm_backend` says whose kernels read the weights.
 
     Raises:
-        ValueError: Those kernels take no MXFP8.
+        ValueError: The kernels of that backend take no MXFP8.
     """
     backend = mxfp8_backend_of(config)
     decoder = getattr(core, "decoder", None)

@@ -99,7 +99,7 @@ class MXFP8Tensor:
         data: float8_e4m3fn `[M, K]`, K a multiple of 32.
         scale: `[M, K / 32]` row-major, or one-dimensional and swizzled (see `swizzle_scales`);
             float8_e8m0fnu ("triton") or uint8 ("flashinfer").
-        backend: Whose kernels read it; None where nobody has said.
+        backend: Backend whose kernels read it; None where it is not known.
     """
 
     data: torch.Tensor
@@ -332,8 +332,8 @@ def validate_mxfp8_tensor(
 
     Args:
         tensor: Anything with `data` and `scale`; `backend` may be missing or None.
-        expected_backend: What `backend` must be.
-        tensor_name: For error messages.
+        expected_backend: Required `backend`; None for any.
+        tensor_name: Name of the weight, for error messages.
 
     Raises:
         TypeError: A dtype is wrong.

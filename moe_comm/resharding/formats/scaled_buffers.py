@@ -58,9 +58,9 @@ class Assembly:
     """A destination that is put together in bfloat16 until its blocks can be quantized.
 
     Args:
-        shape: Of the destination.
+        shape: Shape of the destination.
         block: Rows and columns that share a scale factor.
-        device: Where the destination lies.
+        device: Device of the destination.
     """
 
     def __init__(self, shape: tuple[int, ...], block: Block, device: torch.device) -> None:
@@ -75,8 +75,8 @@ class Assembly:
         """Count a piece as arrived.
 
         Args:
-            param_name: For error messages.
-            bounds: Where the piece lies.
+            param_name: Name of the parameter, for error messages.
+            bounds: Bounds of the piece in the destination.
             values: The piece, or None where it came quantized and is in place.
 
         Returns:
@@ -123,7 +123,7 @@ class ScaledBufferTransform(ReshardTransform):
         convertible_params: Names, in this rank's own module, of parameters to transform.
         persistent_buffers: Destinations by name; empty on a rank that only sends.
         buffer_key_prefix: Taken off the front of a parameter's name before it is looked up.
-        block_format: Of the destinations.
+        block_format: Format of the destinations.
     """
 
     def __init__(

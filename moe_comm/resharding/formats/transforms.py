@@ -79,7 +79,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         buffer_key_prefix: Taken off the front of a parameter's name before it is looked up.
         convert_on_send: The sender quantizes, and data and scales travel: half the bytes. Both ends
             then need the transform; otherwise only the receiver does.
-        backend: Whose kernels read the weights; None for that of the buffers.
+        backend: Backend whose kernels read the weights; None for that of the buffers.
 
     Raises:
         AssertionError: `convert_on_send` with neither a backend nor a buffer.
@@ -130,7 +130,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         """Memory for what `prepare_send` made.
 
         Raises:
-            AssertionError: With row-major scales, the slice cuts a block.
+            AssertionError: The slice cuts a block; only with row-major scales.
             NotImplementedError: `convert_on_send` with swizzled scales.
         """
         if self.persistent_buffers[self._key(param_name)].scale.dim() == 2:
@@ -148,7 +148,7 @@ class MXFP8ReshardTransform(ScaledBufferTransform):
         """Write a piece, or add it to what is assembled.
 
         Raises:
-            AssertionError: With row-major scales, the slice cuts a block; or a piece came twice.
+            AssertionError: The slice cuts a block, with row-major scales; or a piece came twice.
         """
         if self.persistent_buffers[self._key(param_name)].scale.dim() == 2:
             _scale_slice_from_data_slice(dst_slice)
