@@ -134,8 +134,8 @@ def match_local_ops_by_task_id(
     Args:
         local_sends: Objects with a `task_id`.
         local_recvs: Objects with a `task_id`.
-        backend_name: For error messages.
-        rank: For error messages.
+        backend_name: Name of the backend, for error messages.
+        rank: This rank, for error messages.
 
     Returns:
         `(send, recv)` pairs in the order of `local_recvs`.

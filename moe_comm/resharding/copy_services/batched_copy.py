@@ -156,9 +156,9 @@ class BatchedCopy(Destroyable):
 
     Args:
         communicator: The ranks; its backend must be "host".
-        slot_bytes: Of one slot, a multiple of 64; None for what keeps all slots in the last-level
+        slot_bytes: Bytes of one slot, a multiple of 64; None for what keeps all slots in the last-level
             cache. Equal on every rank.
-        num_slots: For each that receives from a rank, >= 1; None for 4. Equal on every rank.
+        num_slots: Slots of a rank for each that receives from it, >= 1; None for 4. Equal on every rank.
 
     Raises:
         ValueError: The backend has no heap, or an argument breaks a rule above; on every rank.
@@ -257,7 +257,7 @@ class BatchedCopy(Destroyable):
         """Copy. Collective, blocking; returns when everything has landed on this rank.
 
         Args:
-            prepared: What `prepare` returned.
+            prepared: Copies that `prepare` returned.
             are_in_place: Whether the caller has just seen that no tensor has been moved or freed.
             with_checksums: Hash sources while they are copied, for `PieceChecksums`. Local: other
                 ranks need not.
@@ -308,8 +308,9 @@ def copy_tensors(sources: list[torch.Tensor], destinations: list[torch.Tensor]) 
     Stores go past the cache where it would not hold what is copied. Counts as an operation in place.
 
     Args:
-        sources: On the CPU, of any strides.
-        destinations: Of the same dtypes and shapes; they share no bytes with sources or each other.
+        sources: Tensors to read, on the CPU, of any strides.
+        destinations: Tensors to write, of the same dtypes and shapes; they share no bytes with sources or
+            each other.
 
     Raises:
         ValueError: Numbers, dtypes or bytes differ; nothing was written.

@@ -51,9 +51,9 @@ def block_checksums(
     2**32 times. It is no defense against who makes two blocks of one hash on purpose.
 
     Args:
-        tensor: In CPU memory.
+        tensor: Tensor in CPU memory.
         block_bytes: A multiple of 16384.
-        num_threads: That read, this one included; None for torch's number.
+        num_threads: Threads that read, this one included; None for torch's number.
 
     Returns:
         Shape (ceil(bytes / block_bytes),). Of an empty tensor, none.
@@ -106,9 +106,9 @@ class PieceChecksums:
         """`checksum` of each piece, in the order of the pieces.
 
         Args:
-            sent: What was run by now. A piece is not read again that the last run of one of these
-                sent from this very memory, and hashed as it did so.
-            num_threads: That read, this one included.
+            sent: Copies that have been run by now. A piece is not read again that the last run of one of
+                these sent from this very memory, and hashed as it did so.
+            num_threads: Threads that read, this one included.
         """
         natives = [copies._native for copies in sent]
         return np.frombuffer(self._native.compute(natives, num_threads), np.uint64)
@@ -124,10 +124,10 @@ class PieceChecksums:
         """`block_checksums` of each piece, one behind the other, in the order of the pieces.
 
         Args:
-            num_threads: That read, this one included.
+            num_threads: Threads that read, this one included.
             block_bytes: As of `block_checksums`.
             sums: Written and returned, of shape (blocks of all pieces,); None for a new array.
-            wanted: Which blocks are read; `sums` keeps those of others. None for all.
+            wanted: Mask of the blocks that are read; `sums` keeps those of others. None for all.
 
         Raises:
             ValueError: `block_bytes` is of another kind, or an array of another size.
@@ -163,10 +163,10 @@ class PieceChecksums:
 
         Args:
             pieces: Positions in the list, first and end.
-            wanted: Which of their blocks, in order.
+            wanted: Mask of their blocks to copy, in order.
             packed: These, one behind the other: written, or read.
-            num_threads: That copy, this one included.
-            is_packing: Out of the tensors.
+            num_threads: Threads that copy, this one included.
+            is_packing: Whether blocks are copied out of the tensors.
 
         Raises:
             ValueError: An array has another size.

@@ -54,8 +54,8 @@ class DistributedCopyService(QueuedCopyService):
     Args:
         group: The ranks.
         wire_group: The process group whose messages are used.
-        wire_device: Whose memory these messages are read from and written to.
-        stream: Where copies of CUDA tensors run; None without CUDA.
+        wire_device: Device whose memory these messages are read from and written to.
+        stream: Stream on which copies of CUDA tensors run; None without CUDA.
         max_messages: Most messages in flight between two ranks in one direction.
         max_message_bytes: Most bytes of them, unless one message alone is larger.
     """

@@ -156,7 +156,7 @@ def _wait_for_peer(
     Args:
         peer: Its rank.
         pending: The works and what they move.
-        deadline: Of `time.monotonic`.
+        deadline: Time of `time.monotonic` until which to wait.
         ended: Hears how it ended.
         in_flight: Memory that messages may still write: kept until then.
     """

@@ -37,9 +37,9 @@ def agree(
 
     Args:
         rank_idx: This rank.
-        sends: For every destination rank, what this rank sends it, in the order of the wire.
-        recvs: For every source rank, what this rank receives from it, in the order of the wire.
-        problem: What is wrong on this rank, or None.
+        sends: Transfers that this rank sends to each rank, in the order of the wire.
+        recvs: Transfers that this rank receives from each rank, in the order of the wire.
+        problem: Message about what is wrong on this rank, or None.
         all_gather: Every rank's payload in rank order; payloads of one call are equally long. Ranks
             that failed and were excluded give b"".
 

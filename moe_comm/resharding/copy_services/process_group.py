@@ -38,7 +38,7 @@ def all_gather_bytes(group: dist.ProcessGroup, device: torch.device, payload: by
 
     Args:
         group: The ranks.
-        device: Whose memory the group moves.
+        device: Device whose memory the group moves.
         payload: This rank's.
     """
     mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
@@ -51,7 +51,7 @@ def reduce_in_place(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> 
     """Reduce a contiguous tensor over all ranks of `group`, in its own dtype. Collective.
 
     Args:
-        tensor: Of one shape on all ranks.
+        tensor: Tensor of one shape on all ranks.
         op: One of `mesh_layouts.REDUCTIONS`.
         group: The ranks.
     """
@@ -107,10 +107,10 @@ def failure_of(
     Args:
         group: It is not to be used any more; None if it is not known.
         what: Begins the message.
-        error: Of torch.distributed.
-        peers: Whom the operation was waiting for, where that is known.
-        operation: Of the exception.
-        phase: Of the exception.
+        error: Error of torch.distributed.
+        peers: Ranks that the operation was waiting for, where they are known.
+        operation: Operation that the exception names.
+        phase: Phase that the exception names.
 
     Returns:
         `PeerFailedError` with the ranks whose connections were closed, else `PeerTimeoutError` with

@@ -34,11 +34,11 @@ class Batch:
     """Batch of what one rank submitted for one `run()`.
 
     Args:
-        sends: By destination rank, in task id order; in the order of submission where ids are None.
-        recvs: By source rank, likewise.
+        sends: Sends by destination rank, in task id order; in the order of submission where ids are None.
+        recvs: Receives by source rank, likewise.
         streams: CUDA streams that were current when CUDA tensors were submitted: what they hold is
             ready when these have reached this point.
-        problem: What is wrong with it, or None.
+        problem: Message about what is wrong with the batch, or None.
     """
 
     sends: list[list[SendOp]]
@@ -55,7 +55,7 @@ class QueuedCopyService(CopyService):
 
     Args:
         group: A process group; None for the default group. Not used with `ranks`.
-        ranks: Who the ranks are instead.
+        ranks: Ranks of the service in place of those of `group`; None for those.
     """
 
     device_types: tuple[str, ...] = ("cpu", "cuda")

@@ -32,8 +32,9 @@ class PreparedBatch:
     """Result of `SymmetricCopyService.prepare`: one batch, to be run any number of times.
 
     Args:
-        copies: What moves; None if it did not come so far.
-        problem: What is wrong with the batch, which every rank's run raises; None if nothing is.
+        copies: Copies of the batch; None if it was wrong before they were prepared.
+        problem: Message about what is wrong with the batch, which every rank's run raises; None if nothing
+            is.
         are_in_place: Whether who runs it sees for himself that no tensor has been moved or freed.
         with_checksums: Whether sources are hashed while they are copied.
     """
@@ -60,12 +61,12 @@ class SymmetricCopyService(QueuedCopyService):
         group: The ranks: a process group, a `Bootstrap` such as `RankThreads(n)[i]`, or None for the
             default group. The service makes a `Communicator` of it and destroys it in `close()`.
         communicator: One that exists, instead; its backend must be "host".
-        slot_bytes: Of one slot; None to choose.
-        num_slots: Per pair of ranks; None to choose.
+        slot_bytes: Bytes of one slot; None to choose.
+        num_slots: Slots per pair of ranks; None to choose.
 
     Attributes:
-        communicator: Whose heap is used.
-        last_stats: Of the last `run()`, None before it.
+        communicator: Communicator whose heap is used.
+        last_stats: Statistics of the last `run()`, None before it.
 
     Raises:
         ValueError: Both `group` and `communicator` are given, or there is no heap.
