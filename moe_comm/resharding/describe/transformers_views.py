@@ -100,8 +100,8 @@ def disk_tensors(
 
     Args:
         model: A `PreTrainedModel`, as for `transformers_views`.
-        named: Names and full tensors of its parameters and buffers, each once; those that are not saved are
-            left out.
+        named: Names and full tensors of its parameters and buffers, each once; those that do not come stay as
+            they are and are left out.
 
     Raises:
         ValueError: A tensor that the model has not, or of another shape; one that is put together lacks

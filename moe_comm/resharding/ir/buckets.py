@@ -32,8 +32,8 @@ def chunk_to_bucket_ops(chunks: Iterable[Chunk], bucket_size: int) -> list[Bucke
     the order of one list: which is what keeps `bucket_comm` from waiting in circles.
 
     Args:
-        chunks: Of any number of tensors, which all ranks take in one order.
-        bucket_size: In bytes; equal on all ranks.
+        chunks: Chunks of any number of tensors, which all ranks take in one order.
+        bucket_size: Bytes of a bucket; equal on all ranks.
 
     Raises:
         ValueError: `bucket_size` is not positive, or chunks of one way lie on different devices.
@@ -65,8 +65,8 @@ def bucket_comm(buckets: Sequence[Bucket], max_in_flight: int = 2) -> None:
     order, so that the first bucket that has not ended can always proceed.
 
     Args:
-        buckets: From `chunk_to_bucket_ops`.
-        max_in_flight: At least 1; may differ between ranks.
+        buckets: Buckets from `chunk_to_bucket_ops`.
+        max_in_flight: Most buckets in flight, at least 1; may differ between ranks.
 
     Raises:
         PeerFailedError, PeerTimeoutError: A transfer failed or did not end within the timeout of
@@ -112,8 +112,8 @@ def check_buckets(
             raised. Every rank then raises.
 
     Raises:
-        ValueError: On every rank: some rank gave an `error`, a tensor has lost its memory, or two
-            ranks that share buckets have other ones; the message names both and what each has.
+        ValueError: Some rank gave an `error`, a tensor has lost its memory, or two ranks that share buckets
+            have other ones, on every rank; the message names both and what each has.
     """
     try:
         for bucket in buckets:

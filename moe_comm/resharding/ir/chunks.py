@@ -33,15 +33,15 @@ def m2m_to_chunks(
     for the same maps in the same order. In smaller groups broadcasts are sent to one after the other.
 
     Args:
-        m2m: From `get_m2m_map`, equal on all ranks.
+        m2m: Map from `get_m2m_map`, equal on all ranks.
         rank: This rank, numbered in the map's group.
         source_tensor: This rank's part, or the DTensor; read on ranks of the source mesh only.
         target_tensor: This rank's part, or the DTensor; written on ranks of the target mesh only.
-        transfer_dtype: What travels, equal on all ranks. None: `choose_transfer_dtype` of the two
-            tensors where this rank has both, else the dtype of the one it has; give it where dtypes
-            of source and target differ and some rank has only one of them.
-        source_partial_groups: Of a `Partial` source, this rank's groups to reduce over and the
-            operations, in the order of the map; None: those of the map's device mesh.
+        transfer_dtype: Dtype that travels, equal on all ranks. None: `choose_transfer_dtype` of the two
+            tensors where this rank has both, else the dtype of the one it has; give it where dtypes of source
+            and target differ and some rank has only one of them.
+        source_partial_groups: This rank's groups to reduce a `Partial` source over and the operations, in the
+            order of the map; None: those of the map's device mesh.
 
     Returns:
         Empty on ranks of neither mesh.

@@ -29,7 +29,7 @@ def create_subgroups(group: dist.ProcessGroup | None, rank_sets: Iterable[tuple[
     part in making each. A `group` that lacks some of them makes none.
 
     Args:
-        group: What ranks are numbered in; new groups have its backend and timeout.
+        group: Group that ranks are numbered in; new groups have its backend and timeout.
         rank_sets: Each ascending.
 
     Raises:

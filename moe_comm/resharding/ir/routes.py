@@ -46,7 +46,7 @@ class Endpoint:
     """A cell on a rank.
 
     Args:
-        rank: In the map's group.
+        rank: Rank in the map's group.
         cell: Its number along each dimension among the cells that the rank holds.
     """
 
@@ -59,8 +59,8 @@ class Route:
     """Route of one cell from one source rank.
 
     Args:
-        src: Who holds the cell.
-        dsts: Who receives it, by rank; `src.rank` may be among them and then copies.
+        src: Holder of the cell.
+        dsts: Ranks that receive it, in order of rank; `src.rank` may be among them and then copies.
         kind: SHADOW without `dsts`, P2P with one, BROADCAST with several.
     """
 
@@ -75,9 +75,9 @@ class Side:
 
     Args:
         layout: Mesh, placements and whole shape; of an even map, in cells instead of elements.
-        cells: By rank, along each dimension, its cells in its local tensor. Those of an even map
-            are of one element each.
-        shapes: By rank, of its local tensor.
+        cells: Cells of each rank, by rank, in its local tensor along each dimension. Those of an even map are
+            of one element each.
+        shapes: Shape of each rank's local tensor, by rank.
     """
 
     layout: MeshLayout
@@ -102,8 +102,8 @@ class M2MMap:
             tensor; the most of any rank where they differ.
         target_num_slicers: The same of target ranks.
         source_partial_reductions: (mesh dimension, operation) per `Partial` source placement.
-        global_shape: Of the tensors that the map is for; None: an even map, for tensors of any
-            shape that the cells divide.
+        global_shape: Shape of the tensors that the map is for; None: an even map, for tensors of any shape
+            that the cells divide.
         source: The source side.
         target: The target side.
         group: The group that ranks are numbered in; None for the default group.
@@ -173,8 +173,8 @@ def get_m2m_map(
         target_mesh: May share ranks with `source_mesh`, or be it.
         target_placements: One per dimension of `target_mesh`; none may be `Partial`.
         group: Has all ranks of both meshes; routes number ranks in it. None for the default group.
-        device: Of the tensors. Planning needs none, so that it changes nothing; it must be a device.
-        global_shape: Of the tensors. None: a map that serves every tensor which its cells divide.
+        device: Device of the tensors. Planning needs none, so that it changes nothing; it must be a device.
+        global_shape: Shape of the tensors. None: a map that serves every tensor which its cells divide.
 
     Raises:
         NotImplementedError: A target placement is `Partial`, or a placement is of an unknown kind.

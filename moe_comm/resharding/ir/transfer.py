@@ -40,10 +40,10 @@ class Transferable:
     """Base of chunks and buckets. Ranks are those of `group`.
 
     Args:
-        transfer_type: Who takes part.
+        transfer_type: Kind of the transfer.
         is_source: Whether this rank sends, reduces or copies to itself; False: it receives.
-        src_rank: Who holds the data.
-        dst_ranks: Who receives it, ascending; empty for SHADOW.
+        src_rank: Rank that holds the data.
+        dst_ranks: Ranks that receive it, ascending; empty for SHADOW.
         buffer: Contiguous; what is sent, or received into.
         work: The transfer under way.
         group: None for the default group.
@@ -63,7 +63,7 @@ class Transferable:
         A broadcast for which `m2m_to_chunks` has made no process group is sent to one after the other.
 
         Returns:
-            What to wait for; None where nothing travels: SELF_COPY, SHADOW, an empty buffer.
+            Work to wait for; None where nothing travels: SELF_COPY, SHADOW, an empty buffer.
 
         Raises:
             PeerFailedError, PeerTimeoutError: It could not be started; the message names the ranks.
@@ -119,7 +119,7 @@ class Transferable:
         """Turn an error of the communication library into one that names this transfer.
 
         Args:
-            what: What could not be done: "start", "end", "reduce".
+            what: Action that failed: "start", "end", "reduce".
         """
         try:
             yield

@@ -34,16 +34,16 @@ class Chunk(Transferable):
     Lifecycle: `prepare`, `work = execute()`, `finalize`. In a bucket, the bucket does that.
 
     Args:
-        chunk_shape: Of the cell.
+        chunk_shape: Shape of the cell.
         tensor: This rank's part of the source (where it sends) or of the target (where it receives
             or copies to itself).
         slice_tuples: The cell in `tensor`.
-        transfer_dtype: What travels; None for the dtype of `tensor`.
+        transfer_dtype: Dtype that travels; None for the dtype of `tensor`.
         src_idx: The cell's number, per dimension, among those of the source rank.
         dst_idx: The same of the target rank; where this rank receives or copies to itself.
         src_slice_tuples: The cell in `source_tensor`; SELF_COPY only.
         source_partial_groups: Reductions that turn a `Partial` source into its value, in order.
-        source_tensor: What SELF_COPY reads; None for `tensor`.
+        source_tensor: Tensor that SELF_COPY reads; None for `tensor`.
         local_tensor: A reduced cell that is sent is also written here: to this rank's part of the
             target. None where this rank is no target of it.
         local_slice_tuples: The cell in `local_tensor`.
@@ -195,8 +195,8 @@ class BucketEntry:
     """The place of a chunk in a bucket.
 
     Args:
-        offset: In bytes; a multiple of `ENTRY_ALIGNMENT`.
-        nbytes: What travels of the chunk.
+        offset: Offset in bytes; a multiple of `ENTRY_ALIGNMENT`.
+        nbytes: Bytes of the chunk that travel.
         chunk: The chunk.
     """
 
@@ -212,10 +212,10 @@ class Bucket(Transferable):
     Lifecycle: `prepare`, `launch` until it is True, `is_complete` until it is True, `finalize`.
 
     Args:
-        total_bytes: Of `buffer`.
+        total_bytes: Bytes of `buffer`.
         key: `bucket_key` of its chunks.
-        entries: In the same order, at the same offsets, on all ranks that take part.
-        device: Of the chunks; None for that of the first.
+        entries: Chunks in the same order, at the same offsets, on all ranks that take part.
+        device: Device of the chunks; None for that of the first.
         buffer_ready_event: Recorded behind the copies into `buffer` on a GPU.
     """
 
