@@ -72,7 +72,7 @@ def _get_mxfp8_accumulator(
     """The bfloat16 tensor that an MXFP8 parameter is assembled in before it is quantized, once.
 
     Args:
-        pending: By `id(dst_param)`: the parameter, that tensor (not initialized: pieces cover it),
+        pending: Entries by `id(dst_param)`: the parameter, that tensor (not initialized: pieces cover it),
             and a list for pieces. Gets an entry.
         dst_param: The parameter.
 
@@ -222,7 +222,7 @@ class PlanExecution:
 
     Args:
         plan: This rank's.
-        states: Of the source and the destination.
+        states: States of the source and the destination.
         transform: Handles the parameters that it names; None for none.
     """
 
@@ -279,9 +279,9 @@ class PlanExecution:
         Args:
             plan: This, or a batch of it.
             service: The transport.
-            reduced: What `begin` returned.
+            reduced: Reduced sources that `begin` returned.
             pending_quantized: Parameters that are assembled, also by other batches.
-            staging: For pieces that wait or are converted, until this has run.
+            staging: Memory for pieces that wait or are converted, until this has run.
         """
         self._pending_quantized = pending_quantized
         sources, destinations = (state.tensors for state in self._states)
@@ -418,7 +418,7 @@ class PlanExecution:
         Args:
             op: The transfer.
             destination: The parameter.
-            name_at: By place, the first name that is received there. Gets an entry.
+            name_at: First name that is received at each place. Gets an entry.
             staging: Has the fresh memory.
         """
         is_quantized = is_mxfp8_tensor(destination)
@@ -462,7 +462,7 @@ class PlanExecution:
             with_checksums: Hash what is sent as it is copied, where the service can.
 
         Returns:
-            What the service may have hashed.
+            Copies that the service may have hashed.
         """
         prepared = self._prepared
         if isinstance(prepared, PreparedBatch):
@@ -560,7 +560,7 @@ def execute_reshard_plan(
     Raises:
         ValueError: A tensor is not what the plan was made for; on every rank if the service can tell
             the others. Nothing has moved.
-        Exception: What the service raises.
+        Exception: Error that the service raises.
     """
     with _telling_peers(service):
         states = module_state(src_module), module_state(dst_module)
@@ -584,7 +584,7 @@ def execute(
     Args:
         plan: This rank's.
         modules: Source and destination.
-        states: Of `modules`, as `module_state` gave them.
+        states: States of `modules`, as `module_state` gave them.
         service: The transport.
         group: The plan's group.
         transform: Handles the parameters that it names; None for none.
@@ -592,7 +592,7 @@ def execute(
         with_checksums: Hash what is sent as it is copied, where the service can.
 
     Returns:
-        What the service may have hashed.
+        Copies that the service may have hashed.
     """
     dst_module = modules[1]
     if dst_module is not None and plan.recv_ops:
@@ -657,7 +657,7 @@ def exchange(
     """Run what `submit` gives to a service, all of it between memory of no module. Collective.
 
     Raises:
-        Exception: Of `submit`, of which the other ranks hear; or what the service raises.
+        Exception: Error of `submit`, of which the other ranks hear; or one that the service raises.
     """
     with _telling_peers(service), torch.no_grad():
         submit()

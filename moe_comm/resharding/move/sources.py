@@ -25,9 +25,9 @@ def reduce_partial_sources(
     Collective over the ranks of each source's device mesh, in the order of the plan.
 
     Args:
-        plan: Whose `reductions` to run.
+        plan: Plan whose `reductions` to run.
         src_tensors: This rank's sources, by name.
-        problem: What keeps this rank from taking part, or None.
+        problem: Reason that keeps this rank from taking part, or None.
 
     Returns:
         This rank's local tensors, by name.
@@ -109,8 +109,8 @@ class Sources:
 
     Args:
         plan: Names the MXFP8 sources to dequantize ahead.
-        tensors: By name.
-        reduced: By name, instead of what `tensors` has.
+        tensors: Tensors by name.
+        reduced: Reduced tensors by name, in place of those of `tensors`.
         is_transformed: Whether a parameter is left to the transform.
     """
 

@@ -62,7 +62,7 @@ def written_since(
     Args:
         side: As of `counted_by_torch`.
         state: As there; the same as then.
-        before: What that returned.
+        before: Counts that it returned then.
     """
     now = counted_by_torch(side, state)
     if now == before:

@@ -31,7 +31,7 @@ class WeakCache(Generic[KeyT, ValueT]):
         """Keep a value until one of `owners` is gone.
 
         Args:
-            key: Whose value this replaces, if there is one.
+            key: Key whose value this replaces, if there is one.
             value: Refers to no owner, or that one would never go.
             owners: Objects that can be referred to weakly; None for none.
         """

@@ -35,7 +35,7 @@ class _Readers(NamedTuple):
     """Pieces of one source layout that a class of destinations needs.
 
     Args:
-        pieces: With their numbers in the class.
+        pieces: Pieces with their numbers in the class.
         waiting: Ranks of the class that do not hold the source layout themselves.
     """
 
@@ -52,21 +52,21 @@ class Assignment:
     the same, each looking at the pieces that it takes part in.
 
     Args:
-        name: In the whole model, for messages.
+        name: Name in the whole model, for messages.
         sources: Ranks to read from, in ascending order. One that has several views of a parameter
             comes several times.
         destinations: Ranks to be written, each once, in ascending order.
         strict: All members of a destination's groups must hold the parameter, with one dtype.
-        max_bytes: Of a piece, which is cut where it has more; None for any number. Pieces that a
+        max_bytes: Most bytes of a piece, which is cut where it has more; None for any number. Pieces that a
             transform makes or writes stay whole.
 
     Attributes:
         sources: As given; pieces name a source by its position here.
-        destinations: By rank.
+        destinations: Destinations by rank.
         layouts: The different ones of sources.
 
     Raises:
-        PlanError: What ranks say is not enough, or contradicts itself; nobody holds some elements;
+        PlanError: Statements of ranks are not enough, or contradict each other; nobody holds some elements;
             or a source's dtype cannot become a destination's.
     """
 
@@ -295,7 +295,7 @@ def _groups_of(
     """The different groups that ranks share a parameter over, each with one of its holders.
 
     Args:
-        holders: Of the parameter.
+        holders: Holders of the parameter.
         with_replicas: Also the groups of ranks that hold the same.
     """
     seen: set[tuple[int, ...]] = set()
@@ -352,7 +352,7 @@ def _disjoint(
     Args:
         pieces: May overlap.
         local: Numbers of layouts.
-        num_elements: Of the destination: nothing is looked for when all are named.
+        num_elements: Elements of the destination: nothing is looked for when all are named.
     """
     kept: list[Box] = []
     by_layout: dict[int, list[Piece]] = {}

@@ -27,7 +27,7 @@ def check_number(destinations: Sequence[RankMetadata], limit: int) -> int:
     milliseconds as it has elements.
 
     Args:
-        destinations: What each rank writes.
+        destinations: Metadata of what each rank writes.
         limit: `execution_batch_bytes`, the smallest of all ranks.
 
     Raises:
@@ -64,7 +64,7 @@ def batch_cuts(plan: ReshardPlan, max_bytes: int) -> list[int]:
 
     Args:
         plan: This rank's.
-        max_bytes: Of a batch; one that a single piece exceeds has no other.
+        max_bytes: Most bytes of a batch; one that a single piece exceeds has no other.
     """
     cuts: list[int] = []
     filled = 0

@@ -36,7 +36,7 @@ class HoldersByName:
     Args:
         num_ranks: Ranks of the group.
         strict: All members of a destination's groups must hold the parameter, with one dtype.
-        max_bytes: Of a piece, see `Assignment`.
+        max_bytes: Most bytes of a piece, see `Assignment`.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class HoldersByName:
         """Return the assignment of the pieces of a destination parameter to senders and receivers.
 
         Raises:
-            PlanError: What ranks say of the parameter is not enough or contradicts itself, or a source's
-                dtype cannot become a destination's.
+            PlanError: Statements of ranks about the parameter are not enough or contradict each other, or a
+                source's dtype cannot become a destination's.
         """
         sources = self.sources_of(dst_name)
         destinations = self.destinations[dst_name]
@@ -118,7 +118,7 @@ def holders_of_ranks(
         rank: The rank that plans.
         strict: Refuse source parameters that no destination has, and destinations that not all
             members of their groups have, or have with different dtypes.
-        max_bytes: Of a piece, see `Assignment`.
+        max_bytes: Most bytes of a piece, see `Assignment`.
 
     Raises:
         PlanError: Some destination parameter has no source, or one destination tensor is read from
@@ -159,9 +159,9 @@ class NamedHolders(NamedTuple):
     """Holders of every parameter of one side, with equal ones told by equal keys.
 
     Args:
-        keys: By name, `(rank, number of the kind)` of each holder, ranks ascending; a rank that has several
-            places comes several times.
-        kinds: By number.
+        keys: Keys by name, `(rank, number of the kind)` of each holder, ranks ascending; a rank that has
+            several places comes several times.
+        kinds: Kinds by number.
     """
 
     keys: dict[str, tuple[tuple[int, int], ...]]
@@ -176,7 +176,7 @@ def named_holders(by_rank: Sequence[RankMetadata]) -> NamedHolders:
     """Read what all ranks hold of one side, by resolved names.
 
     Args:
-        by_rank: What each rank holds.
+        by_rank: Metadata of what each rank holds.
     """
     kinds = HoldersByName(len(by_rank))
     held: dict[str, list[tuple[int, int]]] = {}

@@ -25,7 +25,7 @@ class Block(NamedTuple):
         src_start: First element in the source's storage.
         dst_start: The same of the destination.
         dims: Without sizes of 1, and without two dimensions where one will do.
-        num_bytes: Of what travels.
+        num_bytes: Bytes that travel.
     """
 
     key: Hashable
@@ -95,8 +95,8 @@ def join_blocks(blocks: Iterable[Block], max_bytes: int | None = None) -> list[J
     Then what has become of them in the same way: rows of gate and up, then experts, then layers.
 
     Args:
-        blocks: Between two ranks, in an order that both know.
-        max_bytes: Of what they become; None for any number.
+        blocks: Blocks between two ranks, in an order that both know.
+        max_bytes: Most bytes of what they become; None for any number.
     """
     joined = [Joined(block, [position]) for position, block in enumerate(blocks)]
     while True:

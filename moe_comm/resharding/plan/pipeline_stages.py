@@ -41,7 +41,7 @@ class _Pipelines:
     """The pipelines of one side, and the names that their stages use for different parameters.
 
     Args:
-        by_rank: What each rank holds of the side.
+        by_rank: Metadata of what each rank holds of the side.
     """
 
     def __init__(self, by_rank: Sequence[Held]) -> None:
@@ -99,11 +99,11 @@ def names_told_apart(
     as many stages, each with the same layers.
 
     Args:
-        sources: What each rank holds of the source model.
-        destinations: What each rank holds of the destination model.
+        sources: Metadata of what each rank holds of the source model.
+        destinations: Metadata of what each rank holds of the destination model.
 
     Returns:
-        For the sources and the destinations of each rank, the new names of those that change.
+        New names of those that change, for the sources and the destinations of each rank.
 
     Raises:
         PlanError: Nothing says which parameter of the one model is which of the other; names two

@@ -126,7 +126,7 @@ def verify_plan(plan: ReshardPlan) -> None:
     ranks of the group and come in task id order.
 
     Args:
-        plan: With `sources`, `destinations`, `num_ranks` and `rank` filled in.
+        plan: Plan with `sources`, `destinations`, `num_ranks` and `rank` filled in.
 
     Raises:
         PlanError: The plan is not sound; names the parameter and the elements.
@@ -171,7 +171,7 @@ def verify_plans(plans: Mapping[int, ReshardPlan]) -> None:
     """Check the plans of all ranks: each by itself, and the two ends of every piece.
 
     Args:
-        plans: By rank, of every rank of the group.
+        plans: Plans by rank, of every rank of the group.
 
     Raises:
         PlanError: A plan is not sound, or two ranks' plans disagree; names the parameter.
@@ -281,7 +281,7 @@ def format_plan(plan: ReshardPlan, max_ops: int = _MAX_PRINTED_OPS) -> str:
     """A plan as text: bytes per pair, then its pieces.
 
     Args:
-        plan: With `rank` filled in.
+        plan: Plan with `rank` filled in.
         max_ops: Pieces to list; the rest is counted.
 
     Example:

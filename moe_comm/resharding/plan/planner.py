@@ -101,7 +101,7 @@ class _RankPlanner:
     """Works out one rank's plan.
 
     Args:
-        holders: Who holds what this rank takes part in moving.
+        holders: Holders of what this rank takes part in moving.
         rank: This rank.
     """
 
@@ -159,7 +159,7 @@ class _RankPlanner:
         """Plan what is sent of one of this rank's parameters.
 
         Args:
-            name: In the whole model.
+            name: Name in the whole model.
             owns: The parameter; one for each view that this rank has of it.
         """
         readers = self.holders.readers(name)
@@ -217,9 +217,9 @@ class _RankPlanner:
         Args:
             op: The piece.
             piece: The same, as boxes.
-            kinds: Of the source and the destination.
-            views: What their tensors are viewed as.
-            places: Of both.
+            kinds: Metadata of the source and the destination.
+            views: Shapes that their tensors are viewed as.
+            places: Places of both.
         """
         (src, dst), (src_place, dst_place) = kinds, places
         if src.view is None or dst.view is None or src_place is None or dst_place is None:
@@ -310,10 +310,10 @@ def _plan_rank(
     """One rank's plan, given its own parameters in the order in which all ranks number it.
 
     Args:
-        holders: Who holds what this rank takes part in moving.
+        holders: Holders of what this rank takes part in moving.
         rank: This rank.
-        sources: What it reads from.
-        destinations: What it writes, by names that tell views of one tensor apart.
+        sources: Parameters that it reads from.
+        destinations: Parameters that it writes, by names that tell views of one tensor apart.
     """
     planner = _RankPlanner(holders, rank)
     for parameter_idx, (name, own) in enumerate(destinations):
@@ -375,7 +375,7 @@ def build_plan_from_rosters(
         my_global_rank: The rank in the group that the plan is for.
 
     Returns:
-        With `num_ranks` the highest rank that is named plus one.
+        Plan whose `num_ranks` is the highest rank that is named plus one.
 
     Raises:
         PlanError: No plan can be made; names the parameter.
@@ -548,9 +548,9 @@ def build_local_reshard_plan(
     whether they could: all have a plan, or all raise.
 
     Args:
-        src_module: What this rank holds of the source model, a module or `CheckpointViews`; None for
+        src_module: Part of the source model that this rank holds, a module or `CheckpointViews`; None for
             nothing.
-        dst_module: What this rank holds of the destination model, likewise.
+        dst_module: Part of the destination model that this rank holds, likewise.
         num_experts: Experts of the whole model.
         group: Ranks that take part; None for the default group. Ranks of the plan are its ranks.
         src_rank_offset: Added to the ranks of the source module's groups.
@@ -566,7 +566,7 @@ def build_local_reshard_plan(
             `swap_model_weights`. The smallest of all ranks holds.
 
     Raises:
-        PlanError: On every rank; the message says on which rank what is wrong.
+        PlanError: No sound plan can be made, on every rank; the message says on which rank what is wrong.
     """
     bootstrap = bootstrap_for(group)
     rank = bootstrap.rank_idx

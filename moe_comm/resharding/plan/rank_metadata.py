@@ -58,11 +58,11 @@ class RankMetadata:
 
     Args:
         kinds: Metadata without names; `global_expert_index` is 0 where each parameter has its own.
-        kind_idx: Of each parameter.
-        resolved_names: Of each parameter, in the whole model. Those of views may repeat.
+        kind_idx: Number of each parameter's kind.
+        resolved_names: Name of each parameter in the whole model. Those of views may repeat.
         own: Compressed: the names in the rank's module, owners, and indices of experts.
         ties: Names in the whole model of each tensor that has several.
-        places: Of each view, see `ParameterMetadata`; empty where the parameters are no views.
+        places: Place of each view, see `ParameterMetadata`; empty where the parameters are not views.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def encode_rank_metadata(
     """One side of what a rank holds, as bytes.
 
     Args:
-        metas: Of each parameter.
+        metas: Metadata of each parameter.
         ties: Names in the whole model of each tensor that has several.
     """
     number_of: dict[tuple[Any, ...], int] = {}

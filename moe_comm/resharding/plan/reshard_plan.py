@@ -40,13 +40,13 @@ class ReshardPlan:
     """Plan of what one rank sends and receives.
 
     Args:
-        send_ops: In task id order.
-        recv_ops: In task id order.
+        send_ops: Sends in task id order.
+        recv_ops: Receives in task id order.
         transform: Applied by `execute_reshard_plan` when it is given no other.
-        buffer_dtypes: By name, dtypes that persistent buffers of the target take over.
-        sources: By name, this rank's tensors that are read.
-        destinations: By name, this rank's tensors that are written.
-        reductions: In the order every source rank runs them.
+        buffer_dtypes: Dtypes that persistent buffers of the target take over, by name.
+        sources: Tensors of this rank that are read, by name.
+        destinations: Tensors of this rank that are written, by name.
+        reductions: Reductions in the order in which every source rank runs them.
         num_ranks: Ranks of the group; 0 where the plan's maker did not know.
         rank: This rank in the group; -1 where the plan's maker did not know.
         batches: The sends and receives in parts that are executed one after the other, as many on every

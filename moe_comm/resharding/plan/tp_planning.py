@@ -200,7 +200,7 @@ def select_src_metadata_balanced(
     Args:
         src_meta_list: Every rank's metadata of that parameter.
         dst_metadata: The destination's.
-        dst_rank: In the plan's group.
+        dst_rank: Rank in the plan's group.
 
     Raises:
         ValueError: There is no source, or none with the destination's experts.

@@ -57,14 +57,14 @@ class TransferOp:
         param_name: Name in this rank's own module.
         peer_rank: The other end, a rank of the plan's group; may be this rank.
         is_send: Whether this rank sends.
-        my_slice: Of this rank's tensor, one slice per dimension, with both bounds.
-        peer_slice: Of the peer's tensor.
+        my_slice: Slices of this rank's tensor, one per dimension, with both bounds.
+        peer_slice: Slices of the peer's tensor.
         task_id: Equal on both ends, see `pack_task_id`.
         my_view: Shape that this rank's tensor is viewed as before it is sliced; None for its own.
         peer_view: The same of the peer's tensor.
         my_dtype: Dtype of this rank's tensor; None where the plan's maker did not know.
         peer_dtype: Dtype of the peer's tensor.
-        wire_dtype: What travels; None for `my_dtype`. Equal on both ends.
+        wire_dtype: Dtype that travels; None for `my_dtype`. Equal on both ends.
         joined: Pieces that move as one tensor; the fields above are those of the first of them. None
             for a piece by itself.
     """
@@ -93,11 +93,11 @@ class JoinedPieces:
     """Pieces of several views that lie in one pattern on both ends, see `joined_pieces`.
 
     Args:
-        ops: In the order they lie in the pattern.
-        offset: Of the first element in this rank's storage, in elements.
-        sizes: Equal on both ends.
-        strides: On this rank, in elements.
-        views: Where this rank's view of each lies in storage: offset and strides.
+        ops: Pieces in the order they lie in the pattern.
+        offset: Offset of the first element in this rank's storage, in elements.
+        sizes: Sizes of the pattern, equal on both ends.
+        strides: Strides on this rank, in elements.
+        views: Offset and strides, in storage, of this rank's view of each piece.
     """
 
     ops: tuple[TransferOp, ...]
