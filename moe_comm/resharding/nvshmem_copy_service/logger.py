@@ -61,7 +61,7 @@ class PELogger:
         Args:
             pe_id: Rank.
             level: Least level that is logged.
-            logs_dir: Where `pe_<N>.log` is written, made where missing; None for no file.
+            logs_dir: Folder where `pe_<N>.log` is written, made where missing; None for no file.
 
         Raises:
             ValueError: `level` is unknown.

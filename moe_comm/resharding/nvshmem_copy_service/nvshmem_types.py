@@ -87,9 +87,9 @@ class ScheduledBatch:
         batch_index: Number among the batches of this pair of PEs.
         iteration: When it travels; -1 before it is scheduled.
         gpu_plan: Copies that pack it (at its sender) or unpack it (at its receiver); None for none.
-        tasks: At its sender, in the order of their bytes.
+        tasks: Send requests in the order of their bytes, at its sender.
         total_size: Bytes of the slot.
-        tasks_summary: At its receiver.
+        tasks_summary: Summary of the tasks, at its receiver.
     """
 
     src_pe: int

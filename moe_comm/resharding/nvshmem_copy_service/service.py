@@ -37,10 +37,10 @@ class RemoteCopyService:
 
     Args:
         group: Its ranks are the PEs; None for the default group.
-        communicator: Over which to talk, in place of one made of `group`; it is not destroyed.
+        communicator: Communicator to talk over, in place of one made of `group`; it is not destroyed.
         slot_bytes: Bytes of a slot, see `BatchedCopy`; equal on all PEs. None to choose.
         device: "cpu".
-        logs_dir: Where every PE writes `pe_<N>.log`; None for ordinary logging only.
+        logs_dir: Folder where every PE writes `pe_<N>.log`; None for ordinary logging only.
 
     Raises:
         TypeError: Another option is given.
@@ -164,8 +164,8 @@ class RemoteCopyService:
 
         Raises:
             RuntimeError: Not initialized.
-            ValueError: On every PE, when on any of them a task has no partner, another size at its
-                partner or comes twice, destinations share bytes; or a PE called something else.
+            ValueError: A task of some PE has no partner, has another size at its partner or comes twice,
+                destinations share bytes, or a PE called something else; on every PE.
             PeerFailedError: A PE died or left.
             PeerTimeoutError: A PE did not call.
         """
@@ -218,7 +218,7 @@ class RemoteCopyService:
         Collective with that call. What was registered is dropped.
 
         Args:
-            reason: What the others are told.
+            reason: Reason that the others are told.
         """
         self._require_copies()
         self.clear_requests()

@@ -27,14 +27,14 @@ class ValidationResult:
     """Result of comparing the bytes of one task with what they should be.
 
     Args:
-        task_id: Of the task.
+        task_id: Id of the task.
         size: Bytes compared.
         passed: Whether all are right.
-        src_pe: Who sent them, -1 where not said.
+        src_pe: PE that sent them, -1 where not said.
         mismatches: Wrong bytes.
         first_mismatch_idx: Index of the first wrong byte, -1 for none.
-        first_mismatch_expected: What it should be.
-        first_mismatch_actual: What it is.
+        first_mismatch_expected: Value that it should have.
+        first_mismatch_actual: Value that it has.
         batch_index: Batch that brought them, -1 where not said.
         iteration: Iteration that brought them, -1 where not said.
     """
@@ -82,7 +82,7 @@ def generate_deterministic_data(
     look right. `generate_mixed_data` has no such period.
 
     Args:
-        task_id: Of the task.
+        task_id: Id of the task.
         size: Bytes.
         device: None for CUDA where there is a device, else the CPU.
     """
@@ -127,7 +127,7 @@ def validate_received_data(
     """Compare the first `size` bytes of `tensor` with what the task should bring.
 
     Args:
-        task_id: Of the task.
+        task_id: Id of the task.
         tensor: uint8, one dimension, at least `size` long.
         size: Bytes to compare.
         src_pe: Noted in the result.

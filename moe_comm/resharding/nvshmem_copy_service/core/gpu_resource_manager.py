@@ -64,7 +64,7 @@ class GPUResourceManager:
 
     Args:
         device: "cpu"; others are refused by `init`.
-        communicator: Over which PEs talk; None to make one of the group given to `init`.
+        communicator: Communicator that PEs talk over; None to make one of the group given to `init`.
     """
 
     def __init__(

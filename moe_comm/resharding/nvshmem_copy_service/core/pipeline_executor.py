@@ -137,8 +137,8 @@ class PipelineExecutor:
         In iteration i: pack i + 1, unpack i - 1, send i; `DoubleBufferManager.exchange` ends it.
 
         Args:
-            iter_schedules: What this PE does in each iteration.
-            num_iterations: Of the schedule, equal on all PEs.
+            iter_schedules: Batches that this PE sends and receives in each iteration.
+            num_iterations: Iterations to run, equal on all PEs.
 
         Raises:
             RuntimeError: Streams or events are missing.

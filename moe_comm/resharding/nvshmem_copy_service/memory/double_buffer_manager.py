@@ -21,7 +21,7 @@ class DoubleBufferManager:
 
     Args:
         slot_size: Bytes of a slot; a PE has four.
-        communicator: Whose heap holds them; needed by `allocate`.
+        communicator: Communicator whose heap holds them; needed by `allocate`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DoubleBufferManager:
         """Copy this PE's send slot into the receive slot of `sent.dest_pe`. Collective, blocking.
 
         Args:
-            iteration: Whose slots; equal on all PEs.
+            iteration: Iteration whose slots are used; equal on all PEs.
             sent: Contents of the send slot, or None.
             received: Contents that come into the receive slot, or None.
 

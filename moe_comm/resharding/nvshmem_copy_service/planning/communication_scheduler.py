@@ -29,7 +29,7 @@ class CommunicationScheduler:
     first iteration that has both its PEs free.
 
     Attributes:
-        num_iterations: Of the last schedule.
+        num_iterations: Iterations of the last schedule.
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ class GPUExecutionPlanner:
 
     Args:
         chunk_bytes: Most bytes of one copy.
-        device: Where the vectors live.
-        on_unmatched: What a task without a receive request does: "raise", or "skip" (it is logged,
-            and its bytes stay in the slot).
+        device: Device where the vectors live.
+        on_unmatched: Effect of a task without a receive request: "raise", or "skip" (it is logged, and its
+            bytes stay in the slot).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GPUExecutionPlanner:
         """Set `gpu_plan` of every batch of `iter_schedules`. Local.
 
         Args:
-            iter_schedules: What this PE does in each iteration.
+            iter_schedules: Batches that this PE sends and receives in each iteration.
             send_slots: Slots that batches are packed into, by parity of the iteration.
             recv_slots: Slots that batches are unpacked from.
             receive_requests: Segments included, after segmentation.
