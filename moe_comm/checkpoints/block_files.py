@@ -47,10 +47,10 @@ class Changed(NamedTuple):
 
     Args:
         segment: The segment.
-        dtype: Of its tensor.
-        sums: Of its blocks, int64 `[num_blocks]`.
+        dtype: Dtype of its tensor.
+        sums: Checksums of its blocks, int64 `[num_blocks]`.
         runs: Elements that a delta has of it.
-        elements: All of it.
+        elements: Elements of the whole segment.
     """
 
     segment: Segment
@@ -69,8 +69,8 @@ def write_block_file(path: Path, save: str, parts: Sequence[Changed]) -> tuple[i
     """Write a rank's file, and wait until it is on the disk.
 
     Args:
-        path: Of the file, which is not there yet.
-        save: What tells the save from others.
+        path: Path of the file, which is not there yet.
+        save: Identifier that tells the save from others.
         parts: All that the rank writes.
 
     Returns:
@@ -212,9 +212,9 @@ def read_block_file(path: Path, save: str, header_crc: int) -> BlockFile:
     """Read the header of a rank's file.
 
     Args:
-        path: Of the file.
-        save: Of which it is to be.
-        header_crc: What the manifest says of it.
+        path: Path of the file.
+        save: Identifier of the save that it must belong to.
+        header_crc: Checksum of its header, as the manifest has it.
 
     Raises:
         CheckpointError: It is missing, cut short, changed, or of another save; names it.

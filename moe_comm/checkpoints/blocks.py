@@ -61,10 +61,10 @@ class Segment(NamedTuple):
 
     Args:
         tensor: Name.
-        view: That the tensor is viewed as; () where elements are those of the whole tensor.
-        box: Of that view, whose elements are counted; () where the view is.
+        view: Shape that the tensor is viewed as; () if elements are those of the whole tensor.
+        box: Box of that view, whose elements are counted; () if the view is.
         start: First element.
-        stop: Behind the last.
+        stop: End of the elements, behind the last.
         itemsize: Bytes of an element.
     """
 
@@ -104,7 +104,7 @@ class Segment(NamedTuple):
         """Return the elements of some blocks, joined where they are neighbors.
 
         Args:
-            mask: Which blocks, bool `[num_blocks]`.
+            mask: Mask of the blocks, bool `[num_blocks]`.
         """
         # All or none of them, as in most of many thousands of tensors.
         if not mask.any():
@@ -157,9 +157,9 @@ def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes that consecutive elements of an array are, in order: fewer than two per dimension.
 
     Args:
-        sizes: Of the array.
+        sizes: Sizes of the array.
         start: First element.
-        stop: Behind the last.
+        stop: End, behind the last element.
     """
     if start >= stop:
         return
@@ -187,8 +187,8 @@ def elements_of(segment: Segment, piece: torch.Tensor) -> Elements:
     """Return what gives bytes of a segment out of a tensor.
 
     Args:
-        segment: Whose elements the tensor holds.
-        piece: Of any strides, on any device.
+        segment: Segment whose elements the tensor holds.
+        piece: Tensor of any strides, on any device.
     """
     plain = as_integers(piece.detach().resolve_conj().resolve_neg())
     flat = plain.view(-1) if plain.is_contiguous() else None
@@ -218,8 +218,8 @@ def block_sums(segment: Segment, elements: Elements, run: Run | None = None) -> 
 
     Args:
         segment: The segment.
-        elements: Of it.
-        run: Of these elements alone, as if the segment began with them; None for all.
+        elements: Elements of the segment.
+        run: Range of the elements to take alone, as if the segment began with them; None for all.
     """
     start, stop = run or (segment.start, segment.stop)
     chunks = cut_run(segment, start, stop) if elements.is_copied else ((start, stop),)

@@ -17,9 +17,9 @@ class HeldBox(NamedTuple):
     """A box of a whole tensor, and where it lies in the memory of one that a rank holds.
 
     Args:
-        box: Of the whole tensor.
-        start: Of its first element, behind the first of the rank's tensor.
-        strides: Of its dimensions, in elements.
+        box: Box of the whole tensor.
+        start: Offset of its first element behind the first of the rank's tensor, in elements.
+        strides: Strides of its dimensions, in elements.
     """
 
     box: Box
@@ -58,9 +58,10 @@ def boxes_of(layout: Layout, strides: Sequence[int], shape: Shape) -> list[HeldB
     """Return the boxes of a rank's tensor.
 
     Args:
-        layout: Where it lies; holds an element at least.
-        strides: Of the tensor viewed as `layout.view`.
-        shape: Of the whole tensor; `layout.global_shape` cuts its dimensions more finely, or is the same.
+        layout: Layout of the tensor; holds an element at least.
+        strides: Strides of the tensor viewed as `layout.view`.
+        shape: Shape of the whole tensor; `layout.global_shape` cuts its dimensions more finely, or is the
+            same.
     """
     finer = [
         (size, held, stride)
@@ -108,7 +109,7 @@ def cells_of(shape: Shape, boxes: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes of which each of `boxes` is a union.
 
     Args:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         boxes: May overlap; the same order of the same boxes gives the same cells on all ranks.
     """
     distinct = list(dict.fromkeys(boxes))
@@ -133,9 +134,9 @@ def part_of(tensor: torch.Tensor, held: HeldBox, cell: Box) -> torch.Tensor:
     """Return a view of the memory in which a cell of a held box lies.
 
     Args:
-        tensor: That `held` is of.
+        tensor: Tensor that `held` is a box of.
         held: A box of it.
-        cell: In that box.
+        cell: Cell in that box.
     """
     offset = held.start + sum(
         (start - first) * stride

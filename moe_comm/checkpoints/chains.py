@@ -36,9 +36,9 @@ class _Told(NamedTuple):
     """Entry of a delta about a tensor.
 
     Args:
-        dtype: Of the tensor.
-        shape: Of the tensor.
-        is_whole: The delta has all elements: what it builds on has none, or others.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        is_whole: Whether the delta has all elements: what it builds on has none, or others.
     """
 
     dtype: torch.dtype
@@ -50,12 +50,12 @@ class _Link(NamedTuple):
     """A delta of a chain.
 
     Args:
-        folder: Of its files.
+        folder: Folder of its files.
         manifest: As in the folder.
         base: Name of the version that it builds on.
-        base_save: And what tells the save of that one from others.
+        base_save: Identifier that tells the save of that version from others.
         tensors: All of the version, by name.
-        files: Of ranks, by name.
+        files: Files of ranks, by name.
         runs: Elements that it has, by the name of the tensor.
     """
 
@@ -255,8 +255,8 @@ def take_over_sums(source: StoredCheckpoint, path: Path, save: str) -> tuple[int
 
     Args:
         source: The version.
-        path: Of the new file.
-        save: Of the other version.
+        path: Path of the new file.
+        save: Identifier of the save of the other version.
 
     Returns:
         Bytes of the file, and the CRC-32C of its header.
@@ -278,9 +278,9 @@ def elements_stored(reader: Reader, checkpoint: StoredCheckpoint, segment: Segme
     """Return what reads elements of a segment as bytes.
 
     Args:
-        reader: Of the checkpoint.
-        checkpoint: That has the tensor.
-        segment: Whose elements are asked for.
+        reader: Reader of the checkpoint.
+        checkpoint: Checkpoint that has the tensor.
+        segment: Segment whose elements are asked for.
     """
     stored = checkpoint.stored(segment.tensor)
     view, sizes = segment.view or stored.shape, segment.sizes if segment.view else stored.shape

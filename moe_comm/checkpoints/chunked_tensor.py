@@ -24,11 +24,11 @@ class ChunkedTensor(torch.Tensor):
     one is written. Nothing is computed with it: operations but those of staging raise NotImplementedError.
 
     Args:
-        shape: Of the whole tensor.
-        dtype: Of what this rank holds.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the part that this rank holds.
         offsets: Per box, where it begins in the whole tensor.
         shards: Per box, a tensor of its sizes and any strides.
-        problem: Why this cannot be saved; raised where it is. Loading is not concerned.
+        problem: Reason why this cannot be saved, raised when it is; None for none. Loading is not concerned.
     """
 
     _offsets: list[tuple[int, ...]]

@@ -151,11 +151,11 @@ def convert_checkpoint(
     Other files are taken over; a `config.json` says the new dtype and format as transformers does.
 
     Args:
-        source: What is read.
-        folder: Of the versions.
+        source: Checkpoint that is read.
+        folder: Folder of the versions.
         version: Name of the new one.
-        new_format: What tensors become.
-        max_file_bytes: Of tensors in a file.
+        new_format: Dtype and format that tensors get.
+        max_file_bytes: Most bytes of tensors in a file.
         after: Version of the folder behind which it is entered; None for the latest.
 
     Raises:
@@ -243,10 +243,10 @@ def compact_checkpoint(
     The new version takes the place behind the delta: it is the latest where the delta was. Nothing is removed.
 
     Args:
-        folder: Of the versions.
+        folder: Folder of the versions.
         version: Name of the delta; None for the latest version.
-        name: Of the new version; None for that of the delta with "-whole".
-        max_file_bytes: Of tensors in a file.
+        name: Name of the new version; None for that of the delta with "-whole".
+        max_file_bytes: Most bytes of tensors in a file.
 
     Returns:
         The folder of the new version, which `from_pretrained` reads.

@@ -40,8 +40,8 @@ class CheckpointState:
     Args:
         side: As a side of a `Refit`: a module that says how it is divided, `CheckpointViews`, or
             `transformers_views(model)`; None on a rank that holds nothing.
-        optimizer: Of parameters of the model; its state is saved beside each of them. Given on all ranks
-            or on none.
+        optimizer: Optimizer of parameters of the model; its state is saved beside each of them. Given on all
+            ranks or on none.
         group: Ranks that save or load together, a process group or `Bootstrap`; None for the default group.
         check_replicas: Compare what several ranks hold of one tensor, by checksums, so that a save in which they
             differ is refused: one read of what is replicated. Without it one of the ranks is believed.
@@ -126,7 +126,7 @@ class CheckpointState:
         """Take over the numbers of a state dict that was loaded; tensors are in their places already.
 
         Args:
-            state_dict: What `state_dict()` returned last, after `load`.
+            state_dict: State dict that `state_dict()` returned last, after `load`.
 
         Raises:
             ValueError: Names that are one parameter here have different numbers, or those of one group.

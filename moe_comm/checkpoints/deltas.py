@@ -37,7 +37,7 @@ class Base(NamedTuple):
 
     Args:
         checkpoint: The version.
-        sums: Of its blocks; of some or none, where it was not saved with them.
+        sums: Checksums of its blocks; of some or none if it was not saved with them.
     """
 
     checkpoint: StoredCheckpoint
@@ -71,7 +71,7 @@ def open_base(folder: Path, version: str) -> Base:
     """Open a version that a delta is to build on.
 
     Args:
-        folder: Of the versions.
+        folder: Folder of the versions.
         version: Name.
 
     Raises:
@@ -119,7 +119,7 @@ def changed_parts(
     Blocks that the base has no checksums of are read from its files.
 
     Args:
-        parts: What the rank writes.
+        parts: Parts that the rank writes.
         wholes: The tensors.
         piece_of_part: Gives the tensor of one.
         base: The version that they are compared with; None to have their checksums alone.

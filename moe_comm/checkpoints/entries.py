@@ -34,9 +34,9 @@ class Entry(NamedTuple):
 
     Args:
         path: Keys that lead to it.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         dtypes: The different ones of all holders, each with a rank that has it.
-        cells: Of all ranks.
+        cells: Cells of all ranks.
         places: Tensors of this rank that hold some of it, and the boxes that they hold.
     """
 
@@ -96,8 +96,8 @@ class States:
     """Ranks that hold each state of a parameter.
 
     Args:
-        described: What ranks hold of the model.
-        told: Of every rank, see `told_of`.
+        described: Description of the model on all ranks.
+        told: Report of every rank, see `told_of`.
 
     Raises:
         PlanError: Ranks have different options for one parameter.

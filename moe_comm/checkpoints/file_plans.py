@@ -37,9 +37,9 @@ class FilePart(NamedTuple):
 
     Args:
         tensor: Name in the files.
-        shape: That the tensor is viewed as.
-        box: Of that view.
-        dtype: In the files.
+        shape: Shape that the tensor is viewed as.
+        box: Box of that view.
+        dtype: Dtype in the files.
         op: The other end, on the rank.
     """
 
@@ -56,7 +56,7 @@ def whole_tensors(by_rank: Sequence[RankMetadata]) -> dict[str, TensorSpec]:
     Memory that has several names on every rank that has it comes under the first.
 
     Args:
-        by_rank: What each rank holds.
+        by_rank: Metadata of each rank's tensors.
 
     Raises:
         PlanError: Ranks contradict each other, or what they say is not enough; names the tensor.
@@ -140,8 +140,8 @@ def plan_save(
     """Plan which parts of the tensors a rank writes: its sends, to a rank behind the last.
 
     Args:
-        by_rank: What each rank holds.
-        rank: That writes.
+        by_rank: Metadata of each rank's tensors.
+        rank: Rank that writes.
         wholes: The tensors.
 
     Raises:
@@ -161,8 +161,8 @@ def names_on_disk(
     """Give tensors that ranks hold under several names the one that a checkpoint has.
 
     Args:
-        by_rank: What each rank holds.
-        names: Of the checkpoint.
+        by_rank: Metadata of each rank's tensors.
+        names: Names in the checkpoint.
 
     Raises:
         PlanError: The checkpoint lacks a tensor, by all of its names; names it and the rank.
@@ -186,8 +186,8 @@ def check_becomes(side: RankMetadata, tensors: Mapping[str, tuple[TensorSpec, st
     """Check that values of a checkpoint become those of a rank's tensors.
 
     Args:
-        side: What the rank holds, by names of the checkpoint.
-        tensors: What the checkpoint has, and in which file.
+        side: Metadata of the rank's tensors, by names of the checkpoint.
+        tensors: Tensors of the checkpoint by name, each with the file that has it.
 
     Raises:
         PlanError: One does not; names the tensor, the file and both dtypes.
@@ -213,9 +213,9 @@ def plan_load(
     """Plan which parts of the tensors a rank reads: its receives, from a rank behind the last.
 
     Args:
-        by_rank: What each rank holds, by names of the checkpoint.
-        rank: That reads.
-        tensors: Of the checkpoint.
+        by_rank: Metadata of each rank's tensors, by names of the checkpoint.
+        rank: Rank that reads.
+        tensors: Tensors of the checkpoint, by name.
         strict: A tensor that no rank takes is an error.
 
     Raises:
@@ -252,8 +252,8 @@ def read_parts(
 
     Args:
         plan: The plan.
-        side: What the rank holds, by names of the checkpoint.
-        tensors: Of the checkpoint.
+        side: Metadata of the rank's tensors, by names of the checkpoint.
+        tensors: Tensors of the checkpoint, by name.
     """
     names = {own.name: source_name_of(own.resolved_name, tensors) for own in side.own()}
     parts = []

@@ -45,11 +45,11 @@ class WholeTensor:
     """A tensor that ranks hold together.
 
     Args:
-        shape: Of all of it.
-        ranks: Of each holder, ascending; a rank that has several places comes several times.
-        layouts: Of each holder; None for one that holds no element.
-        boxes: Of each holder; that of strides only where it has stated them.
-        dtypes: Of each holder.
+        shape: Shape of all of it.
+        ranks: Rank of each holder, ascending; a rank that has several places comes several times.
+        layouts: Layout of each holder; None for one that holds no element.
+        boxes: Boxes of each holder; their strides are those of its memory only if it has stated them.
+        dtypes: Dtype of each holder.
     """
 
     shape: Shape
@@ -91,10 +91,10 @@ class HeldTensor(NamedTuple):
     """A tensor that this rank holds.
 
     Args:
-        name: In the whole model.
-        tensor: In memory.
-        whole: Of which it is a part.
-        boxes: Of the whole tensor, in this one.
+        name: Name in the whole model.
+        tensor: Tensor in memory.
+        whole: Whole tensor of which it is a part.
+        boxes: Boxes of the whole tensor, in this one.
     """
 
     name: str
@@ -139,9 +139,9 @@ class Described:
     """Tensors of a model on all ranks.
 
     Args:
-        encoded: Of every rank, see `describe_side`.
+        encoded: Metadata of every rank as bytes, see `describe_side`.
         rank: This rank.
-        tensors: Of this rank, in its order.
+        tensors: Tensors of this rank, in its order.
 
     Raises:
         PlanError: Ranks contradict each other, or do not say which part of a tensor they hold; names it.

@@ -64,10 +64,10 @@ def load_checkpoint(
     and then rounded.
 
     Args:
-        model: What this rank holds: a module with `pg_collection` or DTensors, `CheckpointViews`, such as
-            `transformers_views(model)`, or None. As the target of a `Refit`: tensors keep their dtypes,
-            buffers take over those of the files.
-        folder: Of versions, or of one checkpoint. The same files for every rank.
+        model: Part of the model that this rank holds: a module with `pg_collection` or DTensors,
+            `CheckpointViews`, such as `transformers_views(model)`, or None. As the target of a `Refit`:
+            tensors keep their dtypes, buffers take over those of the files.
+        folder: Folder of versions, or of one checkpoint. The same files for every rank.
         version: Name; None for the latest, or for the folder itself where it has no versions.
         group: The ranks; None for the default group, or this rank alone where there is none.
         strict: A tensor of the checkpoint that no rank takes is an error. One that the checkpoint lacks is
@@ -140,7 +140,7 @@ class _Planned(NamedTuple):
     Args:
         plan: Its receives.
         parts: The same, where they lie in the files.
-        scales: By the names of weights whose values are worked out, those of their scale factors.
+        scales: Names of scale factors, by those of the weights whose values are worked out.
     """
 
     plan: ReshardPlan

@@ -79,8 +79,8 @@ def _saved_tensor(mapped: mmap.mmap, start: int, num_bytes: int) -> torch.Tensor
 
     Args:
         mapped: The file.
-        start: Of what `torch.save` wrote.
-        num_bytes: Of that.
+        start: Offset of what `torch.save` wrote, in bytes.
+        num_bytes: Bytes of that.
     """
     try:
         with zipfile.ZipFile(_Part(mapped, start, num_bytes)) as archive:

@@ -38,8 +38,8 @@ class Beside:
     Args:
         offset: Elements from the first of the parameter, in whose memory the tensor lies, to its first.
         group: The parameter's group.
-        state: Of the parameter: the optimizer's own dict.
-        kinds: Of its entries, in the order of their keys.
+        state: State of the parameter: the optimizer's own dict.
+        kinds: Kinds of its entries, in the order of their keys.
     """
 
     offset: int
@@ -69,8 +69,8 @@ def states_beside(
     State that the optimizer has not made of a parameter is made, as it is before a first step.
 
     Args:
-        optimizer: Of parameters in whose memory `tensors` lie.
-        tensors: Of this rank.
+        optimizer: Optimizer of parameters in whose memory `tensors` lie.
+        tensors: Tensors of this rank.
 
     Raises:
         PlanError: A parameter's state is cut in another way than the parameter, or a parameter is none of

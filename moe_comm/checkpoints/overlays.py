@@ -20,11 +20,11 @@ class StoredRun(NamedTuple):
     """Elements of a segment in a file.
 
     Args:
-        segment: Of which they are.
+        segment: Segment of which they are.
         start: First element.
-        stop: Behind the last.
-        path: Of the file.
-        offset: Of the first element's first byte.
+        stop: End of the elements, behind the last.
+        path: Path of the file.
+        offset: Offset of the first element's first byte.
     """
 
     segment: Segment
@@ -43,8 +43,8 @@ class OverlaidBox(NamedTuple):
     """A part of a box that is asked for, where a delta has it.
 
     Args:
-        path: Of the file.
-        rectangle: Of that file.
+        path: Path of the file.
+        rectangle: Rectangle of that file.
         box: The same, of the view that was asked for.
     """
 
@@ -65,7 +65,7 @@ class OverlaidBox(NamedTuple):
         """Return what gives the factors of a box of `rectangle`.
 
         Args:
-            view: That was asked for.
+            view: View that was asked for.
             factors_at: Gives those of a box of it.
         """
         shifts = [
@@ -87,8 +87,8 @@ class Overlay:
     """Runs of a tensor.
 
     Args:
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
         layers: Runs of each delta, the oldest first.
         is_whole: The oldest one has all elements.
     """
@@ -120,8 +120,8 @@ class Overlay:
         """Yield where elements of a box lie, in the order in which they are to be read.
 
         Args:
-            view: That the tensor is viewed as.
-            box: Of the view, with elements.
+            view: Shape that the tensor is viewed as.
+            box: Box of the view, with elements.
         """
         runs = self._runs
         if self._starts is not None:

@@ -18,11 +18,11 @@ class NewFile(NamedTuple):
     """A file that is to be written.
 
     Args:
-        name: In its folder.
+        name: Name in its folder.
         owner: The rank that makes it.
         header: Its beginning.
-        tensors: Where each lies.
-        num_bytes: Of the whole file.
+        tensors: Place of each tensor, by name.
+        num_bytes: Bytes of the whole file.
     """
 
     name: str
@@ -56,9 +56,9 @@ def packed_files(
 
     Args:
         wholes: The tensors.
-        owners: Of each, the rank in whose files it is to be.
-        max_file_bytes: Of tensors in a file.
-        metadata: Of each file.
+        owners: Rank in whose files each tensor is to be, by the tensor's name.
+        max_file_bytes: Most bytes of tensors in a file.
+        metadata: Metadata of each file.
     """
     packed: list[tuple[int, list[str]]] = []
     room = 0

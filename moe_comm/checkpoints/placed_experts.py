@@ -20,11 +20,11 @@ def placed_views(
     Replicas of an expert hold the same: a save writes one of them, a load or a refit fills all.
 
     Args:
-        name: Of the tensor `[num_experts, ...]` that holds all experts; or, with "{expert}" in it, of each
-            expert's own `[...]`.
+        name: Name of the tensor `[num_experts, ...]` that holds all experts; or, with "{expert}" in it, of
+            each expert's own `[...]`.
         tensor: `[num_slots, ...]` of this rank; slots beyond those of the placement, and empty ones, are left
             out.
-        placement: Which expert lies in which slot.
+        placement: Placement that says which expert lies in which slot.
         rank_idx: This rank, of the placement.
 
     Raises:

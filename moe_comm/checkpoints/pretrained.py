@@ -41,14 +41,16 @@ def load_pretrained(
         auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
         folder: See `load_checkpoint`.
         version: Likewise.
-        config: Of the model, copied; None for the `config.json` of the version, or of the newest below a delta.
-        distributed_config: Of transformers; its sizes are those of the default process group. None for the
-            whole model on every rank.
-        dtype: Of the weights but those that the model keeps in float32; None for the configuration's.
-        device: Of the weights; None for that of the parallel plan, or "cpu" without one.
+        config: Configuration of the model, copied; None for the `config.json` of the version, or of the
+            newest below a delta.
+        distributed_config: `DistributedConfig` of transformers; its sizes are those of the default process
+            group. None for the whole model on every rank.
+        dtype: Dtype of the weights, except those that the model keeps in float32; None for the
+            configuration's.
+        device: Device of the weights; None for that of the parallel plan, or "cpu" without one.
         strict: See `load_checkpoint`.
         checksums: Likewise.
-        options: Of the class, such as `attn_implementation`.
+        options: Options of the class, such as `attn_implementation`.
 
     Returns:
         The model, in evaluation mode.

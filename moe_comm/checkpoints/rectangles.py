@@ -31,10 +31,10 @@ class Rectangle(NamedTuple):
     """A box of a tensor of a file.
 
     Args:
-        start: Of the tensor's first byte in the file.
-        shape: That the tensor is viewed as.
-        box: Of that view.
-        dtype: Of the tensor.
+        start: Offset of the tensor's first byte in the file.
+        shape: Shape that the tensor is viewed as.
+        box: Box of that view.
+        dtype: Dtype of the tensor.
     """
 
     start: int
@@ -70,8 +70,8 @@ def _chunks(
     """Parts of at most `_CHUNK_BYTES` in order: where each lies in the box, and in the file.
 
     Args:
-        rectangle: What is cut.
-        element_bytes: That an element takes in memory; None for those of the file.
+        rectangle: Rectangle that is cut.
+        element_bytes: Bytes that an element takes in memory; None for those of the file.
     """
     inner: Box = tuple((0, size) for size in rectangle.sizes)
     most = max(1, _CHUNK_BYTES // (element_bytes or rectangle.dtype.itemsize))
@@ -91,10 +91,10 @@ class _Rows(NamedTuple):
     """Runs of neighbors in a file that follow each other at one distance.
 
     Args:
-        offset: Of the first run.
+        offset: Offset of the first run.
         num_runs: Number of runs.
-        run_bytes: Of each.
-        step: From one to the next; `run_bytes` or more.
+        run_bytes: Bytes of each run.
+        step: Distance from one run to the next; `run_bytes` or more.
     """
 
     offset: int
@@ -147,9 +147,9 @@ def write_rectangle(descriptor: int, rectangle: Rectangle, tensor: torch.Tensor)
     """Write a tensor to its place in a file.
 
     Args:
-        descriptor: Of the file, open for writing.
-        rectangle: Where it goes.
-        tensor: Of the rectangle's sizes and dtype; any strides, any device.
+        descriptor: Descriptor of the file, open for writing.
+        rectangle: Place in the file.
+        tensor: Tensor of the rectangle's sizes and dtype; any strides, any device.
 
     Returns:
         The CRC-32C of what was written, row by row.
@@ -220,10 +220,11 @@ def read_rectangle(
     """Read a rectangle of a file into a tensor, whose dtype its values take.
 
     Args:
-        descriptor: Of the file, open for reading.
-        rectangle: What is read.
-        tensor: Of the rectangle's sizes; any strides, any device. Written.
-        factors: Of the elements of a box of the view, which they are multiplied by; None for none.
+        descriptor: Descriptor of the file, open for reading.
+        rectangle: Rectangle that is read.
+        tensor: Tensor of the rectangle's sizes; any strides, any device. Written.
+        factors: Callable that gives the factors of the elements of a box of the view, to multiply them by;
+            None for none.
 
     Raises:
         EOFError: The file ends before.

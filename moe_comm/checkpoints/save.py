@@ -78,9 +78,9 @@ def save_checkpoint(
     `from_pretrained` can read.
 
     Args:
-        model: What this rank holds: a module with `pg_collection` or DTensors, `CheckpointViews`, such as
-            `transformers_views(model)`, or None; as the source of a `Refit`. Tied tensors are written
-            under their first name.
+        model: Part of the model that this rank holds: a module with `pg_collection` or DTensors,
+            `CheckpointViews`, such as `transformers_views(model)`, or None; as the source of a `Refit`. Tied
+            tensors are written under their first name.
         folder: Folder of the versions, the same on every rank, on a shared file system. Created if missing.
         version: Name of the new version, the same on every rank.
         base: Name of the version in `folder` that a delta builds on, whole or a delta itself; None for a

@@ -23,7 +23,7 @@ def scale_names(tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Return the names of scale factors by those of their FP8 weights.
 
     Args:
-        tensors: Of a checkpoint.
+        tensors: Tensors of a checkpoint, by name.
     """
     return {
         name: name + SCALE_SUFFIX
@@ -36,8 +36,8 @@ def lacks_scales(name: str, dtype: torch.dtype) -> str:
     """Return why a tensor of a checkpoint without known scale factors becomes no numbers; "" where it needs none.
 
     Args:
-        name: Of the tensor.
-        dtype: In the files.
+        name: Name of the tensor.
+        dtype: Dtype in the files.
     """
     if not is_scaled(dtype):
         return ""
@@ -51,8 +51,8 @@ class BlockScales:
     """Scale factors of one weight, for any box of it.
 
     Args:
-        name: Of the weight, for messages.
-        shape: Of the weight, `[..., M, K]`.
+        name: Name of the weight, for messages.
+        shape: Shape of the weight, `[..., M, K]`.
         scale: Its factors, a row of blocks after the other: float32, or the exponent bytes of powers of
             two (uint8, float8_e8m0fnu).
 
@@ -70,8 +70,9 @@ class BlockScales:
         """Return the factor of every element of a box, float32 of its sizes.
 
         Args:
-            view: That the weight is viewed as: its own shape, or one that cuts its dimensions more finely.
-            box: Of the view.
+            view: Shape that the weight is viewed as: its own shape, or one that cuts its dimensions more
+                finely.
+            box: Box of the view.
         """
         num_dims = len(view)
         indices = []

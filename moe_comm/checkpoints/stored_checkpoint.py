@@ -53,11 +53,11 @@ class StoredCheckpoint(NamedTuple):
     """A folder of safetensors files.
 
     Args:
-        folder: Of the files.
-        files: By name.
-        file_of: By the name of a tensor, that of its file.
+        folder: Folder of the files.
+        files: Files by name.
+        file_of: Name of the file of each tensor, by the name of the tensor.
         manifest: As `save_checkpoint` writes it; None where others have written the folder.
-        overlays: By the name of a tensor, what deltas have of it.
+        overlays: Runs that deltas have of a tensor, by its name.
         chain: Folders of a delta and of what it builds on, the whole one first; just the folder of a whole one.
     """
 
@@ -93,7 +93,7 @@ def find_checkpoint(folder: Path, version: str | None) -> Path:
     """Return the folder of a version.
 
     Args:
-        folder: Of versions, or of one checkpoint.
+        folder: Folder of versions, or of one checkpoint.
         version: Name; None for the latest, or for the folder itself where it has no versions.
 
     Raises:
@@ -277,11 +277,11 @@ class Reader:
         """Read a box of a tensor.
 
         Args:
-            name: Of the tensor.
-            view: That it is viewed as.
-            box: Of the view.
+            name: Name of the tensor.
+            view: Shape that it is viewed as.
+            box: Box of the view.
             target: Written; of the box's sizes.
-            scales: Of the tensor, which its values are multiplied by; None for none.
+            scales: Scale factors of the tensor, which its values are multiplied by; None for none.
 
         Raises:
             CheckpointError: It cannot be read; names file and tensor.
@@ -339,8 +339,8 @@ class CheckedPart(NamedTuple):
 
     Args:
         tensor: Name.
-        shape: That the tensor is viewed as.
-        box: Of that view.
+        shape: Shape that the tensor is viewed as.
+        box: Box of that view.
         crc: CRC-32C, row by row.
     """
 
@@ -364,13 +364,13 @@ def manifest_text(
 
     Args:
         version: Its name.
-        save: What tells it from other saves.
-        num_ranks: That wrote it.
-        files: Of tensors, by name: bytes, and the CRC-32C of the header.
+        save: Identifier that tells it from other saves.
+        num_ranks: Number of ranks that wrote it.
+        files: Files of tensors, by name: bytes, and the CRC-32C of the header.
         small_files: Others, by name: bytes and CRC-32C.
-        parts: Of all tensors.
-        block_files: Of ranks' blocks, by name: bytes, and the CRC-32C of the header.
-        further: What else it says.
+        parts: Parts of all tensors.
+        block_files: Files of ranks' blocks, by name: bytes, and the CRC-32C of the header.
+        further: Further entries.
     """
     said = {
         "format": _FORMAT,

@@ -59,8 +59,8 @@ class StoredTensor(NamedTuple):
     Args:
         dtype: As torch has it.
         shape: As torch has it.
-        start: Of its first byte in the file.
-        stop: Behind its last.
+        start: Offset of its first byte in the file.
+        stop: Offset behind its last byte.
     """
 
     dtype: torch.dtype
@@ -73,10 +73,10 @@ class TensorFile(NamedTuple):
     """Header of a file.
 
     Args:
-        path: Of the file.
-        tensors: By name, in the order of the header.
+        path: Path of the file.
+        tensors: Tensors by name, in the order of the header.
         metadata: Further text, by key.
-        num_bytes: Of the whole file.
+        num_bytes: Bytes of the whole file.
         header: As it is in the file, with its length before it.
     """
 
@@ -98,8 +98,8 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     """Return what the format calls a dtype.
 
     Args:
-        name: Of the tensor, for the message.
-        dtype: Of the tensor.
+        name: Name of the tensor, for the message.
+        dtype: Dtype of the tensor.
 
     Raises:
         ValueError: The format has no such dtype.

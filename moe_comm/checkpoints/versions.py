@@ -42,7 +42,7 @@ class Versions(NamedTuple):
 
     Args:
         latest: Name of the version that was saved last.
-        names: Of all, in the order in which they were saved.
+        names: Names of all versions, in the order in which they were saved.
     """
 
     latest: str
@@ -54,7 +54,7 @@ def check_version_name(version: Any, argument: str = "version") -> str:
 
     Args:
         version: The name.
-        argument: By which a caller gave it.
+        argument: Name of the argument by which a caller gave it.
 
     Raises:
         TypeError: It is no text.
@@ -154,7 +154,7 @@ class NewVersion:
     however that comes.
 
     Args:
-        folder: Of the versions. Made where it is missing.
+        folder: Folder of the versions. Made if it is missing.
         version: Name of the new one.
         after: The version behind which it is entered; None for the latest. Where that is the latest, this one is.
 
