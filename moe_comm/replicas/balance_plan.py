@@ -17,8 +17,8 @@ class PlacedLayer:
     """A layer as the planner sees it.
 
     Args:
-        placement: Of its experts; every rank has equally many slots.
-        bytes_per_expert: Of all its tensors.
+        placement: Placement of its experts; every rank has equally many slots.
+        bytes_per_expert: Bytes of one expert in all its tensors.
         loads: int64 `[num_experts]`, on the host.
         num_kept_slots: As in `plan_placement`.
     """
@@ -37,11 +37,12 @@ class LayerMove:
         layer_idx: Number of the layer.
         placement: The new one.
         experts: Ascending, those that come to a rank which did not hold them.
-        num_moves: How often one does.
-        moved_bytes: Of these, over all ranks.
-        mean_rows: Of a rank, in the window of loads that was planned from.
-        rows_before: Of the fullest rank in that window, by the old placement, shared out as "balanced" does.
-        rows_after: By the new one.
+        num_moves: Number of times that one comes to such a rank.
+        moved_bytes: Bytes of these moves, over all ranks.
+        mean_rows: Mean rows of a rank, in the window of loads that was planned from.
+        rows_before: Rows of the fullest rank in that window, by the old placement, shared out as "balanced"
+            does.
+        rows_after: The same by the new placement.
     """
 
     layer_idx: int
@@ -70,7 +71,7 @@ def plan_moves(
     Layers of equal shape are planned in one call. A layer without loads stays as it is.
 
     Args:
-        layers: In order of their numbers.
+        layers: Layers in the order of their numbers.
         ranks_per_node: As in `plan_placement`.
         price_per_byte: As in `plan_placement`.
         scatter: As in `plan_placement`.

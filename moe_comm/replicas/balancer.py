@@ -107,7 +107,7 @@ class ExpertBalancer(Destroyable):
     What ranks do follows from loads that all of them have; they compare it in every step.
 
     Args:
-        communicator: That of the buffers of all layers; its backend must be "host".
+        communicator: Communicator of the buffers of all layers; its backend must be "host".
         num_steps: Steps between two plans, >= 1. A plan waits until the layers of the last one have moved.
         num_window_steps: Plan from the loads of so many last steps, in [1, num_steps]; None for all since
             the last plan.
@@ -194,10 +194,10 @@ class ExpertBalancer(Destroyable):
         """Balance the layer of a buffer, too. Collective.
 
         Args:
-            buffer: Of this communicator, with a placement that gives every rank equally many slots. It
+            buffer: Buffer of this communicator, with a placement that gives every rank equally many slots. It
                 counts loads from now on.
-            weights: Of the experts in this rank's slots, as `ReplicaCopies.prefetch` takes them: moves write
-                them in place. What else belongs to an expert, such as an optimizer's state, moves
+            weights: Weights of the experts in this rank's slots, as `ReplicaCopies.prefetch` takes them:
+                moves write them in place. What else belongs to an expert, such as an optimizer's state, moves
                 where it is among them.
             num_kept_slots: The first slots of every rank, whose experts stay: together they hold every expert
                 once, now and later, and an optimizer steps them alone. The others are for replicas, which have

@@ -170,13 +170,13 @@ class ReplicaCopies(Destroyable):
         float32 where the dtype is narrower and rounded once: the same bits from run to run.
 
         Args:
-            placement: Of the slots, equal on every rank.
+            placement: Placement of the slots, equal on every rank.
             gradients: Tensors `[num_local_slots, ...]`, as `prefetch` takes weights; float64, float32,
                 bfloat16 or float16.
-            to: Who has the sum in the end: "all" slots of an expert, for an optimizer that steps every slot
-                and so keeps replicas equal; or the "owner" alone, for one that steps owners. Then
-                gradients of replicas are as they were, and `plan_replicas(owners_of(placement), placement)`
-                copies the new weights.
+            to: Receivers of the sum: "all" slots of an expert, for an optimizer that steps every slot and so
+                keeps replicas equal; or the "owner" alone, for one that steps owners. Then gradients of
+                replicas are as they were, and `plan_replicas(owners_of(placement), placement)` copies the new
+                weights.
             step_bytes: Most bytes of gradients that a rank receives at once, in heap memory that goes back
                 afterwards, unless one row of a slot has more; None for no bound. Equal on every rank.
 
@@ -203,9 +203,9 @@ class ReplicaCopies(Destroyable):
         """Raise on every rank what is wrong on any, or stated differently. Collective.
 
         Args:
-            call: What ranks are in.
-            first: What is wrong here.
-            stated: What has to be equal on all ranks, by name.
+            call: Name of the call that ranks are in.
+            first: First error on this rank, if any.
+            stated: Values that must be equal on all ranks, by name.
         """
         own = first.take()
         try:

@@ -21,8 +21,8 @@ class _Sum:
         owner: A piece of the owner's slot.
 
     Attributes:
-        arrivals: Of the replicas in the order of slots: task id, first byte where it arrives, rank.
-        parts: What arrives.
+        arrivals: Task id, first byte where it arrives and rank of each replica, in the order of slots.
+        parts: Parts that arrive.
     """
 
     def __init__(self, owner: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class GradientReduction:
 
     Args:
         copies: The ranks.
-        experts: Those that have replicas, which lie on other ranks than their owners.
+        experts: Experts that have replicas, which lie on other ranks than their owners.
         slots: The gradients.
         to_all: Whether replicas get the sums.
         step_bytes: Most bytes that a rank receives at once, unless one row has more.

@@ -34,8 +34,8 @@ class ReplicaPlan:
     """All moves between two placements, in the order of their destinations.
 
     Args:
-        present: What lies where.
-        wanted: What is to lie where.
+        present: Placement before the moves.
+        wanted: Placement after the moves.
         moves: A move for every slot whose expert changes; slots that become empty have none.
     """
 

@@ -24,8 +24,8 @@ class SlotTensors:
     Args:
         tensors: `[num_local_slots, ...]` each, on the CPU; or lists of tensors that follow each other by slots. A
             DTensor stands for its local part.
-        num_slots: Of this rank.
-        name: Of the argument, for errors.
+        num_slots: Slots of this rank.
+        name: Name of the argument, for errors.
 
     Raises:
         ValueError: A tensor has another number of slots, no memory, or shares bytes with itself or another.
@@ -123,10 +123,10 @@ class Piece(NamedTuple):
     """Part of a slot: what moves at once.
 
     Args:
-        tensor_idx: Of the list.
+        tensor_idx: Position of the tensor in the list.
         begin: First row of the slot's first dimension.
         num_rows: Rows; None for a slot that has no dimension.
-        num_bytes: Of the piece.
+        num_bytes: Bytes of the piece.
     """
 
     tensor_idx: int
@@ -163,8 +163,8 @@ def batches_of(loads: Iterable[Iterable[tuple[object, int]]], most_bytes: int | 
     """Return the batch that every unit belongs to, so that no place takes too much in one batch.
 
     Args:
-        loads: Of every unit what it puts on which place: `(place, bytes)`.
-        most_bytes: Of a place in a batch, unless one unit has more; None for one batch.
+        loads: Loads that each unit puts on places: `(place, bytes)`.
+        most_bytes: Most bytes of a place in a batch, unless one unit has more; None for one batch.
     """
     batch_of_place: dict[object, tuple[int, int]] = {}
     found = []
