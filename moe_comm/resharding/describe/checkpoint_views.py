@@ -111,8 +111,8 @@ class CheckpointViews(TensorSide):
             views themselves, for storages that stay where they are.
         owner: Object whose weights they are. Of a module, parameters and buffers are watched, a failed refit
             marks it stale, its caches are refreshed after every refit, and so are views described again once
-            the maps have changed by which its engine finds experts. Anything else is only kept alive, unless it has a
-            module as `refit_module`, which is then watched in its place.
+            the maps have changed by which its engine finds experts. Anything else is only kept alive, unless it
+            has a module as `refit_module`, which is then watched in its place.
 
     Attributes:
         owner: As given.

@@ -113,7 +113,7 @@ def check_buckets(
 
     Raises:
         ValueError: Some rank gave an `error`, a tensor has lost its memory, or two ranks that share buckets
-            have other ones, on every rank; the message names both and what each has.
+            have other ones; on every rank. The message names both and what each has.
     """
     try:
         for bucket in buckets:

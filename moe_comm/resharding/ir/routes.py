@@ -60,7 +60,7 @@ class Route:
 
     Args:
         src: Holder of the cell.
-        dsts: Ranks that receive it, in order of rank; `src.rank` may be among them and then copies.
+        dsts: Endpoints that receive it, by rank; `src.rank` may be among them and then copies.
         kind: SHADOW without `dsts`, P2P with one, BROADCAST with several.
     """
 
@@ -75,8 +75,8 @@ class Side:
 
     Args:
         layout: Mesh, placements and whole shape; of an even map, in cells instead of elements.
-        cells: Cells of each rank, by rank, in its local tensor along each dimension. Those of an even map are
-            of one element each.
+        cells: Cells of each rank's local tensor along each dimension, by rank. Those of an even map are of
+            one element each.
         shapes: Shape of each rank's local tensor, by rank.
     """
 
