@@ -71,7 +71,7 @@ def write_block_file(path: Path, save: str, parts: Sequence[Changed]) -> tuple[i
     Args:
         path: Path of the file, which is not there yet.
         save: Identifier that tells the save from others.
-        parts: All that the rank writes.
+        parts: Parts that the rank writes, all of them.
 
     Returns:
         Bytes of the file, and the CRC-32C of its header.
@@ -141,8 +141,8 @@ class BlockFile(NamedTuple):
     """A rank's file that is there.
 
     Args:
-        file: Its header.
-        segments: All that the rank wrote.
+        file: Header of the file.
+        segments: Segments that the rank wrote, all of them.
         is_comparable: Whether checksums are those of this release.
     """
 

@@ -48,8 +48,8 @@ class Elements(NamedTuple):
     """Elements of a segment, from wherever they are.
 
     Args:
-        fetch: Returns those from one up to another as bytes in CPU memory.
-        is_copied: Memory is made for that.
+        fetch: Callable that returns those from one up to another as bytes in CPU memory.
+        is_copied: Whether memory is made for that.
     """
 
     fetch: Callable[[int, int], torch.Tensor]

@@ -110,7 +110,7 @@ def cells_of(shape: Shape, boxes: Iterable[Box]) -> list[Box]:
 
     Args:
         shape: Shape of the whole tensor.
-        boxes: May overlap; the same order of the same boxes gives the same cells on all ranks.
+        boxes: Boxes, which may overlap; the same order of the same boxes gives the same cells on all ranks.
     """
     distinct = list(dict.fromkeys(boxes))
     if intervals.find_defect(shape, distinct) is None:

@@ -51,10 +51,10 @@ class _Link(NamedTuple):
 
     Args:
         folder: Folder of its files.
-        manifest: As in the folder.
+        manifest: Manifest in the folder.
         base: Name of the version that it builds on.
         base_save: Identifier that tells the save of that version from others.
-        tensors: All of the version, by name.
+        tensors: Entries of all tensors of the version, by name.
         files: Files of ranks, by name.
         runs: Elements that it has, by the name of the tensor.
     """

@@ -23,7 +23,7 @@ class CheckpointRanks:
 
     Attributes:
         problem: The first error of this rank; blocks that may fail on one rank alone run within it.
-        group: As planning and barriers take it.
+        group: Group in the form that planning and barriers take.
 
     Raises:
         ValueError: This process is no member of the group.

@@ -26,8 +26,8 @@ class ChunkedTensor(torch.Tensor):
     Args:
         shape: Shape of the whole tensor.
         dtype: Dtype of the part that this rank holds.
-        offsets: Per box, where it begins in the whole tensor.
-        shards: Per box, a tensor of its sizes and any strides.
+        offsets: Offset of each box in the whole tensor.
+        shards: Tensor of each box, of its sizes and any strides.
         problem: Reason why this cannot be saved, raised when it is; None for none. Loading is not concerned.
     """
 

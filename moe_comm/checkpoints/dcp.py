@@ -38,13 +38,14 @@ class CheckpointState:
     layout on another number of ranks, in place.
 
     Args:
-        side: As a side of a `Refit`: a module that says how it is divided, `CheckpointViews`, or
+        side: Side as of a `Refit`: a module that says how it is divided, `CheckpointViews`, or
             `transformers_views(model)`; None on a rank that holds nothing.
         optimizer: Optimizer of parameters of the model; its state is saved beside each of them. Given on all
             ranks or on none.
         group: Ranks that save or load together, a process group or `Bootstrap`; None for the default group.
-        check_replicas: Compare what several ranks hold of one tensor, by checksums, so that a save in which they
-            differ is refused: one read of what is replicated. Without it one of the ranks is believed.
+        check_replicas: Whether to compare what several ranks hold of one tensor, by checksums, so that a save
+            in which they differ is refused: one read of what is replicated. Without it one of the ranks is
+            believed.
 
     Raises:
         TypeError: `optimizer` is none.

@@ -121,7 +121,7 @@ def changed_parts(
     Args:
         parts: Parts that the rank writes.
         wholes: The tensors.
-        piece_of_part: Gives the tensor of one.
+        piece_of_part: Callable that gives the tensor of a part.
         base: The version that they are compared with; None to have their checksums alone.
 
     Raises:

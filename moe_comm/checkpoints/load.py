@@ -72,8 +72,8 @@ def load_checkpoint(
         group: The ranks; None for the default group, or this rank alone where there is none.
         strict: A tensor of the checkpoint that no rank takes is an error. One that the checkpoint lacks is
             always one.
-        checksums: Read the whole checkpoint first, each rank its share, and compare checksums, which
-            `save_checkpoint` writes.
+        checksums: Whether to read the whole checkpoint first, each rank its share, and compare checksums,
+            which `save_checkpoint` writes.
 
     Returns:
         The folder of the version.
@@ -138,8 +138,8 @@ class _Planned(NamedTuple):
     """Reads of one rank.
 
     Args:
-        plan: Its receives.
-        parts: The same, where they lie in the files.
+        plan: Plan of its receives.
+        parts: Places of these in the files.
         scales: Names of scale factors, by those of the weights whose values are worked out.
     """
 

@@ -66,7 +66,7 @@ class OverlaidBox(NamedTuple):
 
         Args:
             view: View that was asked for.
-            factors_at: Gives those of a box of it.
+            factors_at: Callable that gives the factors of a box of it.
         """
         shifts = [
             its - inner for (its, _), (inner, _) in zip(self.box, self.rectangle.box, strict=True)

@@ -20,7 +20,7 @@ class NewFile(NamedTuple):
     Args:
         name: Name in its folder.
         owner: The rank that makes it.
-        header: Its beginning.
+        header: Beginning of the file.
         tensors: Place of each tensor, by name.
         num_bytes: Bytes of the whole file.
     """

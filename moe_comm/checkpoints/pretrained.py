@@ -40,7 +40,7 @@ def load_pretrained(
     Args:
         auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
         folder: See `load_checkpoint`.
-        version: Likewise.
+        version: See `load_checkpoint`.
         config: Configuration of the model, copied; None for the `config.json` of the version, or of the
             newest below a delta.
         distributed_config: `DistributedConfig` of transformers; its sizes are those of the default process
@@ -49,7 +49,7 @@ def load_pretrained(
             configuration's.
         device: Device of the weights; None for that of the parallel plan, or "cpu" without one.
         strict: See `load_checkpoint`.
-        checksums: Likewise.
+        checksums: See `load_checkpoint`.
         options: Options of the class, such as `attn_implementation`.
 
     Returns:

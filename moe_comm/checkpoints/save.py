@@ -86,8 +86,8 @@ def save_checkpoint(
         base: Name of the version in `folder` that a delta builds on, whole or a delta itself; None for a
             whole version.
         group: Ranks that save; None for the default group, or for this rank alone without one.
-        add_files: Called on rank 0 with the new folder, before tensors are written: puts further files
-            there, such as `model.config.save_pretrained` and the tokenizer's. None for none.
+        add_files: Callable that rank 0 calls with the new folder, before tensors are written, to put further
+            files there, such as `model.config.save_pretrained` and the tokenizer's. None for none.
         max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file. Not with a base.
 
     Returns:

@@ -53,8 +53,8 @@ class BlockScales:
     Args:
         name: Name of the weight, for messages.
         shape: Shape of the weight, `[..., M, K]`.
-        scale: Its factors, a row of blocks after the other: float32, or the exponent bytes of powers of
-            two (uint8, float8_e8m0fnu).
+        scale: Factors of the weight, a row of blocks after the other: float32, or the exponent bytes of
+            powers of two (uint8, float8_e8m0fnu).
 
     Raises:
         PlanError: The factors are of no known blocks.

@@ -56,7 +56,7 @@ class StoredCheckpoint(NamedTuple):
         folder: Folder of the files.
         files: Files by name.
         file_of: Name of the file of each tensor, by the name of the tensor.
-        manifest: As `save_checkpoint` writes it; None where others have written the folder.
+        manifest: Manifest that `save_checkpoint` wrote; None if others have written the folder.
         overlays: Runs that deltas have of a tensor, by its name.
         chain: Folders of a delta and of what it builds on, the whole one first; just the folder of a whole one.
     """
@@ -280,7 +280,7 @@ class Reader:
             name: Name of the tensor.
             view: Shape that it is viewed as.
             box: Box of the view.
-            target: Written; of the box's sizes.
+            target: Tensor of the box's sizes. Written.
             scales: Scale factors of the tensor, which its values are multiplied by; None for none.
 
         Raises:
@@ -363,7 +363,7 @@ def manifest_text(
     """Return what the manifest of a save holds.
 
     Args:
-        version: Its name.
+        version: Name of the version.
         save: Identifier that tells it from other saves.
         num_ranks: Number of ranks that wrote it.
         files: Files of tensors, by name: bytes, and the CRC-32C of the header.

@@ -57,8 +57,8 @@ class StoredTensor(NamedTuple):
     """Place of a tensor in a file.
 
     Args:
-        dtype: As torch has it.
-        shape: As torch has it.
+        dtype: Dtype as torch has it.
+        shape: Shape as torch has it.
         start: Offset of its first byte in the file.
         stop: Offset behind its last byte.
     """
@@ -77,7 +77,7 @@ class TensorFile(NamedTuple):
         tensors: Tensors by name, in the order of the header.
         metadata: Further text, by key.
         num_bytes: Bytes of the whole file.
-        header: As it is in the file, with its length before it.
+        header: Header as it is in the file, with its length before it.
     """
 
     path: Path

@@ -160,7 +160,7 @@ class NewVersion:
 
     Attributes:
         path: Folder to write into.
-        version: As given.
+        version: Name of the new version.
 
     Raises:
         CheckpointError: The version is there already, somebody else writes into the folder, or the system
