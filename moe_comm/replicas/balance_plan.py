@@ -36,7 +36,7 @@ class LayerMove:
     Args:
         layer_idx: Number of the layer.
         placement: The new one.
-        experts: Ascending, those that come to a rank which did not hold them.
+        experts: Experts that come to a rank which did not hold them, ascending.
         num_moves: Number of times that one comes to such a rank.
         moved_bytes: Bytes of these moves, over all ranks.
         mean_rows: Mean rows of a rank, in the window of loads that was planned from.

@@ -109,7 +109,7 @@ class ExpertBalancer(Destroyable):
     Args:
         communicator: Communicator of the buffers of all layers; its backend must be "host".
         num_steps: Steps between two plans, >= 1. A plan waits until the layers of the last one have moved.
-        num_window_steps: Plan from the loads of so many last steps, in [1, num_steps]; None for all since
+        num_window_steps: Number of last steps whose loads to plan from, in [1, num_steps]; None for all since
             the last plan.
         layers_per_step: Most layers that a step moves, >= 1.
         step_bytes: Most bytes of weights that a rank receives in a step, and most that it sends, >= 1: then a
@@ -202,8 +202,8 @@ class ExpertBalancer(Destroyable):
             num_kept_slots: The first slots of every rank, whose experts stay: together they hold every expert
                 once, now and later, and an optimizer steps them alone. The others are for replicas, which have
                 no state of their own. 0: any expert may move to any slot.
-            gradients: Called by `reduce_gradients`: the gradients of these weights, in the same form. None:
-                what is `grad` of those that require one.
+            gradients: Callable that returns the gradients of these weights, in the same form, for
+                `reduce_gradients`. None: what is `grad` of those that require one.
 
         Returns:
             Its number, counted from 0.
@@ -259,7 +259,8 @@ class ExpertBalancer(Destroyable):
         `PeerTimeoutError` the living call `recover`.
 
         Args:
-            rebalance: Plan now, from the loads since the last plan, and drop the moves that still wait.
+            rebalance: Whether to plan now, from the loads since the last plan, and drop the moves that still
+                wait.
 
         Raises:
             ValueError: Ranks are in different steps, ask for different things or cannot move a layer.

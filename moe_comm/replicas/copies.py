@@ -89,7 +89,7 @@ class ReplicaCopies(Destroyable):
         """Begin to copy what a layer needs for another placement. Collective; nothing moves yet.
 
         Args:
-            plan: Equal on every rank.
+            plan: Plan, equal on every rank.
             weights: Tensors `[num_local_slots, ...]` on the CPU of any dtype and strides, in ordinary memory
                 or in the heap; slots are written in place. Lists are equally long on all ranks, with the same dtypes and
                 trailing shapes; a rank without slots gives tensors of 0 slots. A list of tensors in place of

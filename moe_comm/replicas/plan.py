@@ -14,10 +14,10 @@ class ReplicaMove:
 
     Args:
         expert_idx: Logical expert that comes.
-        src_rank: Has it in the present placement.
-        src_slot: Its local slot there.
-        dst_rank: Gets it; may be `src_rank`.
-        dst_slot: The local slot there.
+        src_rank: Rank that has it in the present placement.
+        src_slot: Local slot there.
+        dst_rank: Rank that gets it; may be `src_rank`.
+        dst_slot: Local slot there.
         is_empty: Whether that slot is empty in the present placement.
     """
 
@@ -54,7 +54,7 @@ def plan_replicas(
 
     Args:
         present: The placement now.
-        wanted: Another one of the same experts, ranks and slots a rank.
+        wanted: Placement of the same experts, ranks and slots a rank that is to hold.
         num_local_ranks: Consecutive ranks that are a node; None for one node.
 
     Raises:
