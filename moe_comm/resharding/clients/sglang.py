@@ -50,8 +50,8 @@ class SglangStream:
             for each version.
         num_ranks: Ranks of tensor parallelism of each server; its ranks take all tensors, and keep
             what SGLang's loader keeps there.
-        post: Called with the number of a server and a body, posts it to its `/update_weights_from_tensor`
-            and returns what came back. Runs in a thread of its own.
+        post: Callable that gets the number of a server and a body, posts it to its
+            `/update_weights_from_tensor` and returns what came back. Runs in a thread of its own.
         bucket_bytes: As of `TensorStream`.
         timeout_s: Limit of every wait.
         is_checked: Whether a version is refused that lacks a tensor of the model, by SGLang's loader

@@ -20,10 +20,11 @@ class TrlWeightTransfer:
 
     Args:
         model: Model that is trained, a `PreTrainedModel`.
-        connect: Called once, as training begins; returns the stream on whose other ends `receive()` runs.
-        pause: Called before a transfer, such as with what stops the engine.
-        resume: Called after it.
-        destroy: Called as training ends.
+        connect: Callable that is called once, as training begins; returns the stream on whose other ends
+            `receive()` runs.
+        pause: Callable that is called before a transfer, such as with what stops the engine.
+        resume: Callable that is called after it.
+        destroy: Callable that is called as training ends.
 
     Attributes:
         version: Transfers that arrived whole, which travels as the stream's version.

@@ -486,7 +486,7 @@ def _checkpoint_of(told: list[Any]) -> dict[str, TensorSpec]:
     """Put together what trainers hold.
 
     Args:
-        told: Per rank, name, shape and dtype of every tensor; empty of an engine.
+        told: Name, shape and dtype of every tensor, per rank; empty for an engine.
 
     Raises:
         ValueError: Two ranks say different things of one tensor, or no rank has any.

@@ -117,7 +117,7 @@ class CopyService(abc.ABC):
         raise its own error; returns once the peers know.
 
         Args:
-            reason: One line.
+            reason: Reason in one line.
         """
         return
 

@@ -259,7 +259,7 @@ class BatchedCopy(Destroyable):
         Args:
             prepared: Copies that `prepare` returned.
             are_in_place: Whether the caller has just seen that no tensor has been moved or freed.
-            with_checksums: Hash sources while they are copied, for `PieceChecksums`. Local: other
+            with_checksums: Whether to hash sources while they are copied, for `PieceChecksums`. Local: other
                 ranks need not.
 
         Raises:

@@ -126,7 +126,7 @@ class PieceChecksums:
         Args:
             num_threads: Threads that read, this one included.
             block_bytes: As of `block_checksums`.
-            sums: Written and returned, of shape (blocks of all pieces,); None for a new array.
+            sums: Array that is written and returned, of shape (blocks of all pieces,); None for a new array.
             wanted: Mask of the blocks that are read; `sums` keeps those of others. None for all.
 
         Raises:

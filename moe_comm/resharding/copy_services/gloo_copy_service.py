@@ -154,11 +154,11 @@ def _wait_for_peer(
     """Wait for the works of one peer until they have ended or one fails.
 
     Args:
-        peer: Its rank.
+        peer: Rank of the peer.
         pending: The works and what they move.
         deadline: Time of `time.monotonic` until which to wait.
-        ended: Hears how it ended.
-        in_flight: Memory that messages may still write: kept until then.
+        ended: Queue that gets how it ended.
+        in_flight: Memory that messages may still write, kept until then.
     """
     for work, op in pending:
         # Not 0, which means no limit.

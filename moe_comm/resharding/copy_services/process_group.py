@@ -105,8 +105,8 @@ def failure_of(
     """The exception that an error of an operation over `group` becomes.
 
     Args:
-        group: It is not to be used any more; None if it is not known.
-        what: Begins the message.
+        group: Group that is not to be used any more; None if it is not known.
+        what: Beginning of the message.
         error: Error of torch.distributed.
         peers: Ranks that the operation was waiting for, where they are known.
         operation: Operation that the exception names.

@@ -60,7 +60,7 @@ class SymmetricCopyService(QueuedCopyService):
     Args:
         group: The ranks: a process group, a `Bootstrap` such as `RankThreads(n)[i]`, or None for the
             default group. The service makes a `Communicator` of it and destroys it in `close()`.
-        communicator: One that exists, instead; its backend must be "host".
+        communicator: Communicator that exists, in place of `group`; its backend must be "host".
         slot_bytes: Bytes of one slot; None to choose.
         num_slots: Slots per pair of ranks; None to choose.
 

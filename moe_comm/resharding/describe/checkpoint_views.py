@@ -40,7 +40,7 @@ class CheckpointView:
     Args:
         name: Name of the tensor in the checkpoint.
         shape: Shape of the whole tensor, as the checkpoint has it or cut into finer dimensions.
-        dims: Per dimension of `shape`, the indices that `tensor` holds.
+        dims: Indices that `tensor` holds, per dimension of `shape`.
         tensor: View of the rank's storage, with any strides; dimension `i` has as many indices as
             `dims[i]`.
         disk_shape: Shape of the whole tensor as the checkpoint has it, where `shape` is cut into finer
@@ -107,15 +107,15 @@ class CheckpointViews(TensorSide):
     storages are what and where they were, and has the views described again where they are not.
 
     Args:
-        describe: Called with nothing, gives the views; now, and when the owner has changed. Or the
-            views themselves, for storages that stay where they are.
+        describe: Callable without arguments that gives the views; called now, and when the owner has changed.
+            Or the views themselves, for storages that stay where they are.
         owner: Object whose weights they are. Of a module, parameters and buffers are watched, a failed refit
             marks it stale, its caches are refreshed after every refit, and so are views described again once
             the maps have changed by which its engine finds experts. Anything else is only kept alive, unless it
             has a module as `refit_module`, which is then watched in its place.
 
     Attributes:
-        owner: As given.
+        owner: Object that was given.
         module: The owner if that is a module, its `refit_module`, or one that carries marks alone.
 
     Raises:

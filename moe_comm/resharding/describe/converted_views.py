@@ -110,7 +110,7 @@ class _IndexTensor(torch.Tensor):
 
         Args:
             label: Name of the tensor, for messages.
-            tensor: Either.
+            tensor: Plain tensor or DTensor.
             known: Indices that the rank holds of DTensors that are cut alike; is added to.
         """
         local = local_tensor(tensor)

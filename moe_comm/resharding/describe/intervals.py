@@ -107,7 +107,7 @@ def component_intervals(sizes: Sequence[Sequence[int]], member_idx: int) -> Inte
     """Return the intervals that a member of a group holds of components packed one after the other.
 
     Args:
-        sizes: Per member, the size of its part of each component.
+        sizes: Sizes of each member's part of each component.
         member_idx: The member.
 
     Example:
@@ -165,7 +165,7 @@ def cells_at(held: Intervals, cuts: Sequence[int]) -> dict[int, slice]:
     """Return the local indices of the cells that are held, by number, in the order they lie here.
 
     Args:
-        held: Begins and ends at cuts.
+        held: Intervals that begin and end at cuts.
         cuts: Global indices where cells begin, ascending, and behind them the size.
     """
     cells: dict[int, slice] = {}

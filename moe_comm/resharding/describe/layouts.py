@@ -26,12 +26,12 @@ class _Frame:
         tp_idx: Place in that group.
         ep_views: The same of the expert parallel group.
         ep_idx: Place in that group.
-        is_tp: Stated to be sharded over the tensor parallel group.
+        is_tp: Whether it is stated to be sharded over the tensor parallel group.
         partition_dim: Stated dimension.
         components: Stated sizes along that dimension, of each member of the tensor parallel group.
         expert_dim: Stated dimension of experts.
-        is_expert: Belongs to experts.
-        is_fused: Holds several experts.
+        is_expert: Whether it belongs to experts.
+        is_fused: Whether it holds several experts.
         num_experts: Experts of the whole model.
     """
 

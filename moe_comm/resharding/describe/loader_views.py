@@ -216,8 +216,8 @@ class _Reading(float):
     """Number that stands for a tensor of one element, with which a loader may fill a parameter, and no more.
 
     Args:
-        number: It is known again by it.
-        refuse: Gives the error of whatever else is asked of it.
+        number: Value by which it is known again.
+        refuse: Callable that gives the error of whatever else is asked of it.
     """
 
     refuse: Callable[[str], Exception]

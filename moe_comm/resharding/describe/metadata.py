@@ -35,8 +35,8 @@ class MeshLayout:
 
     Args:
         mesh_shape: Shape of the device mesh.
-        mesh_ranks: Its ranks, row-major, numbered in the group that plans are made over.
-        placements: One per mesh dimension.
+        mesh_ranks: Ranks of the mesh, row-major, numbered in the group that plans are made over.
+        placements: Placement of each mesh dimension.
         global_shape: Shape of the whole tensor.
     """
 
@@ -53,7 +53,7 @@ class ViewLayout:
 
     Args:
         global_shape: Shape of the whole tensor.
-        dims: Per dimension, `(global_start, local_start, length)` of the indices that are held.
+        dims: Indices that are held, as `(global_start, local_start, length)`, per dimension.
         strides: Strides of the view, in elements.
         disk_shape: Shape of the whole tensor as its checkpoint has it, where `global_shape` cuts that more
             finely and its describer has said so.
@@ -79,12 +79,12 @@ class ParameterMetadata:
         shape: Shape of the local tensor.
         dtype: Dtype of the local tensor.
         element_size: Bytes per element.
-        is_tp: Sharded over its tensor parallel group.
+        is_tp: Whether it is sharded over its tensor parallel group.
         partition_dim: Dimension that is sharded, of `local_view` where there is one.
         partition_stride: Segments of `partition_dim` per rank; segment `i + k * size` is rank i's.
         partition_sizes: Sizes along `partition_dim`, on one rank, of components that are packed one
             after the other and each sharded by itself.
-        is_ep: Belongs to experts.
+        is_ep: Whether it belongs to experts.
         num_experts: Experts of the whole model.
         owner_rank: The rank that holds this.
         tensor_parallel_group_ranks: Ranks of the tensor parallel group, filled in wherever there is one.

@@ -285,7 +285,7 @@ def extract_module_metadata(
         rank_offset: Added to the ranks of the module's groups and meshes.
         group: The plan's group; with `rank_offset` 0, members of the module's process groups and
             meshes are translated from global ranks to its ranks.
-        rank_list_cache: Makes equal lists of several calls one object.
+        rank_list_cache: Cache that makes equal lists of several calls one object.
 
     Raises:
         ValueError: The module has no `pg_collection` and needs one; a rank is not in `group`; a
@@ -369,7 +369,7 @@ def extract_param_metadata(
         num_experts: Experts of the whole model.
         layer_module_prefix_map: Paths of layers here, and with the numbers of the whole model.
         rank_offset: Added to the ranks of groups and meshes.
-        _rank_list_cache: Makes equal lists of several calls one object.
+        _rank_list_cache: Cache that makes equal lists of several calls one object.
         group: The plan's group; with `rank_offset` 0, global ranks are translated to its ranks.
 
     Raises:

@@ -207,7 +207,7 @@ class ModuleState:
     holds. Keeps no tensor alive.
 
     Args:
-        by_name: Gives the tensors while the module is in this state; may refer to them weakly.
+        by_name: Callable that gives the tensors while the module is in this state; may refer to them weakly.
         tensors: Tensors by name.
         cuts: Further properties, of each tensor, that a plan depends on.
         groups: Groups over which they are cut.

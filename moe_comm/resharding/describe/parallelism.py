@@ -162,7 +162,8 @@ class Parallelism:
 
         Args:
             rank: Rank in [0, num_ranks).
-            rank_offset: Added to every rank: where this model's ranks begin in the wider group.
+            rank_offset: Number that is added to every rank: where this model's ranks begin in the wider
+                group.
 
         Raises:
             ValueError: `rank` is not in range.

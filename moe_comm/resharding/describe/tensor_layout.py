@@ -28,7 +28,7 @@ class Layout:
     Args:
         view: Shape that the rank's tensor is viewed as.
         global_shape: Shape of the whole tensor, with as many dimensions.
-        dims: Per dimension, what the rank holds.
+        dims: Intervals that the rank holds, per dimension.
     """
 
     view: Shape

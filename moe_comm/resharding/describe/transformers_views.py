@@ -57,7 +57,7 @@ def empty_model(
 
     Args:
         auto_class: `AutoModelForCausalLM` or another class that has `from_config`, or a `PreTrainedModel`.
-        config: Its configuration, which the model keeps.
+        config: Configuration of the model, which keeps it.
         dtype: Dtype of the weights, except those that the model keeps in float32; None for the
             configuration's.
         distributed_config: Configuration of transformers, with the sizes of the parallel plan; None for the

@@ -89,7 +89,7 @@ class VllmCpuModel:
         vllm_config: vLLM's configuration of the engine.
 
     Attributes:
-        refit_module: Hears of refits into `CheckpointViews(engine.views, engine)`.
+        refit_module: Module that hears of refits into `CheckpointViews(engine.views, engine)`.
 
     Raises:
         ImportError: This release of vLLM lacks a function that this class calls.
@@ -194,7 +194,7 @@ class VllmCpuModel:
         Call it between two steps of the engine, on every rank.
 
         Args:
-            version: Its name, which `version` gives back.
+            version: Name of the version, which `version` gives back.
 
         Raises:
             ValueError: Tensors of the version have not come, or experts of the model have moved; or what

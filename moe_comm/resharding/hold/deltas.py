@@ -170,7 +170,7 @@ class Delta:
         service: The transport.
         group: The plan's group.
         ranks: The same, to speak to each other.
-        transform: Handles the parameters that it names; None for none.
+        transform: Transform of the parameters that it names; None for none.
         token: Number of this refit; equal on all ranks, and no other's.
         is_checked: Whether targets are read before, and held against what was sent.
         most_bytes: Most bytes that wait beside the target on one rank; None for no limit.

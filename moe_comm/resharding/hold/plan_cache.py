@@ -86,12 +86,12 @@ class CachedPlan:
 
     Args:
         plan: This rank's.
-        plan_id: Equal on all ranks that made it together, different for any other plan.
+        plan_id: Id that is equal on all ranks that made it together, and different for any other plan.
         states: States of the source and the target when it was made.
         destinations: Metadata by name that the target was planned from; a parameter that a transform has
             taken out of the model is planned again from this.
         is_strict: Whether it was planned with `strict` (see `swap_model_weights`).
-        execution_batch_bytes: As this rank asked for.
+        execution_batch_bytes: Bytes that this rank asked for.
         transformed: Names, in both modules, that a transform handled when it was made: the dtypes of
             these need not become each other by themselves.
         deltas: State of refits that move only what changed.

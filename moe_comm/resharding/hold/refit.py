@@ -92,7 +92,7 @@ class Refit:
         num_dst_pools: Groups of ranks that each hold a whole target.
         dst_pool_index: Index of the pool, in [0, `num_dst_pools`), that this rank's target belongs to.
         verify: "plan", "checksum" or None.
-        strict: Refuse source parameters without a destination.
+        strict: Whether source parameters without a destination are refused.
         execution_batch_bytes: As in `swap_model_weights`.
         deltas: "blocks": after the first run, of what lies in CPU memory only blocks of 64 KiB travel that
             changed since their destination got them. "checked": and targets are read before, for blocks
@@ -205,7 +205,7 @@ def prepare_swap_model_weights(
         transform: A `ReshardTransform`, or an object with its methods; None for none.
         num_dst_pools: Groups of ranks that each hold a whole target.
         dst_pool_index: Index of the pool, in [0, `num_dst_pools`), that this rank's target belongs to.
-        verify: Other than None: the plan is verified.
+        verify: Mode of verification: other than None, the plan is verified.
         strict: As in `swap_model_weights`.
         execution_batch_bytes: As in `swap_model_weights`.
 
@@ -274,11 +274,11 @@ def swap_model_weights(
         dst_pool_index: Index of the pool, in [0, `num_dst_pools`), that this rank's target belongs to.
         verify: "plan": a plan is verified when it is made. "checksum": and what each refit moved is
             compared at both ends. None: neither.
-        strict: A source parameter without a destination is an error, and so is a target parameter that
-            a member of its tensor parallel or expert parallel group or device mesh lacks, or that one
-            of these or a replica has with another dtype. Else, as in Megatron, whose trainers have
-            heads that generators lack, such a source parameter stays where it is. A destination
-            without a source is always an error.
+        strict: Whether a source parameter without a destination is an error, and a target parameter that a
+            member of its tensor parallel or expert parallel group or device mesh lacks, or that one of these
+            or a replica has with another dtype. Else, as in Megatron, whose trainers have heads that
+            generators lack, such a source parameter stays where it is. A destination without a source is
+            always an error.
         execution_batch_bytes: Most bytes that a rank needs at once beside both models and the slots of its
             transport: pieces that change their dtype, that a transform makes or that a transport takes only
             contiguous wait in memory of their own. The refit then runs in batches, and ranks take the
@@ -331,7 +331,7 @@ def reshard_model_weights(
 
     Args:
         src_model: Part of the source that this rank holds, or None.
-        target_model: None on ranks whose target is of another pool.
+        target_model: Target model; None on ranks whose target is of another pool.
         service: The transport.
         group: The ranks; None for those of the service.
         src_rank_offset: Added to the ranks of the source's groups.

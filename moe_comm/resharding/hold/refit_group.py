@@ -288,7 +288,7 @@ def agree(
         options: Options that all ranks must have asked for alike: lines of `argument=value`.
         has_service: Whether this rank has the copy service.
         plan_ids: Ids of the plans that this rank has, at most `MAX_PLANS`, none of them 0.
-        nonce: Random, below 2^64.
+        nonce: Number at random, below 2^64.
 
     Raises:
         ValueError: Ranks asked for different things; on all of them.

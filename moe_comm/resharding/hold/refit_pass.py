@@ -118,10 +118,10 @@ class RefitPass:
 
     Args:
         call: Function that the caller called.
-        src_model: As the caller gave it.
-        target_model: None on ranks whose target is of another pool.
+        src_model: Source model as the caller gave it.
+        target_model: Target model; None on ranks whose target is of another pool.
         service: A service or the name of one; None where there is none.
-        options: As the caller gave them.
+        options: Options as the caller gave them.
         pool_index: Index of the pool that this pass writes; a refit has one pass for each pool.
         problem: Error in an argument, if any, for all ranks to hear of.
         refit: Name by which ranks tell the `Refit` that runs from another; empty for none.
@@ -207,7 +207,7 @@ class RefitPass:
 
         Args:
             group: The ranks.
-            backend: As `find_service` returned it, like what follows.
+            backend: Name that `find_service` returned, like what follows.
             service: The service, if there is one.
             refit_method: Name of the service that ranks compare.
 

@@ -269,7 +269,7 @@ class RefitWorld:
             info: `info` of the host.
             role: "trainer" or "engine".
             rank: Rank within the role.
-            version: Held by an engine already; None for none.
+            version: Version that an engine holds already; None for none.
             timeout_s: Limit for all ranks to come, and for each step after that.
             arrival_timeout_s: Limit for a living rank that does not enter a refit that others are in.
             stall_timeout_s: Limit for a rank that entered one and stopped; over gloo the limit of both

@@ -80,7 +80,7 @@ class _End:
         is_source: Whether this is where they are sent from.
         table: The pieces that `checksums` are of; None once they are among `others`.
         checksums: Checksums of the table.
-        others: Each by itself.
+        others: Pieces that are looked at each by itself.
     """
 
     rank_idx: int
@@ -190,7 +190,7 @@ def prove_refit(
         transform: As there.
         copies: Copies that ran. Sources that they have hashed are not read again where they still are.
         hashed: The checksums of a table of sources, where what ran has them.
-        written: Says which sources something has written while it ran; "" for none.
+        written: Text that says which sources something has written while it ran; "" for none.
     """
     chosen = plan.transform if transform is None else transform
     hooks = None if chosen is None else as_reshard_transform(chosen)
@@ -300,7 +300,7 @@ def _expect_blocks(
         hooks: This rank's transform.
         blocks: Blocks of all ranks.
         bootstrap: The ranks.
-        sent: Gets what was worked out.
+        sent: Pieces, to which those that are worked out are added.
     """
     ops = {}
     for op in plan.send_ops:

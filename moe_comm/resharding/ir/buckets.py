@@ -108,7 +108,7 @@ def check_buckets(
     Args:
         buckets: This rank's.
         group: The group of the maps that they come from.
-        error: Why this rank has none: what `get_m2m_map`, `m2m_to_chunks` or `chunk_to_bucket_ops`
+        error: Reason why this rank has none: what `get_m2m_map`, `m2m_to_chunks` or `chunk_to_bucket_ops`
             raised. Every rank then raises.
 
     Raises:

@@ -30,7 +30,7 @@ def create_subgroups(group: dist.ProcessGroup | None, rank_sets: Iterable[tuple[
 
     Args:
         group: Group that ranks are numbered in; new groups have its backend and timeout.
-        rank_sets: Each ascending.
+        rank_sets: Sets of ranks, each ascending.
 
     Raises:
         RuntimeError: Some member did not come within the timeout.

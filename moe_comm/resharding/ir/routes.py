@@ -47,7 +47,7 @@ class Endpoint:
 
     Args:
         rank: Rank in the map's group.
-        cell: Its number along each dimension among the cells that the rank holds.
+        cell: Number of the cell along each dimension among the cells that the rank holds.
     """
 
     rank: int
@@ -169,10 +169,10 @@ def get_m2m_map(
 
     Args:
         source_mesh: A `DeviceMesh`, or anything with a `mesh` tensor of global ranks.
-        source_placements: One per dimension of `source_mesh`.
-        target_mesh: May share ranks with `source_mesh`, or be it.
-        target_placements: One per dimension of `target_mesh`; none may be `Partial`.
-        group: Has all ranks of both meshes; routes number ranks in it. None for the default group.
+        source_placements: Placement for each dimension of `source_mesh`.
+        target_mesh: Mesh like `source_mesh`, which may share ranks with it, or be it.
+        target_placements: Placement for each dimension of `target_mesh`; none may be `Partial`.
+        group: Group that has all ranks of both meshes; routes number ranks in it. None for the default group.
         device: Device of the tensors. Planning needs none, so that it changes nothing; it must be a device.
         global_shape: Shape of the tensors. None: a map that serves every tensor which its cells divide.
 

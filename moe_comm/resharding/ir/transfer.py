@@ -44,9 +44,9 @@ class Transferable:
         is_source: Whether this rank sends, reduces or copies to itself; False: it receives.
         src_rank: Rank that holds the data.
         dst_ranks: Ranks that receive it, ascending; empty for SHADOW.
-        buffer: Contiguous; what is sent, or received into.
+        buffer: Contiguous memory that is sent, or received into.
         work: The transfer under way.
-        group: None for the default group.
+        group: Process group; None for the default group.
     """
 
     transfer_type: TransferType

@@ -47,7 +47,7 @@ class Chunk(Transferable):
         local_tensor: A reduced cell that is sent is also written here: to this rank's part of the
             target. None where this rank is no target of it.
         local_slice_tuples: The cell in `local_tensor`.
-        no_coalesce: Goes in a bucket of its own, on both ends: see `chunk_to_bucket_ops`.
+        no_coalesce: Whether it goes in a bucket of its own, on both ends: see `chunk_to_bucket_ops`.
     """
 
     chunk_shape: tuple[int, ...]
@@ -216,7 +216,7 @@ class Bucket(Transferable):
         key: `bucket_key` of its chunks.
         entries: Chunks in the same order, at the same offsets, on all ranks that take part.
         device: Device of the chunks; None for that of the first.
-        buffer_ready_event: Recorded behind the copies into `buffer` on a GPU.
+        buffer_ready_event: Event behind the copies into `buffer` on a GPU.
     """
 
     total_bytes: int

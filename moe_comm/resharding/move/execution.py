@@ -223,7 +223,7 @@ class PlanExecution:
     Args:
         plan: This rank's.
         states: States of the source and the destination.
-        transform: Handles the parameters that it names; None for none.
+        transform: Transform of the parameters that it names; None for none.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class PlanExecution:
             op: The transfer.
             destination: The parameter.
             name_at: First name that is received at each place. Gets an entry.
-            staging: Has the fresh memory.
+            staging: Source of the fresh memory.
         """
         is_quantized = is_mxfp8_tensor(destination)
         if is_quantized:
@@ -459,7 +459,7 @@ class PlanExecution:
             dst_module: Destinations.
             later: `id`s of MXFP8 parameters that later batches receive more of.
             is_last: Whether this is all of the plan, or its last batch.
-            with_checksums: Hash what is sent as it is copied, where the service can.
+            with_checksums: Whether to hash what is sent as it is copied, where the service can.
 
         Returns:
             Copies that the service may have hashed.
@@ -553,9 +553,9 @@ def execute_reshard_plan(
         dst_module: Destinations; None on a rank that only sends.
         service: The transport; `submit_send`, `submit_recv` and `run` are all it must have.
         group: The plan's group, for the barrier of a service that needs one.
-        transform: Handles the parameters that it names; None for that of the plan.
-        strict: A tensor that is missing, or whose dtype is not the planned one, is an error; else
-            it is skipped with a warning, or converted.
+        transform: Transform of the parameters that it names; None for that of the plan.
+        strict: Whether a tensor that is missing, or whose dtype is not the planned one, is an error; else it
+            is skipped with a warning, or converted.
 
     Raises:
         ValueError: A tensor is not what the plan was made for; on every rank if the service can tell
@@ -587,9 +587,9 @@ def execute(
         states: States of `modules`, as `module_state` gave them.
         service: The transport.
         group: The plan's group.
-        transform: Handles the parameters that it names; None for none.
+        transform: Transform of the parameters that it names; None for none.
         strict: As there.
-        with_checksums: Hash what is sent as it is copied, where the service can.
+        with_checksums: Whether to hash what is sent as it is copied, where the service can.
 
     Returns:
         Copies that the service may have hashed.

@@ -45,7 +45,7 @@ def counted_by_torch(side: RefitSide | None, state: ModuleState) -> tuple[int, .
 
     Args:
         side: The side; None for none.
-        state: As it is now.
+        state: State of the side now.
     """
     tensors = (*state.tensors.values(), *_owned(side).values())
     try:
@@ -77,7 +77,7 @@ def mark_stale(model: RefitSide, reason: str, *, is_known: bool = False) -> None
 
     Args:
         model: The model.
-        reason: Why.
+        reason: Reason why.
         is_known: Whether nothing is wrong with them yet.
     """
     module_of(model).__dict__[_REASON] = reason
@@ -90,8 +90,8 @@ def mark_torn(model: RefitSide | None, call: str, error: BaseException) -> None:
 
     Args:
         model: The target.
-        call: Such as "a refit".
-        error: It failed by.
+        call: Call that failed, such as "a refit".
+        error: Error by which it failed.
     """
     if model is not None:
         text = str(error).split("\n", 1)[0]
@@ -103,7 +103,7 @@ def clear_stale(model: RefitSide, *, look_again: bool = True) -> None:
 
     Args:
         model: The model, and every module in it.
-        look_again: See submodules that were replaced since the model was last looked at.
+        look_again: Whether to see submodules that were replaced since the model was last looked at.
     """
     for module in modules_with(model, _REASON, look_again=look_again):
         if module.__dict__.pop(_REASON, None) is not None:
@@ -115,7 +115,7 @@ def stale_reason(model: RefitSide, *, look_again: bool = True) -> str | None:
 
     Args:
         model: The model.
-        look_again: See submodules that were replaced since the model was last looked at.
+        look_again: Whether to see submodules that were replaced since the model was last looked at.
     """
     marked = modules_with(model, _REASON, look_again=look_again)
     return str(marked[0].__dict__[_REASON]) if marked else None

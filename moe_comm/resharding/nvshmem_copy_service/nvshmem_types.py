@@ -34,7 +34,7 @@ class SendRequest:
     """Bytes of this PE that `dest_pe` receives.
 
     Args:
-        task_id: Equal on both ends, >= 0.
+        task_id: Id that is equal on both ends, >= 0.
         src_tensor: A tensor, an array with an address, or an address.
         src_pos: First byte.
         size: Bytes.
@@ -85,7 +85,7 @@ class ScheduledBatch:
         src_pe: Sender.
         dest_pe: Receiver.
         batch_index: Number among the batches of this pair of PEs.
-        iteration: When it travels; -1 before it is scheduled.
+        iteration: Iteration in which it travels; -1 before it is scheduled.
         gpu_plan: Copies that pack it (at its sender) or unpack it (at its receiver); None for none.
         tasks: Send requests in the order of their bytes, at its sender.
         total_size: Bytes of the slot.

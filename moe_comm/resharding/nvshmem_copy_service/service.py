@@ -36,7 +36,7 @@ class RemoteCopyService:
     of them, except that one may call `abandon` where others call `schedule` or `run`.
 
     Args:
-        group: Its ranks are the PEs; None for the default group.
+        group: Group whose ranks are the PEs; None for the default group.
         communicator: Communicator to talk over, in place of one made of `group`; it is not destroyed.
         slot_bytes: Bytes of a slot, see `BatchedCopy`; equal on all PEs. None to choose.
         device: "cpu".
@@ -138,7 +138,7 @@ class RemoteCopyService:
         """Have `dest_pe` receive bytes of this PE. Local.
 
         Args:
-            task_id: Equal on both ends, >= 0, used once for each pair of PEs.
+            task_id: Id that is equal on both ends, >= 0, used once for each pair of PEs.
             src_tensor: Contiguous tensor, array, or the address of memory that outlives the runs.
             src_pos: First byte.
             size: Bytes.

@@ -84,7 +84,7 @@ def generate_deterministic_data(
     Args:
         task_id: Id of the task.
         size: Bytes.
-        device: None for CUDA where there is a device, else the CPU.
+        device: Device of the bytes; None for CUDA where there is a device, else the CPU.
     """
     positions = torch.arange(size, dtype=torch.int64, device=_device_for(device))
     return ((task_id * 31 % 256 + positions) % 256).to(torch.uint8)
@@ -130,7 +130,7 @@ def validate_received_data(
         task_id: Id of the task.
         tensor: uint8, one dimension, at least `size` long.
         size: Bytes to compare.
-        src_pe: Noted in the result.
+        src_pe: PE that is noted in the result.
         pattern: "linear" for `generate_deterministic_data`, "mixed" for `generate_mixed_data`.
 
     Raises:

@@ -56,12 +56,12 @@ class Assignment:
         sources: Ranks to read from, in ascending order. One that has several views of a parameter
             comes several times.
         destinations: Ranks to be written, each once, in ascending order.
-        strict: All members of a destination's groups must hold the parameter, with one dtype.
+        strict: Whether all members of a destination's groups must hold the parameter, with one dtype.
         max_bytes: Most bytes of a piece, which is cut where it has more; None for any number. Pieces that a
             transform makes or writes stay whole.
 
     Attributes:
-        sources: As given; pieces name a source by its position here.
+        sources: Sources as given; pieces name a source by its position here.
         destinations: Destinations by rank.
         layouts: The different ones of sources.
 
@@ -201,8 +201,8 @@ class Assignment:
         """The position of the source of each piece that a destination needs, by destination offset.
 
         Args:
-            dst_rank: One of the destinations.
-            salt: Shifts whose turn it is; equal on all ranks.
+            dst_rank: Rank of the destination.
+            salt: Number that shifts whose turn it is; equal on all ranks.
         """
         class_idx = self._class_of.get(dst_rank)
         if class_idx is None:
@@ -226,7 +226,7 @@ class Assignment:
             `(position of the source, destination rank, its view, piece number, piece)`.
 
         Args:
-            src_rank: One of the sources.
+            src_rank: Rank of the source.
             salt: As in `pieces_to`.
         """
         for layout_idx, position in self._held.get(src_rank, {}).items():
@@ -296,7 +296,7 @@ def _groups_of(
 
     Args:
         holders: Holders of the parameter.
-        with_replicas: Also the groups of ranks that hold the same.
+        with_replicas: Whether to find the groups of ranks that hold the same, too.
     """
     seen: set[tuple[int, ...]] = set()
     last: ParameterMetadata | None = None
@@ -350,7 +350,7 @@ def _disjoint(
     """Pieces that name no destination element twice; those of layouts `local` come first.
 
     Args:
-        pieces: May overlap.
+        pieces: Pieces, which may overlap.
         local: Numbers of layouts.
         num_elements: Elements of the destination: nothing is looked for when all are named.
     """

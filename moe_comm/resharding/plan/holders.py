@@ -35,7 +35,7 @@ class HoldersByName:
 
     Args:
         num_ranks: Ranks of the group.
-        strict: All members of a destination's groups must hold the parameter, with one dtype.
+        strict: Whether all members of a destination's groups must hold the parameter, with one dtype.
         max_bytes: Most bytes of a piece, see `Assignment`.
     """
 
@@ -116,7 +116,7 @@ def holders_of_ranks(
     Args:
         by_rank: `(source, destination)` of each rank.
         rank: The rank that plans.
-        strict: Refuse source parameters that no destination has, and destinations that not all
+        strict: Whether to refuse source parameters that no destination has, and destinations that not all
             members of their groups have, or have with different dtypes.
         max_bytes: Most bytes of a piece, see `Assignment`.
 

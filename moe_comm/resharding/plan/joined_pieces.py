@@ -21,10 +21,10 @@ class Block(NamedTuple):
     """A piece, as elements of a storage of each end.
 
     Args:
-        key: Only blocks of equal keys become one: they name the storages and the dtypes.
+        key: Key of the storages and the dtypes: only blocks of equal keys become one.
         src_start: First element in the source's storage.
         dst_start: The same of the destination.
-        dims: Without sizes of 1, and without two dimensions where one will do.
+        dims: Dimensions without sizes of 1, and without two where one will do.
         num_bytes: Bytes that travel.
     """
 

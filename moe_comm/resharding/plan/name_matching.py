@@ -36,7 +36,7 @@ def matched_names(by_rank: ByRank, *, strict: bool = False) -> tuple[set[str], d
 
     Args:
         by_rank: `(source, destination)` of each rank, told apart.
-        strict: Refuse source parameters that no destination has.
+        strict: Whether to refuse source parameters that no destination has.
 
     Returns:
         Names of all destinations, and source names by those of destinations that are called otherwise.

@@ -472,9 +472,9 @@ def build_plan_from_rank_metadata(
     Args:
         by_rank: `(source, destination)` of each rank, see `rank_metadata.decode_rank_metadata`.
         rank: The rank that the plan is for.
-        strict: Refuse a parameter that a member of its destination's groups lacks or has with another
-            dtype, and source parameters without a destination.
-        verify: Check it by `plan_check.verify_plan`.
+        strict: Whether to refuse a parameter that a member of its destination's groups lacks or has with
+            another dtype, and source parameters without a destination.
+        verify: Whether to check it by `plan_check.verify_plan`.
         max_bytes: Most bytes of a piece, equal on all ranks; None for no limit.
 
     Raises:
@@ -555,10 +555,10 @@ def build_local_reshard_plan(
         group: Ranks that take part; None for the default group. Ranks of the plan are its ranks.
         src_rank_offset: Added to the ranks of the source module's groups.
         dst_rank_offset: Added to the ranks of the destination module's groups.
-        strict: Refuse source parameters that no destination has, and destination parameters that a
+        strict: Whether to refuse source parameters that no destination has, and destination parameters that a
             member of their group lacks or has with another dtype; one rank that does is enough.
-        verify: Check each rank's plan by `plan_check.verify_plan`.
-        adjust_destination: Called with what the destination module holds; returns what is to be
+        verify: Whether to check each rank's plan by `plan_check.verify_plan`.
+        adjust_destination: Callable that gets what the destination module holds and returns what is to be
             planned, where a transform writes parameters that the module does not list.
         is_transformed: Whether a transform produces or consumes the data of a parameter of this rank's
             modules: then its dtypes need not be convertible. None: no parameter is transformed.

@@ -60,7 +60,7 @@ class RankMetadata:
         kinds: Metadata without names; `global_expert_index` is 0 where each parameter has its own.
         kind_idx: Number of each parameter's kind.
         resolved_names: Name of each parameter in the whole model. Those of views may repeat.
-        own: Compressed: the names in the rank's module, owners, and indices of experts.
+        own: Names in the rank's module, owners, and indices of experts, compressed.
         ties: Names in the whole model of each tensor that has several.
         places: Place of each view, see `ParameterMetadata`; empty where the parameters are not views.
     """

@@ -42,7 +42,7 @@ class ReshardPlan:
     Args:
         send_ops: Sends in task id order.
         recv_ops: Receives in task id order.
-        transform: Applied by `execute_reshard_plan` when it is given no other.
+        transform: Transform that `execute_reshard_plan` applies when it is given no other.
         buffer_dtypes: Dtypes that persistent buffers of the target take over, by name.
         sources: Tensors of this rank that are read, by name.
         destinations: Tensors of this rank that are written, by name.

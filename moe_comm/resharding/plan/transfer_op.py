@@ -59,7 +59,7 @@ class TransferOp:
         is_send: Whether this rank sends.
         my_slice: Slices of this rank's tensor, one per dimension, with both bounds.
         peer_slice: Slices of the peer's tensor.
-        task_id: Equal on both ends, see `pack_task_id`.
+        task_id: Id that is equal on both ends, see `pack_task_id`.
         my_view: Shape that this rank's tensor is viewed as before it is sliced; None for its own.
         peer_view: The same of the peer's tensor.
         my_dtype: Dtype of this rank's tensor; None where the plan's maker did not know.

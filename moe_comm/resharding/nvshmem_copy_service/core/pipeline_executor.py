@@ -30,8 +30,8 @@ class PipelineExecutor:
     On the CPU a launch has ended when it returns, so that streams and events order nothing.
 
     Args:
-        kernel_launcher: Packs and unpacks.
-        buffer_manager: Has the slots, and moves them between PEs.
+        kernel_launcher: Launcher that packs and unpacks.
+        buffer_manager: Manager that has the slots, and moves them between PEs.
         my_pe: This PE.
     """
 
@@ -111,9 +111,10 @@ class PipelineExecutor:
         """Set the events, two of each.
 
         Args:
-            pack_events: Recorded when a slot is packed.
-            unpack_events: Recorded when a slot is unpacked.
-            barrier_events: Kept: a batch has arrived when `DoubleBufferManager.exchange` returns.
+            pack_events: Events that are recorded when a slot is packed.
+            unpack_events: Events that are recorded when a slot is unpacked.
+            barrier_events: Events that are only kept: a batch has arrived when `DoubleBufferManager.exchange`
+                returns.
 
         Raises:
             ValueError: There are fewer than two of a kind.

@@ -136,7 +136,7 @@ class GPUExecutionPlanner:
             ptrs: Address of each task's tensor; None for one that has its place and is not copied.
             positions: First byte in each tensor.
             sizes: Bytes.
-            is_pack: Into the slot, otherwise out of it.
+            is_pack: Whether copies go into the slot, otherwise out of it.
             buffer_base: Address of the slot.
 
         Returns:
