@@ -331,8 +331,8 @@ void move_blocks(const PieceChecksums& self,
 }
 
 /// Marks blocks whose masks have a flag set.
-/// @param masks  For each mask, bytes, and rows of four numbers: blocks [first, end), bytes [first,
-/// end).
+/// @param masks  Bytes of each mask, with its ranges: rows of four numbers, blocks [first, end) and
+///   bytes [first, end).
 void mark_ranges(const std::vector<std::pair<py::buffer, py::buffer>>& masks,
                  const py::buffer& marked) {
   const py::buffer_info blocks = marked.request(true);

@@ -68,7 +68,7 @@ py::object dict_of(py::handle module) {
 /// the tensor may still be the same.
 class SeenTensor {
  public:
-  /// @param description  Of @p object.
+  /// @param description  Description of @p object.
   SeenTensor(py::handle object, const DlpackTensor& description) {
     const auto& fields = tensor_fields();
     const char* const tensor = tensor_behind(object.ptr());
@@ -362,7 +362,7 @@ bool hold_same_dicts(const py::list& modules,
 ///
 /// @param modules  Themselves or weak references.
 /// @param values  Themselves or weak references.
-/// @param seen  Of these keys and values alone.
+/// @param seen  Dictionaries as they were found right last; of these keys and values alone.
 bool hold_same(const py::list& modules,
                const py::list& keys,
                const py::list& values,

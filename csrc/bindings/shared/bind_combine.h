@@ -38,7 +38,7 @@ class SubmittedCombine : public Submitted<ops::CombineOutcome> {
   }
 
   /// (sums, what all ranks say of gradients)
-  /// @param out  What the caller gave for the sums, or None
+  /// @param out  Tensor that the caller gave for the sums, or None
   py::tuple summed(py::handle out) {
     return py::make_tuple(out.is_none() ? sums() : py::reinterpret_borrow<py::object>(out),
                           wait().gradients);
@@ -70,7 +70,7 @@ struct CombineArguments {
   py::handle row_weights;
   py::handle out;
   const py::tuple& options;
-  std::optional<int32_t> dtype;  ///< of arguments that have passed every rule
+  std::optional<int32_t> dtype;  ///< row type of arguments that have passed every rule
 };
 
 /// Nothing where a glance at arguments that nobody has checked does not suffice.

@@ -214,7 +214,7 @@ struct DispatchArguments {
   std::shared_ptr<const ops::PlanHeader> plan;
   const std::optional<py::tuple>& scales;
   const py::tuple& options;
-  std::optional<int32_t> row_type;  ///< of arguments that have passed every rule
+  std::optional<int32_t> row_type;  ///< row type of arguments that have passed every rule
 };
 
 /// A dispatch whose arguments have been read.

@@ -38,16 +38,17 @@ ListedChoices list_choices(const TensorView& map, const TensorView& probs, int64
 struct DispatchTensors {
   int32_t row_type = 0;  ///< DLPack's
   TensorView rows;
-  TensorView scales;  ///< of rows that are quantized already; else empty
+  TensorView scales;  ///< scale factors of rows that are quantized already; else empty
   TensorView choices;
   TensorView weights;
-  std::shared_ptr<const ListedChoices> listed;  ///< what choices and weights lie in; may be null
+  /// Memory that choices and weights lie in; may be null.
+  std::shared_ptr<const ListedChoices> listed;
 };
 
 /// Nothing where a glance does not suffice.
 /// @param topk_idx  A bool one is a routing map: @p topk_weights has a number for each of its
 /// places.
-/// @param options   Of the call; its plan, where the dispatch is cached.
+/// @param options   Options of the call; its plan, if the dispatch is cached.
 std::optional<DispatchTensors> see_dispatch(const ops::EndpointBase& endpoint,
                                             py::handle x,
                                             py::handle topk_idx,

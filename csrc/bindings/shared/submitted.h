@@ -76,7 +76,8 @@ class Submitted {
  public:
   /// @param body  body(interrupt_check) runs the operation to its end. Copied for a progress
   /// thread.
-  /// @param runs_in_captures  What is asynchronous is recorded, too; others are refused.
+  /// @param runs_in_captures  Whether a capture records asynchronous operations, too; else they are
+  ///   refused there.
   template <typename Body>
   Submitted(std::shared_ptr<ops::EndpointBase> endpoint,
             std::shared_ptr<void> inputs,

@@ -25,7 +25,7 @@ const char* tensor_behind(PyObject* object);
 /// Memory that a tensor looks at.
 struct StorageView {
   int64_t storage_bytes;
-  int64_t offset;  ///< of the first element, in elements
+  int64_t offset;  ///< place of the first element, in elements
 };
 
 /// @param tensor  Neither of a subclass nor without a storage.

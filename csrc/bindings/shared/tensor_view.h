@@ -29,14 +29,14 @@ struct TensorView {
 TensorView view_of(const DlpackTensor& tensor);
 
 /// @param tensor  A tensor, or None for an empty view.
-/// @param name    What an error calls it.
+/// @param name    Name of the tensor in errors.
 /// @throws InvalidArgument  its elements do not lie in its storage.
 TensorView view_tensor(pybind11::handle tensor, const char* name = "the tensor");
 
 /// Text of what keeps the elements of a tensor from lying in its storage, or nothing: a storage may
 /// be freed or cut under tensors that go on to exist, and the memory of some tensors is nowhere.
-/// @param data         Where the first element would be
-/// @param reach_bytes  From there to behind the last; 0 where there are none
+/// @param data         Address of the first element, if there is any
+/// @param reach_bytes  Bytes from there to behind the last element; 0 if there are none
 std::optional<std::string> problem_with_memory(pybind11::handle tensor,
                                                const void* data,
                                                int64_t reach_bytes,
