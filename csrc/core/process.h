@@ -25,7 +25,7 @@ bool map_pages(std::byte* data, uint64_t bytes);
 /// Starts a thread that takes no signals, so that the main thread's handlers run in the main
 /// thread.
 ///
-/// @param deed  What it does, for the message: "hears of peers".
+/// @param deed  Deed of the thread, for the message: "hears of peers".
 /// @throws SystemError  the system refuses one; says how large its stack is, and which limits there
 ///   are.
 std::thread start_quiet_thread(const char* deed, std::function<void()> body);
