@@ -7,7 +7,7 @@ namespace moe::cpu {
 
 /// Runs of neighbors in a file that follow each other at one distance.
 struct FileRows {
-  int64_t offset = 0;  ///< of the first
+  int64_t offset = 0;  ///< start of the first run, in bytes
   int64_t num_runs = 0;
   int64_t run_bytes = 0;  ///< > 0
   int64_t step = 0;       ///< from one to the next; run_bytes or more

@@ -14,9 +14,9 @@ namespace moe::cpu {
 /// an infinity has a scale factor of NaN (float32 0x7FC00000, byte 0xFF) and data bytes of 0x7F,
 /// all of them.
 struct RowQuantization {
-  DType dtype = DType::kBFloat16;  ///< of the source: bf16, fp16 or fp32
+  DType dtype = DType::kBFloat16;  ///< type of the source: bf16, fp16 or fp32
   int block = 128;                 ///< channels per scale factor, see can_quantize()
-  float least_amax = 0;            ///< what a smaller greatest magnitude of a block counts as
+  float least_amax = 0;            ///< least value that the greatest magnitude of a block counts as
   layout::ScaleFormat scale_format = layout::ScaleFormat::kFloat32;
   int64_t hidden = 0;  ///< elements; the last block may be shorter
 
@@ -90,8 +90,8 @@ struct RowKernels {
 
   /// Takes @p bytes, a multiple of kChecksumRoundBytes, into the lanes of a checksum, and copies
   /// them to @p dst, which may be null, as `copy` does: the bytes are read once.
-  /// @param next    Where what is taken afterwards begins; fetched ahead, as the processor cannot
-  ///   guess it. Need not be readable.
+  /// @param next    Start of what is taken afterwards; fetched ahead, as the processor cannot guess
+  ///   it. Need not be readable.
   /// @param before  The lanes as they were, which may be @p lanes. Those of a block that begins lie
   ///   in a table: registers are loaded late from stores narrower than they are, of which all must
   ///   have left the core.

@@ -64,8 +64,8 @@ enum class Passing { kNone, kCached, kStreaming, kStreamingOdd };
 
 /// Takes rounds into the lanes, in registers of at least 32 bytes: all lanes side by side, each
 /// register copied on to @p dst as it is read.
-/// @param head  With kStreamingOdd, the bytes before the first whole line of @p dst, from which on
-///   lines are copied.
+/// @param head  Bytes before the first whole line of @p dst, from which on lines are copied; with
+///   kStreamingOdd.
 template <Passing kPassing>
 void absorb_rounds(const std::byte* src,
                    int64_t bytes,

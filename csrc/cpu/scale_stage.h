@@ -18,7 +18,7 @@ inline constexpr int64_t kStagedLineBytes = 64;
 /// Row-major scale factors: those of a row lie side by side, and those of the next row behind them.
 class ScaleRowStage {
  public:
-  /// @param row_bytes  of the scale factors of a row.
+  /// @param row_bytes  bytes of the scale factors of a row.
   ScaleRowStage(const RowKernels& kernels, int64_t num_streams, int64_t row_bytes)
       : kernels_(kernels),
         row_bytes_(row_bytes),
@@ -26,7 +26,7 @@ class ScaleRowStage {
         streams_(static_cast<size_t>(num_streams)),
         staged_(static_cast<size_t>(num_streams * capacity_)) {}
 
-  /// @param place  of the row's scale factors.
+  /// @param place  address of the row's scale factors.
   void add(int64_t stream_idx, std::byte* place, const std::byte* scales) {
     Stream& stream = streams_[static_cast<size_t>(stream_idx)];
     if (place != stream.first + stream.bytes) {
@@ -89,7 +89,7 @@ class ScaleColumnStage {
         streams_(static_cast<size_t>(num_streams)),
         staged_(static_cast<size_t>(num_streams * rows_per_line_ * num_scales * scale_bytes)) {}
 
-  /// @param place  of factor 0 of the row; its other factors follow at multiples of @p step.
+  /// @param place  address of the row's factor 0; its others follow at multiples of @p step.
   void add(int64_t stream_idx, std::byte* place, int64_t step, const std::byte* scales) {
     Stream& stream = streams_[static_cast<size_t>(stream_idx)];
     if (stream.num_rows > 0 && place != stream.first + stream.num_rows * scale_bytes_)
