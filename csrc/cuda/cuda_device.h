@@ -82,7 +82,7 @@ class CudaDevice final : public runtime::Device {
   int device_idx_;
   int max_connections_;
   DeviceInfo info_;
-  std::shared_ptr<const void> caller_place_;  ///< of the caller's stream among connections
+  std::shared_ptr<const void> caller_place_;  ///< place of the caller's stream among connections
   int architecture_;
   size_t max_shared_bytes_ = 0;
   std::shared_ptr<MemoryPool> pool_;

@@ -266,7 +266,7 @@ class IpcHeap final : public CudaHeap, public std::enable_shared_from_this<IpcHe
   uint64_t granularity_ = 0;
   std::shared_ptr<CudaCore> core_;
   Sharing sharing_ = Sharing::kFileDescriptor;
-  uint32_t first_of_range_ = 0;  ///< of the segments that the last one lies behind; memory_mutex
+  uint32_t first_of_range_ = 0;  ///< first segment in the range of the last one; memory_mutex
   std::atomic<uint64_t> num_growths_{0};
 
   std::mutex open_mutex_;

@@ -139,7 +139,7 @@ class IpcSegment final : public DeviceSegment {
 
  private:
   heap::ForkOrigin origin_;
-  int device_idx_;  ///< that holds the memory, or for which this process opened it
+  int device_idx_;  ///< device that holds the memory, or for which this process opened it
   bool is_own_;
 };
 

@@ -108,8 +108,8 @@ uint64_t segment_granularity(int device_idx);
 
 /// Allocates device memory that peers can open, in the first way that works on this machine.
 /// @param bytes   A multiple of segment_granularity().
-/// @param range   That it is to lie in, where that way works; null for a new one.
-/// @param offset  Where in @p range.
+/// @param range   Range that the memory is to lie in, if that way works; null for a new one.
+/// @param offset  Offset in @p range.
 /// @throws CapacityError  the device has no such memory.
 /// @throws CudaError
 NewDeviceSegment create_device_segment(int device_idx,
@@ -118,8 +118,8 @@ NewDeviceSegment create_device_segment(int device_idx,
                                        uint64_t offset);
 
 /// Opens memory that another process announced, for kernels of @p device_idx.
-/// @param fd     What came along; -1 for nothing.
-/// @param range  Of the segments before it, where it does not begin one.
+/// @param fd     Descriptor that came along; -1 for none.
+/// @param range  Range of the segments before it; null if it begins one.
 /// @throws CudaError, InvalidArgument
 std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& description,
                                                    int fd,

@@ -5,8 +5,8 @@
 namespace moe::cuda {
 namespace {
 
-/// @param version  Of CUDA, with which the function came (cudaTypedefs.h). A driver is asked for no
-///   later one: it refuses what is newer than itself, although it has the function.
+/// @param version  Version of CUDA with which the function came (cudaTypedefs.h). A driver is asked
+///   for no later one: it refuses what is newer than itself, although it has the function.
 template <typename Function>
 void find(const char* name, int version, Function* function) {
   void* found = nullptr;

@@ -38,7 +38,7 @@ struct Driver {
 /// @throws CudaError  there is no driver, or it is older than the functions above.
 const Driver& driver();
 
-/// @param doing  What was tried.
+/// @param doing  Action that was tried.
 /// @throws CudaError
 void check_driver(CUresult code, const std::string& doing);
 
@@ -64,7 +64,7 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  static inline thread_local int depth_ = 0;  ///< of those that live on this thread
+  static inline thread_local int depth_ = 0;  ///< number of those that live on this thread
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
@@ -85,7 +85,7 @@ class CurrentDevice {
   CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
-  int enclosing_;      ///< what the one around this has made current; -1 for none
+  int enclosing_;      ///< device that the one around this has made current; -1 for none
   int previous_ = -1;  ///< to be made current again; -1 for none
 };
 

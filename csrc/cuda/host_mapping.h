@@ -14,7 +14,7 @@ namespace moe::cuda {
 /// them for what this thread does next. What that costs is the segment of the heap in which they
 /// lie, 2 MiB for a communicator's abort word, until the process ends.
 ///
-/// @param memory  Of a shared mapping.
+/// @param memory  Address in a shared mapping.
 /// @param owner   As long as it lives, @p memory is the same.
 /// @throws CudaError
 const std::byte* map_host_memory(const void* memory,

@@ -37,7 +37,7 @@ void load(CUfunction kernel) {
 
 /// Lets a kernel that is loaded have all the shared memory that a block can have: here and not
 /// where it is launched, which asks the host for nothing then.
-/// @param most_bytes  of a block
+/// @param most_bytes  most shared memory of a block, in bytes
 void allow_shared_memory(CUfunction kernel, int most_bytes) {
   int static_bytes = 0;
   check_driver(

@@ -63,7 +63,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   struct Arena {
     std::mutex growth_mutex;  ///< held while the driver is asked for more
     std::atomic<uint64_t> reserved_bytes{0};
-    std::mutex mutex;  ///< of what follows; nothing waits under it
+    std::mutex mutex;  ///< guards what follows; nothing waits under it
     heap::WindowAllocator allocator;
     std::vector<std::byte*> pieces;
     RetiredBlocks retired;

@@ -21,7 +21,8 @@ class RetiredBlocks {
   }
 
   /// Gives @p free every block whose work has ended.
-  /// @param has_passed  Of a mark. What it throws is thrown; no block is given twice.
+  /// @param has_passed  Returns whether a mark has passed. What it throws is thrown; no block is
+  ///   given twice.
   template <typename HasPassed, typename Free>
   void reclaim(HasPassed&& has_passed, Free&& free) {
     // In two steps: asking throws where the device has failed.
