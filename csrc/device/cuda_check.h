@@ -20,7 +20,7 @@ class CudaError : public std::runtime_error {
 
 namespace device {
 
-/// @param doing  What was tried: "launching a kernel of 8 blocks".
+/// @param doing  Action that was tried: "launching a kernel of 8 blocks".
 [[noreturn]] inline void throw_cuda_error(cudaError_t code, const std::string& doing) {
   throw CudaError(concat(doing, ": ", cudaGetErrorName(code), " (", cudaGetErrorString(code), ")"),
                   code);

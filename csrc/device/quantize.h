@@ -24,8 +24,8 @@ constexpr uint32_t kNanExponent = 0xFFu;
 constexpr uint32_t kNanCodes = 0x7F7F7F7Fu;
 
 struct BlockScale {
-  float multiplier;   ///< of the elements; 0 where the block has a NaN or an infinity, else never
-  uint32_t bits;      ///< of the float32 scale factor
+  float multiplier;   ///< factor of the elements; 0 only if the block has a NaN or an infinity
+  uint32_t bits;      ///< bits of the float32 scale factor
   uint32_t exponent;  ///< UE8M0
 };
 
@@ -40,7 +40,7 @@ MOE_DEVICE uint32_t exponent_above(float value) {
 }
 
 /// @param amax        greatest magnitude of the block; infinity or NaN where it has one
-/// @param least_amax  what a smaller one counts as
+/// @param least_amax  least value that @p amax counts as
 MOE_DEVICE BlockScale block_scale(float amax, float least_amax, ScaleFormat format) {
   if (!(float_bits(amax) < kInfinityBits))
     return {0.0f, kNanScaleBits, kNanExponent};
@@ -72,7 +72,7 @@ MOE_DEVICE uint32_t encode_magnitude(float magnitude) {
 
 /// Quantizes kWarpElements elements; all lanes of the warp call.
 /// @param values  this lane's elements, +0.0 behind the end of the row
-/// @param scale   of the block that they belong to, the same on all lanes of the block
+/// @param scale   scale of their block, written; the same on all lanes of the block
 /// @return this lane's codes, in order.
 MOE_DEVICE Bytes16 quantize_elements(const float (&values)[kLaneElements],
                                      int block,
@@ -107,7 +107,7 @@ MOE_DEVICE Bytes16 quantize_elements(const float (&values)[kLaneElements],
 }
 
 /// Stores the scale factor of block @p block_idx of a row. One lane of the block calls.
-/// @param scales  of the row: 4 bytes a block, with kUe8m0 one
+/// @param scales  scale factors of the row: 4 bytes a block, with kUe8m0 one
 MOE_DEVICE void store_scale(std::byte* scales,
                             int64_t block_idx,
                             const BlockScale& scale,

@@ -85,7 +85,7 @@ MOE_DEVICE void with_unit(int unit, const Function& function) {
 }
 
 /// Lanes copy a row to several places, reading it once. All lanes of the warp call.
-/// @param unit      of source, places and bytes
+/// @param unit      bytes that source, places and @p bytes are multiples of
 /// @param place_of  place_of(i), the i-th address or null
 template <typename PlaceOf>
 MOE_DEVICE void copy_row(

@@ -42,8 +42,8 @@ MOE_DEVICE T warp_inclusive_sum(T value) {
 
 template <typename T>
 struct BlockSum {
-  T before;  ///< of the values of threads before this one
-  T total;   ///< of all
+  T before;  ///< sum of the values of threads before this one
+  T total;   ///< sum of all
 };
 
 template <typename T>
