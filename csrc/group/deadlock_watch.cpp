@@ -29,7 +29,7 @@ struct ProbeHead {
 
 /// "May I wait for you to enter this?": what travels from rank to rank.
 struct Probe : ProbeHead {
-  std::string text;  ///< of all waits so far
+  std::string text;  ///< text of all waits so far
 
   std::string encode() const {
     std::string bytes;

@@ -39,8 +39,8 @@ class ShownWait {
 /// has not entered what the sender waits for, so that all waits of the circle last until then.
 class DeadlockWatch {
  public:
-  /// @param site  What the peer has to enter; outlives this.
-  /// @param start_ns  Since when it is waited for.
+  /// @param site  Site that the peer has to enter; outlives this.
+  /// @param start_ns  Time since which it is waited for.
   DeadlockWatch(Peers& peers, const WaitSite& site, int peer_rank, int64_t start_ns);
   DeadlockWatch(const DeadlockWatch&) = delete;
   DeadlockWatch& operator=(const DeadlockWatch&) = delete;

@@ -20,7 +20,7 @@ class EntryWait {
  public:
   /// Tells one wait from every other on any rank.
   struct Id {
-    uint64_t channel = 0;  ///< of the communicator, for probes
+    uint64_t channel = 0;  ///< channel of the communicator, for probes
     int32_t rank_idx = -1;
     uint64_t number = 0;
     bool operator==(const Id&) const = default;

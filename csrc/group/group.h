@@ -28,7 +28,7 @@ class Group : public Peers {
   /// @param members  Rank of every member in the widest communicator.
   /// @param channel  Tells this communicator's messages from others'; equal on every rank.
   /// @param is_child True where peers may leave this communicator and keep the link.
-  /// @param num_local_ranks  Of a node; 0 for one node.
+  /// @param num_local_ranks  Ranks of a node; 0 for one node.
   /// @param num_machine_ranks  Ranks that share this machine's cores; 0 for all.
   /// Collective: exchanges control blocks.
   Group(std::shared_ptr<PeerLink> link,

@@ -36,7 +36,7 @@ class Mail {
   void post_end(uint64_t buffer_number, uint64_t next_epoch) const;
   /// Ranks of other nodes that end that buffer raise their words from now on, before any wait looks
   /// at them.
-  /// @param closed_words  By rank, its word in this rank's control area.
+  /// @param closed_words  Word of each rank in this rank's control area, by rank.
   void watch_ends(uint64_t buffer_number, std::vector<uint64_t*> closed_words);
   /// From now on peers are told whom this rank waits for in an operation of that buffer.
   /// @param awaited_rank  Returns it, -1 for nobody.

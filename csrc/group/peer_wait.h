@@ -130,7 +130,7 @@ class GoneWatch {
 };
 
 /// Aborts and throws because @p peer_rank is gone.
-/// @param awaited  What this rank waited for, where @p site does not say; null otherwise.
+/// @param awaited  Event that this rank waited for, if @p site does not say it; else null.
 [[noreturn]] void give_up_gone(Peers& peers,
                                const WaitSite& site,
                                int peer_rank,
@@ -152,7 +152,7 @@ void check_gone(Peers& peers,
 // ---- A rank that does not come.
 
 /// "rank 1 did not call recover() within 60 s of rank 0"
-/// @param deed  What it did not do: "call recover()".
+/// @param deed  Deed that it has not done: "call recover()".
 std::string describe_absence(const Membership& ranks,
                              int peer_rank,
                              const std::string& deed,
@@ -168,7 +168,7 @@ class ArrivalClock {
       : limit_ns_(limit_ns), start_ns_(sync::now_ns()), warned_ns_(start_ns_) {}
 
   /// Called now and then while @p peer_rank has not come: warns once an interval, by name.
-  /// @param describe_deed  What it has not done, as a string: "call recover()".
+  /// @param describe_deed  Returns the deed that it has not done: "call recover()".
   /// @return whether the limit has run out.
   template <typename DescribeDeed>
   bool has_run_out(const Membership& ranks,
@@ -227,7 +227,7 @@ class ArrivalWatch {
 
 /// "rank 2 made no progress for 30 s in combine of buffer 3, epoch 7, phase data; rank 0 waited for
 /// rank 1"
-/// @param awaited  What this rank waited for: "rank 1".
+/// @param awaited  Rank or event that this rank waited for: "rank 1".
 std::string describe_stall(const Membership& ranks,
                            const WaitSite& site,
                            int culprit,

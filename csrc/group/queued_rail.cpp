@@ -184,7 +184,7 @@ class QueuedRail::Queues {
   std::condition_variable no_calls_;
   std::unordered_map<Request*, std::shared_ptr<Request>> open_;  ///< not ended
   std::function<void()> on_change_;
-  int num_calls_ = 0;  ///< of the listener that run now
+  int num_calls_ = 0;  ///< calls of the listener that run now
   uint64_t next_number_ = 0;
   uint64_t sent_bytes_ = 0;
   uint64_t received_bytes_ = 0;

@@ -60,8 +60,8 @@ class QueuedRail final : public Rail {
     std::atomic<State> state_{State::kMoving};
   };
 
-  /// @param name      Of the engine.
-  /// @param node_idx  Of this rank, in [0, num_nodes).
+  /// @param name      Name of the engine.
+  /// @param node_idx  Node of this rank, in [0, num_nodes).
   QueuedRail(std::string name, int num_nodes, int node_idx);
   ~QueuedRail() override;
   QueuedRail(const QueuedRail&) = delete;

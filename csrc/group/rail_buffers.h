@@ -13,7 +13,8 @@ namespace moe::group {
 /// touches is never handed out again. Thread-safe.
 class RailBuffers {
  public:
-  /// @param most_kept_bytes  Of buffers that nobody uses; what is beyond goes back to the system.
+  /// @param most_kept_bytes  Most bytes of buffers that nobody uses; what is beyond goes back to
+  ///   the system.
   explicit RailBuffers(uint64_t most_kept_bytes);
 
   /// Contents are undefined. Starts at a multiple of 64.

@@ -84,7 +84,7 @@ class Recovery {
   RetiredMemory& retired_;
   std::vector<std::string> proposals_;  ///< by rank, the latest; "" for none yet
   std::vector<uint8_t> has_committed_;  ///< by rank
-  std::string decision_;                ///< what this rank has committed to; "" for none yet
+  std::string decision_;  ///< proposal that this rank has committed to; "" for none yet
   RecoveryResult result_;
   std::atomic<bool> is_unfinished_{false};
   std::atomic<int> num_running_{0};

@@ -32,8 +32,8 @@ class RetiredMemory {
   /// Tells peers that this rank has destroyed a buffer, and keeps its control area until every peer
   /// has destroyed its own: one may be about to write there, and learns of the end from its own.
   /// @param windows     The control area, all of its parts.
-  /// @param peer_words  By rank, this rank's word in that peer's area; null where there is none.
-  /// @param own_words   By rank, that peer's word in the control area; null for one that never
+  /// @param peer_words  This rank's word in each peer's area, by rank; null where there is none.
+  /// @param own_words   Each peer's word in the control area, by rank; null for one that never
   ///   writes there.
   /// @param next_epoch  First operation that this rank takes no part in, >= 1: what peers read in
   ///   their words.

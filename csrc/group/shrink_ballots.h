@@ -42,10 +42,10 @@ struct ShrinkDecision {
 class ShrinkBallots {
  public:
   struct Arguments {
-    std::vector<int> failed_ranks;  ///< that this rank reports
-    std::string call = "shrink";    ///< what the caller called: "shrink" or "grow"
+    std::vector<int> failed_ranks;  ///< ranks that this rank reports
+    std::string call = "shrink";    ///< function that the caller called: "shrink" or "grow"
     std::string agreed;             ///< its arguments that have to be equal on every survivor
-    std::string problem;            ///< what is wrong with the call of this rank; "" if nothing
+    std::string problem;            ///< problem with the call of this rank; "" for none
     bool needs_majority = true;
   };
 
@@ -148,9 +148,9 @@ class ShrinkBallots {
   std::vector<int> survivors_;
   std::string call_ = "shrink";  ///< the one that this rank is in, or was in last
   std::string ended_by_;         ///< the refusal that ended the attempt before this one
-  std::string refusal_;          ///< what ended an attempt of which the caller has not heard
+  std::string refusal_;  ///< refusal that ended an attempt of which the caller has not heard
   bool is_evicted_ = false;
-  int named_by_ = -1;  ///< who takes this rank for failed
+  int named_by_ = -1;  ///< rank that takes this one for failed; -1 for none
   int64_t named_after_ = -1;
 };
 

@@ -14,9 +14,9 @@ namespace moe::group {
 /// Stream of messages that a SocketRail uses of the sockets: no two rails of a communicator tree
 /// have the same, so that nothing one has left on the way is taken by another.
 struct SocketRailStream {
-  uint64_t channel = 0;        ///< of the communicator, with Group's bits for rails
+  uint64_t channel = 0;        ///< channel of the communicator, with Group's bits for rails
   uint64_t buffer_number = 0;  ///< < 2^31
-  uint32_t generation = 0;     ///< of the communicator, raised by every recovery
+  uint32_t generation = 0;     ///< generation of the communicator, raised by every recovery
 };
 
 /// The rail over the communicator's own sockets: where there is no other engine.
@@ -31,9 +31,9 @@ class SocketRail final : public Rail {
   static constexpr uint64_t kWindowFrames = 32;
 
   /// @param link        Sockets of the widest communicator.
-  /// @param link_ranks  By node, the rank of the rail there in the widest communicator; -1 for a
+  /// @param link_ranks  Rank of the rail on each node in the widest communicator, by node; -1 for a
   ///   rank that takes no part any more.
-  /// @param node_idx    Of this rank.
+  /// @param node_idx    Node of this rank.
   /// Local: nothing is sent.
   SocketRail(std::shared_ptr<PeerLink> link,
              std::vector<int> link_ranks,

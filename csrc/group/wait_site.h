@@ -16,7 +16,7 @@ using InterruptCheck = std::function<void()>;
 struct WaitSite {
   layout::Operation operation = layout::Operation::kNone;
   layout::Phase phase = layout::Phase::kIdle;
-  int64_t epoch = -1;          ///< of the buffer, or the number of the call
+  int64_t epoch = -1;          ///< epoch of the buffer, or the number of the call
   uint64_t buffer_number = 0;  ///< or what stands for one in EntryTable
   const InterruptCheck* interrupt_check = nullptr;
   const char* call = "a collective call of the communicator";  ///< where it is no operation
