@@ -24,7 +24,7 @@ namespace moe::heap {
 /// HeapCore::memory_mutex.
 struct OwnSegment {
   std::shared_ptr<Segment> mapping;
-  uint64_t granule_bytes = 0;  ///< what trim() returns starts and ends at a multiple of it
+  uint64_t granule_bytes = 0;  ///< unit of trim(): what it returns starts and ends at multiples
   RangeSet cold;
   std::atomic<uint64_t> cold_bytes{0};
   std::atomic<uint64_t> huge_page_bytes{0};

@@ -16,7 +16,7 @@ uint64_t machine_available_bytes();
 void check_machine(uint64_t bytes);
 
 /// Throws for @p bytes that were not to be had.
-/// @param limit_bytes  Of a segment, where something else than the machine limits it.
+/// @param limit_bytes  Most bytes of a segment, if something else than the machine limits it.
 [[noreturn]] void throw_capacity(uint64_t bytes,
                                  const std::string& cause,
                                  uint64_t limit_bytes = UINT64_MAX);

@@ -30,7 +30,7 @@ class Segment {
 struct NewSegment {
   std::shared_ptr<Segment> segment;
   OwnedFd memfd;                 ///< for the peers; the mapping does not need it
-  uint64_t huge_page_bytes = 0;  ///< of the segment, as MADV_COLLAPSE reported
+  uint64_t huge_page_bytes = 0;  ///< bytes of the segment in huge pages, as MADV_COLLAPSE reported
 };
 
 /// Makes a segment that nobody can resize and faults it in.

@@ -38,8 +38,8 @@ class PeerConnection {
  public:
   enum class Kind {
     kThread,   ///< a rank of this process
-    kProcess,  ///< of another, on this node
-    kRemote,   ///< on another node: over TCP, with no memory shared
+    kProcess,  ///< a rank of another process, on this node
+    kRemote,   ///< a rank on another node: over TCP, with no memory shared
   };
 
   PeerConnection(OwnedFd socket, OwnedFd pidfd, Kind kind)
@@ -130,7 +130,7 @@ class PeerConnection {
   uint64_t socket_key_ = 0;
   bool wants_output_ = false;
   std::deque<OutFrame> outbox_;
-  size_t num_sent_bytes_ = 0;  ///< of the first frame in the outbox
+  size_t num_sent_bytes_ = 0;  ///< bytes sent of the first frame in the outbox
   std::atomic<uint64_t> sent_bytes_{0};
 
   // The frame under way: its header until that is whole, then its payload.

@@ -40,7 +40,7 @@ class PeerMesh : public PeerLink {
     double timeout_s = 0;
     /// Called about ten times a second while waiting; what it throws ends the call.
     std::function<void()> interrupt_check;
-    int num_local_ranks = 0;  ///< of a node; 0 for one node
+    int num_local_ranks = 0;  ///< ranks of a node; 0 for one node
     /// A machine of another node that does not answer for so long counts as dead; less than
     /// kLeastLinkTimeoutS is taken as that.
     double link_timeout_s = 0;

@@ -18,9 +18,9 @@ namespace moe::heap {
 /// find() may be called by any thread and takes no lock; the rest belongs to the service thread.
 class PeerSegments {
  public:
-  /// @param rank_idx  Of the peer, for messages.
-  /// @param mesh_token  Of the peer: where its segments are found when it is a thread of this
-  /// process.
+  /// @param rank_idx  Rank of the peer, for messages.
+  /// @param mesh_token  Token of the peer: where its segments are found when it is a thread of this
+  ///   process.
   PeerSegments(int rank_idx, const Token& mesh_token)
       : rank_idx_(rank_idx), mesh_token_(mesh_token) {}
 

@@ -38,7 +38,7 @@ class HeapPages final : public SharedPages {
 
   /// Copies the memory to @p window and has its whole pages show the window's. Nobody may write to
   /// it meanwhile.
-  /// @param window  Of heap_bytes(memory).
+  /// @param window  Window of heap_bytes(memory).
   /// @throws SystemError  The system refuses; the memory is what it was.
   static std::shared_ptr<HeapPages> share(const MemoryRange& memory,
                                           std::shared_ptr<Window> window);

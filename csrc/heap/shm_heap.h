@@ -19,7 +19,7 @@ struct HeapOptions {
 
 struct HeapStats {
   uint64_t segment_bytes = 0;      ///< sum over this rank's segments
-  uint64_t resident_bytes = 0;     ///< of those, not returned by trim()
+  uint64_t resident_bytes = 0;     ///< those of them that trim() has not returned
   uint64_t live_bytes = 0;         ///< in windows that somebody holds
   uint64_t quarantined_bytes = 0;  ///< kept aside after an abort
   uint64_t peak_live_bytes = 0;

@@ -32,7 +32,7 @@ class WindowAllocator {
     uint64_t bytes = 0;
     uint32_t segment_idx = 0;
     BlockState state = BlockState::kFree;
-    uint64_t quarantine_round = 0;  ///< of the latest quarantine(); 0 for none
+    uint64_t quarantine_round = 0;  ///< round of the latest quarantine(); 0 for none
     Block* lower = nullptr;         ///< neighbor in address order, same segment
     Block* upper = nullptr;
     Block* previous = nullptr;  ///< in its bin or in the quarantine list
