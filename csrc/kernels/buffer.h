@@ -23,10 +23,10 @@ enum class Cause : uint32_t {
 
 /// Device memory of a buffer that its kernels count in. Zero before the first operation.
 struct BufferState {
-  uint64_t epoch;            ///< of the last operation whose exchange began
-  uint64_t refused_epoch;    ///< of the last one in which no row moved, as all ranks found alike
+  uint64_t epoch;            ///< epoch of the last operation whose exchange began
+  uint64_t refused_epoch;    ///< epoch of the last in which no row moved, as all ranks found alike
   uint32_t has_left;         ///< a kernel left early: later ones return at once. Reset by the host
-  uint32_t num_blocks_done;  ///< of the running kernel; its last block sets it to 0 again
+  uint32_t num_blocks_done;  ///< blocks done of the running kernel; the last sets it to 0 again
 };
 
 /// Host memory: who left a wait, and why. Written once per buffer until the host has reset it.
@@ -48,7 +48,7 @@ static_assert(sizeof(WaitReport) == 64);
 /// thread waits for a rank at a time; the host may read it beside running kernels.
 struct WaitTotals {
   uint64_t waited_ns;
-  uint64_t num_waits;  ///< that were not over at the first look
+  uint64_t num_waits;  ///< waits that were not over at the first look
 };
 
 /// State that every operation of a buffer shares on this rank. Passed by value.
@@ -108,8 +108,8 @@ struct Tables {
   /// [2, num_ranks]: the second part is where add_rank_sums says that rows lie that are alone.
   Peer* peers = nullptr;
   int32_t* counts = nullptr;  ///< [num_ranks, Row::num_counts]: the count matrix that was kept
-  int64_t* stream_starts = nullptr;  ///< by expert [num_experts], by rank [num_ranks]: first row
-                                     ///< that this rank writes there
+  int64_t* stream_starts = nullptr;  ///< by expert [num_experts], by rank [num_ranks]: first
+                                     ///< row that this rank writes there
   int64_t* num_rows = nullptr;       ///< [2]: rows of this rank's window, num_recv_topk
   int64_t* num_tokens_per_expert = nullptr;  ///< [num_local_experts], kept choices
   int32_t* expert_offsets = nullptr;         ///< [num_local_experts + 1], padded starts

@@ -52,7 +52,7 @@ MOE_DEVICE void sum_staged(const CombineParams& params, int64_t row_bytes) {
 }
 
 /// Sums with rows that come by loads; those of the next row are under way while a row is added.
-/// @param pieces  of at most kPieceBytes<Unit>
+/// @param pieces  pieces of at most kPieceBytes<Unit>
 template <typename Number, bool kWeighted, typename Unit>
 MOE_DEVICE void sum_loaded(const CombineParams& params,
                            int64_t row_bytes,
@@ -190,7 +190,7 @@ void combine(const CombineParams params) {
 
 /// Pieces of one size, of whole rounds of a warp, such that warps are done soonest that take them
 /// in turn: few tokens are cut smaller, so that each warp has one.
-/// @param most_bytes  of a piece
+/// @param most_bytes  most bytes of a piece
 RowPieces cut_rows(int64_t row_bytes, int64_t most_bytes, int64_t num_tokens, int64_t num_warps) {
   constexpr int64_t kRoundBytes = device::kWarpSize * static_cast<int64_t>(sizeof(Bytes16));
   /// Cost of a piece to a warp whatever its size, finding the rows above all.

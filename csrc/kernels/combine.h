@@ -11,10 +11,10 @@ namespace moe::kernels {
 
 /// Cut of rows for warps that add a piece at a time. Numbers of 0 where there are no rows.
 struct RowPieces {
-  int32_t num_pieces = 0;  ///< of a row
-  int32_t bytes = 0;       ///< of each but the last
+  int32_t num_pieces = 0;  ///< pieces of a row
+  int32_t bytes = 0;       ///< bytes of each piece but the last
   int32_t last_bytes = 0;
-  int32_t num_stages = 0;  ///< that a warp has for pieces which come by bulk copy
+  int32_t num_stages = 0;  ///< stages that a warp has for pieces which come by bulk copy
 };
 
 struct CombineParams {
@@ -35,9 +35,9 @@ struct CombineParams {
   int32_t weight_bytes = 0;     ///< 4, or 8 with float64 rows
   std::byte* sums = nullptr;    ///< device or heap [num_tokens, hidden]
   std::byte* pulled = nullptr;  ///< device or heap [num_tokens, num_topk] of pulled_bytes
-  int32_t pulled_bytes = 0;     ///< of a weight that is pulled, 0 for none
+  int32_t pulled_bytes = 0;     ///< bytes of a weight that is pulled, 0 for none
   int32_t is_plain = 0;         ///< loads and stores instead of bulk copies
-  RowPieces pieces;             ///< of rows in units of 16 bytes; launch_combine() fills it in
+  RowPieces pieces;             ///< cut of rows in units of 16 bytes; launch_combine() fills it in
   /// Across nodes: every other node adds a token's rows there, and one row of it travels.
   int32_t node_reduction = 0;
   /// device or heap [num_tokens, num_slots]: of the rows that are added, where not `slots`

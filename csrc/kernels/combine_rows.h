@@ -190,7 +190,7 @@ template <typename Unit>
 struct LaneUnits {
   Unit units[kUnitsPerLane];
 
-  /// @param piece  of a row in global memory
+  /// @param piece  piece of a row in global memory
   MOE_DEVICE void load(const std::byte* piece, int num_units) {
     load_by(piece, num_units, [](const Unit* from) { return device::load(from); });
   }

@@ -59,7 +59,7 @@ class CopyWalk {
     int32_t piece_idx = 0;
   };
 
-  /// @param num_pieces  of a row
+  /// @param num_pieces  pieces of a row
   MOE_DEVICE CopyWalk(const ReceiveParams& params, int32_t num_pieces)
       : params_(params),
         peer_(params.tables.peers[params.buffer.rank_idx]),
@@ -164,7 +164,7 @@ class CopyWalk {
   /// The row that this lane looked at last: of an expert in low latency, else of the one group.
   uint32_t group_idx_ = 0;
   uint32_t place_;            ///< in its group
-  uint32_t lane_origin_ = 0;  ///< of that row
+  uint32_t lane_origin_ = 0;  ///< origin of that row
   uint32_t copies_ = 0;       ///< lanes whose rows are still to be copied
   Piece piece_;
 };

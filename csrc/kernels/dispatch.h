@@ -12,9 +12,9 @@ namespace moe::kernels {
 /// Quantization of rows to e4m3 while they are written; see docs/quantization.md.
 struct Quantize {
   int32_t is_on = 0;
-  DType dtype = DType::kBFloat16;  ///< of the source
+  DType dtype = DType::kBFloat16;  ///< type of the source
   int32_t block = 128;             ///< channels per scale factor, see can_quantize()
-  float least_amax = 0;            ///< what a smaller greatest magnitude of a block counts as
+  float least_amax = 0;            ///< least value that the greatest magnitude of a block counts as
   layout::ScaleFormat scale_format = layout::ScaleFormat::kFloat32;
 };
 
@@ -39,9 +39,9 @@ struct DispatchParams {
   int64_t* slots = nullptr;  ///< device [num_tokens, num_slots]: written, or read when cached
 
   Quantize quantize;
-  int32_t num_scales = 0;             ///< that travel with a row
-  int32_t scale_bytes = 0;            ///< of one
-  const std::byte* scales = nullptr;  ///< device: of rows that come quantized
+  int32_t num_scales = 0;             ///< scale factors that travel with a row
+  int32_t scale_bytes = 0;            ///< bytes of a scale factor
+  const std::byte* scales = nullptr;  ///< device: scale factors of rows that come quantized
   int64_t scale_row_stride = 0;       ///< bytes
   int64_t scale_step = 0;             ///< bytes
 

@@ -58,7 +58,8 @@ class Places {
 /// where that is on another device, so that one row crosses to it; else the slot's own. Marks the
 /// slots that are copies. All lanes of the warp call, and may read @p slots afterwards.
 /// @param slots  shared, [num_slots]
-/// @param is_first  of the warps that share the row: it writes the origins beside the rows
+/// @param is_first  whether it is the first of the warps that share the row: it writes the origins
+///   beside the rows
 MOE_DEVICE void mark_copies(const DispatchParams& params, int64_t* slots, bool is_first) {
   using layout::Slot;
   const int num_slots = params.choices.num_slots;
@@ -338,7 +339,7 @@ class RowWalk {
   SlotFinder finder_;
   const WarpMemory& memory_;
   int32_t next_token_;
-  int32_t part_;  ///< of rows: the first piece that this warp moves
+  int32_t part_;  ///< part of rows: the first piece that this warp moves
   /// True where this warp moves the last piece of rows, and writes behind it what else stands
   /// beside them, by choices that it has found itself.
   bool is_first_;
@@ -372,7 +373,7 @@ void with_source(const Quantize& quantize, const Launch& launch) {
 
 /// A lane's elements of a row, widened; +0.0 behind its end.
 /// @param from   the first of them
-/// @param num_elements  that are there, at most kLaneElements
+/// @param num_elements  elements that are there, at most kLaneElements
 /// @param unit   bytes that divide the address of every lane's first element
 template <typename Number>
 MOE_DEVICE void load_elements(const std::byte* from,

@@ -11,12 +11,12 @@ namespace moe::kernels {
 struct BulkPieces {
   static constexpr int64_t kMostBytes = int64_t{1} << 30;
 
-  int32_t num_pieces = 0;   ///< of a row
-  int32_t piece_bytes = 0;  ///< of all but the last, which may be shorter
+  int32_t num_pieces = 0;   ///< pieces of a row
+  int32_t piece_bytes = 0;  ///< bytes of all pieces but the last, which may be shorter
 
-  /// @param most_bytes    of a piece, at most kMostBytes
+  /// @param most_bytes    most bytes of a piece, at most kMostBytes
   /// @param unit          bytes that a piece is a multiple of, at most most_bytes
-  /// @param least_pieces  where the unit allows so many
+  /// @param least_pieces  pieces at least, if the unit allows so many
   MOE_HOST_DEVICE static BulkPieces make(int64_t row_bytes,
                                          int64_t most_bytes,
                                          int64_t unit,
@@ -67,7 +67,8 @@ struct DispatchShape {
 
   bool is_bulk = false;
   int num_stages = 0;
-  BulkPieces pieces;  ///< of the row as it is read; without bulk copies one for each warp of a row
+  /// Pieces of the row as it is read; without bulk copies one for each warp of a row.
+  BulkPieces pieces;
   int32_t stage_bytes = 0;
   int32_t code_bytes = 0;
   int32_t codes_offset = 0;

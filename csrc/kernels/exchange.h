@@ -41,7 +41,7 @@ struct Choices {
 /// some row is not ok.
 struct HostRead {
   uint64_t ticket;  ///< stored last, with release at system scope
-  uint64_t epoch;   ///< of the exchange, once it has begun; the host sets it to 0 before
+  uint64_t epoch;   ///< epoch of the exchange, once it has begun; the host sets it to 0 before
   int32_t status;   ///< OperationStatus
   int32_t reserved[11];
 };
@@ -63,7 +63,8 @@ struct ExchangeParams {
   int32_t fixed_rows = -1;
   uint64_t needed_bytes = 0;
   uint64_t available_bytes = 0;
-  uint64_t heard_epoch = layout::Row::kHeardAll;  ///< of a row that is ok
+  uint64_t heard_epoch = layout::Row::kHeardAll;  ///< last operation that the caller has heard of;
+                                                  ///< sent in a row that is ok
 
   // Uncached dispatch. A bad id makes a row of status kBadExpert, whose needed_bytes is the flat
   // index and whose available_bytes is the id.

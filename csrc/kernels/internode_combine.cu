@@ -19,7 +19,7 @@ MOE_HOST_DEVICE int64_t combine_scratch_bytes(int num_threads) {
 }
 
 /// The sums of all nodes of a token that was found, in the order of nodes.
-/// @param own  of this node, not rounded
+/// @param own  sums of this node, not rounded
 template <typename Number, typename Unit>
 MOE_DEVICE LaneSums<Number, Unit> add_nodes(const CombineParams& params,
                                             const Rails& rails,

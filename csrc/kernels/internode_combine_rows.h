@@ -43,7 +43,7 @@ class NodeSums {
   using Scalar = typename Number::Scalar;
 
   /// @param request  as it came
-  /// @param shared   of the warp; what TokenSources found is lost
+  /// @param shared   shared memory of the warp; what TokenSources found is lost
   MOE_DEVICE NodeSums(const CombineParams& params,
                       const Rails& rails,
                       const TokenSources<true>& sources,
@@ -138,7 +138,7 @@ class NodeSums {
 template <typename Number, bool kReduces>
 class RailRequests {
  public:
-  /// @param shared  of the warp
+  /// @param shared  shared memory of the warp
   MOE_DEVICE RailRequests(const CombineParams& params,
                           const Rails& rails,
                           const layout::RailReply& reply,

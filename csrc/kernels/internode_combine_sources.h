@@ -106,8 +106,8 @@ class TokenSources {
     int64_t slot;
     int node_idx;
     int32_t idx;      ///< among the slots of its node in the chunk
-    int32_t row_idx;  ///< of the row that brings it, among those that the node sends
-    bool is_first;    ///< of its token on its node
+    int32_t row_idx;  ///< index of the row that brings it, among those that the node sends
+    bool is_first;    ///< whether it is the first of its token on its node
   };
 
   /// Counts the slots of a token, in order: requests and sums walk alike.
@@ -174,7 +174,7 @@ class TokenSources {
   }
 
   /// Finds addresses of a token's rows and weights; its chunk was counted.
-  /// @param place  of the chunk's replies
+  /// @param place  place of the chunk's replies
   MOE_DEVICE void find(int64_t token_idx, int64_t place) const {
 #pragma unroll 1
     for (int i = device::lane_idx(); i < params_.num_slots; i += device::kWarpSize) {

@@ -110,7 +110,7 @@ struct RankRequests {
   const int64_t* slots;
   const Scalar* weights;
 
-  /// @param sums  what the rank offers
+  /// @param sums  sums that the rank offers
   static MOE_DEVICE RankRequests of(const std::byte* sums) {
     const auto* const header = layout::RankSumsMap::header(sums);
     const int64_t num_tokens = device::load(&header->num_tokens);

@@ -19,7 +19,7 @@ struct RankRequestsParams {
   const int64_t* slots = nullptr;      ///< device [num_tokens, num_slots]
   const std::byte* weights = nullptr;  ///< device [num_tokens, num_slots], or null for none
   int32_t weight_bytes = 0;            ///< 4, or 8 with float64 rows
-  int32_t number_bytes = 4;            ///< of the type that rows are added in
+  int32_t number_bytes = 4;            ///< bytes of the type that rows are added in
   Offer rows;                          ///< see layout::RankSumsMap::Header
   std::byte* window = nullptr;         ///< heap: layout::RankSumsMap
 };

@@ -51,7 +51,7 @@ struct SharedOut {
   const int32_t* first_of_rank;  ///< Buffer::first_of_rank
   int32_t num_slots;
   int32_t rank_idx;
-  bool keeps_marks;   ///< of masks, which low latency goes by afterwards
+  bool keeps_marks;   ///< whether marks of masks stay, which low latency goes by afterwards
   int32_t* counts;    ///< Tables::counts, of logical experts
   std::byte* memory;  ///< shared, see ReplicaSharedMap
 };

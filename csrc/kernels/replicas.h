@@ -34,7 +34,7 @@ struct Replicas {
 /// a ring has entries, as sets are written before that of their epoch is known to be free.
 struct TokenSets {
   std::byte* base = nullptr;  ///< null for none: only rows by rank of replicas are counted so
-  Offer offer;                ///< of all places
+  Offer offer;                ///< offer of all places
   int64_t stride = 0;         ///< bytes of one
   int32_t num_nodes = 1;
   /// device [num_ranks, words of a set of 32 bits]: this rank's tokens that are bound for every

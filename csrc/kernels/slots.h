@@ -24,8 +24,8 @@ class SlotFinder {
 
   /// Writes the slots of a token to @p slots (shared, [num_slots]) and, where no handle has them
   /// already, to DispatchParams::slots.
-  /// @param is_first  of the warps that ask for this token: the others leave DispatchParams::slots,
-  ///   and of replicas Choices::topk_idx, which the first may read
+  /// @param is_first  Whether it is the first of the warps that ask for this token: the others
+  ///   leave DispatchParams::slots, and of replicas Choices::topk_idx, which the first may read
   /// @return whether there are any, the same on every lane; lanes may then read @p slots.
   MOE_DEVICE bool find(int64_t token_idx, int64_t* slots, bool is_first = true) const {
     const Choices& choices = params_.choices;
@@ -75,13 +75,13 @@ class SlotFinder {
   }
 
   struct ChosenReplica {
-    int32_t slot = -1;  ///< of an expert, -1 for none
+    int32_t slot = -1;  ///< slot of an expert, -1 for none
     int32_t place = 0;  ///< among this rank's rows there
   };
 
   /// Does what layout::choose_slots says: of this rank's choices of an expert, in order, the first
   /// go to its lowest slot, and so on.
-  /// @param entry  of Choices::topk_idx, which gets the slot that was chosen
+  /// @param entry  entry of Choices::topk_idx, which gets the slot that was chosen
   MOE_DEVICE ChosenReplica choose_replica(int64_t token_idx, int64_t entry, bool is_first) const {
     const Choices& choices = params_.choices;
     const layout::ReplicaTable& table = params_.replicas.table;
@@ -191,8 +191,8 @@ class SlotFinder {
   }
 
   /// Number of this rank's before it that are counted in the same column.
-  /// @param column  of the count matrix: an expert, or num_experts and a rank.
-  /// @param entry   of Choices::place_in_chunk
+  /// @param column  column of the count matrix: an expert, or num_experts and a rank.
+  /// @param entry   entry of Choices::place_in_chunk
   MOE_DEVICE int32_t place_of(int64_t token_idx, int64_t entry, int column) const {
     const Choices& choices = params_.choices;
     const int64_t chunk_idx = token_idx / choices.tokens_per_chunk;
@@ -201,8 +201,8 @@ class SlotFinder {
     return place;
   }
 
-  /// @param place   of the row, among those of this rank in the column
-  /// @param stream  of Tables::stream_starts
+  /// @param place   place of the row, among those of this rank in the column
+  /// @param stream  stream of Tables::stream_starts
   MOE_DEVICE int64_t pack(int32_t place, int column, int stream, int dst_rank) const {
     const int32_t num_kept = device::load(kept_ + column);
     if (place >= num_kept)

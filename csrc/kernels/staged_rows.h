@@ -141,8 +141,8 @@ class StagedRows {
   // Stages of the warp, in the block's shared memory.
   int32_t stages_;
   int32_t mbarriers_;
-  uint32_t bytes_ = 0;   ///< of the piece of a row that is loaded
-  int stage_idx_ = 0;    ///< of the piece that is taken next
+  uint32_t bytes_ = 0;   ///< bytes of the piece of a row that is loaded
+  int stage_idx_ = 0;    ///< stage of the piece that is taken next
   uint32_t parity_ = 1;  ///< 0 once every stage was filled
 };
 

@@ -23,7 +23,7 @@ MOE_DEVICE int32_t num_set_words(int64_t num_tokens) {
 /// Sets of one rank, in the heap.
 struct RankSets {
   uint32_t* words;
-  int32_t num_words;  ///< of a set
+  int32_t num_words;  ///< words of a set
 
   MOE_DEVICE uint32_t* of_set(int32_t set_idx) const { return words + set_idx * num_words; }
 };

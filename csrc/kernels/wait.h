@@ -17,7 +17,7 @@ namespace moe::kernels {
 struct WaitSite {
   layout::Phase phase = layout::Phase::kIdle;
   int32_t operation = 0;  ///< layout::Operation
-  uint64_t epoch = 0;     ///< of the operation that waits
+  uint64_t epoch = 0;     ///< epoch of the operation that waits
   /// Counts in WaitTotals; not where several threads wait for one rank at a time.
   bool counts_waits = true;
 };
