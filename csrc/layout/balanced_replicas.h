@@ -13,9 +13,9 @@ struct ReplicaTable {
   const int32_t* slot_rank = nullptr;     ///< [num_slots]
   const int32_t* slot_expert = nullptr;   ///< [num_slots], -1 for an empty one
   const int32_t* expert_begin = nullptr;  ///< [num_experts + 1], into expert_slots
-  const int32_t* expert_slots = nullptr;  ///< of every expert, ascending
+  const int32_t* expert_slots = nullptr;  ///< slots of every expert, ascending
   const int32_t* rank_begin = nullptr;    ///< [num_ranks + 1], into shared_slots
-  const int32_t* shared_slots = nullptr;  ///< of every rank, ascending: those of replicated experts
+  const int32_t* shared_slots = nullptr;  ///< slots of replicated experts on every rank, ascending
 };
 
 /// Accesses of a thread of the host to what it works on; kernels have their own.

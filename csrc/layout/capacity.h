@@ -31,7 +31,7 @@ std::vector<Overflow> find_overflows(const CountMatrix& asked,
 
 /// Error that every rank throws where more rows were asked for than a limit allows, else null:
 /// CapacityError under kRaise, InvalidArgument for low-latency.
-/// @param row_bytes  Of a row on arrival.
+/// @param row_bytes  Bytes of a row on arrival.
 std::exception_ptr find_overflow(const CountMatrix& asked,
                                  const Placement& placement,
                                  const Arrangement& arrangement,

@@ -14,12 +14,12 @@ namespace moe::layout {
 /// know it from the operation's arguments and the count matrix.
 struct InternodeRow {
   int64_t row_bytes = 0;
-  int64_t scale_bytes = 0;   ///< of all scale factors of a row
+  int64_t scale_bytes = 0;   ///< bytes of all scale factors of a row
   int64_t num_slots = 0;     ///< expert-major: choices of the source; rank-major: most ranks there
-  int64_t weight_bytes = 0;  ///< of the weights of all choices of a token
+  int64_t weight_bytes = 0;  ///< bytes of the weights of all choices of a token
   int64_t num_ids = 0;       ///< int32 expert ids: choices of the source where they are needed
 
-  /// @param num_local_ranks  Of a node.
+  /// @param num_local_ranks  Ranks of a node.
   /// @param with_ids  Rank-major with weights or ids; or column-major scale factors, which are
   ///   collected by expert.
   static InternodeRow make(RowLayout layout,
@@ -86,9 +86,10 @@ struct InternodeChunk {
 struct MessageId {
   static constexpr int64_t kChecksumBytes = 4;
 
-  uint64_t epoch = 0;        ///< of the operation
-  uint32_t src_rank = 0;     ///< in the communicator
-  uint32_t message_idx = 0;  ///< of those to that rank in the operation; 0 is the row
+  uint64_t epoch = 0;     ///< epoch of the operation
+  uint32_t src_rank = 0;  ///< in the communicator
+  /// Number of the message among those to that rank in the operation; 0 is the row.
+  uint32_t message_idx = 0;
 };
 static_assert(sizeof(MessageId) == 16);
 

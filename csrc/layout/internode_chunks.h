@@ -11,8 +11,9 @@ namespace moe::layout {
 struct InternodeCut {
   static constexpr int64_t kMostChunkBytes = int64_t{1} << 20;
   static constexpr int64_t kLeastChunkBytes = int64_t{64} << 10;
-  static constexpr int64_t kMostStagedBytes = int64_t{64} << 20;  ///< of a rank, each direction
-  static constexpr int64_t kChunksInFlight = 4;                   ///< to or from one node
+  /// Bytes of a rank, each direction.
+  static constexpr int64_t kMostStagedBytes = int64_t{64} << 20;
+  static constexpr int64_t kChunksInFlight = 4;  ///< to or from one node
 
   /// Bytes of a chunk: less where there are many nodes, because each has some in flight.
   static int64_t chunk_bytes(int num_nodes) {

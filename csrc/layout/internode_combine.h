@@ -12,7 +12,7 @@ namespace moe::layout {
 /// One row as it comes back to its source: its elements, then the weights pulled with it.
 struct PulledRow {
   int64_t row_bytes = 0;     ///< 0 when weights alone are pulled
-  int64_t weight_bytes = 0;  ///< of one; 0 for none
+  int64_t weight_bytes = 0;  ///< bytes of a weight; 0 for none
   int64_t num_weights = 0;   ///< with a row: 1, or (rank-major) the choices of a source's token
 
   int64_t weights_bytes() const { return num_weights * weight_bytes; }
@@ -74,16 +74,16 @@ inline int64_t internode_combine_bytes(int64_t num_wanted_rows,
 ///   weights.
 struct SumRequest {
   int64_t num_rows = 0;
-  int64_t weight_bytes = 0;  ///< of one: those of the type rows are added in
+  int64_t weight_bytes = 0;  ///< bytes of a weight: those of the type rows are added in
 
   int64_t weights_at() const { return num_rows * static_cast<int64_t>(sizeof(int64_t)); }
   int64_t bytes() const { return weights_at() + num_rows * weight_bytes; }
 };
 
 /// internode_combine_bytes() with node_reduction.
-/// @param wanted             What this rank asks for.
+/// @param wanted             Request of this rank.
 /// @param num_supplied_sums  Tokens of the other rank with rows on this node.
-/// @param num_supplied_rows  Those rows, each with its pulled weights.
+/// @param num_supplied_rows  Rows of those tokens on this node, each with its pulled weights.
 ///
 /// Example: bf16, hidden 4096, four rows of a token there: 48 bytes go out for 8192 that come back.
 inline int64_t internode_reduction_bytes(const SumRequest& wanted,

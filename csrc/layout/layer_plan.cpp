@@ -122,10 +122,10 @@ class LayerPlan {
 
  private:
   struct Rank {
-    double load = 0;  ///< of equal shares
+    double load = 0;  ///< load in equal shares
     int32_t num_filled = 0;
     int32_t component = 0;          ///< equal where copies connect ranks
-    int32_t last_expert = -1;       ///< that has copies
+    int32_t last_expert = -1;       ///< last expert that has copies
     int32_t last_node_expert = -1;  ///< likewise, of the node that begins with this rank
   };
 
@@ -351,7 +351,7 @@ class LayerPlan {
   double reluctance_;
   std::vector<int32_t> num_copies_;  ///< [num_experts]
   std::vector<double> share_;        ///< [num_experts]: load of each copy
-  SlotExperts slots_;                ///< of every rank the first Rank::num_filled are in use
+  SlotExperts slots_;  ///< experts of slots: of every rank the first Rank::num_filled are in use
   std::vector<Rank> ranks_;
   int num_components_ = 0;
   int64_t num_moves_ = 0;

@@ -11,7 +11,7 @@ namespace moe::layout {
 struct PlanRules {
   int num_experts = 0;
   int num_ranks = 0;
-  int num_slots = 0;       ///< of every rank; num_ranks * num_slots >= num_experts
+  int num_slots = 0;       ///< slots of every rank; num_ranks * num_slots >= num_experts
   int ranks_per_node = 0;  ///< divides num_ranks
   /// Load that a move of an expert to a rank must take off the largest one to be worth it.
   double move_price = 0;
@@ -42,7 +42,7 @@ struct LayerLoads {
 
   std::span<const double> loads;
   int num_ranks;
-  double mean;                    ///< of a rank
+  double mean;                    ///< mean load of a rank
   std::vector<int32_t> by_load;   ///< experts, those with most load first
   std::vector<uint8_t> held;      ///< [num_experts, num_ranks]: what is present, or empty
   std::vector<int32_t> num_held;  ///< [num_experts], or empty
@@ -61,7 +61,7 @@ struct LayerLoads {
 ///
 /// Example: 2 ranks of 2 slots, loads [6, 2, 2]: expert 0 has a slot on each, [0, 1, 0, 2].
 ///
-/// @param most_moves  Where more experts would move, the result is empty.
+/// @param most_moves  Most moves of experts; the result is empty if more would move.
 SlotExperts plan_layer(const PlanRules& rules,
                        const LayerLoads& layer,
                        double reluctance,

@@ -162,7 +162,7 @@ class LayerTrials {
   double load_of_row_;
   std::vector<int32_t> slot_rank_;
   std::vector<int64_t> rows_;                    ///< [kNumScatters, num_experts]
-  std::array<int64_t, kNumScatters> mean_rows_;  ///< of a rank
+  std::array<int64_t, kNumScatters> mean_rows_;  ///< mean number of rows of a rank
   std::vector<ScatterLoads> loads_;              ///< [num_experts]: the rows
 };
 
@@ -325,7 +325,7 @@ struct PlanAtALook {
 };
 
 /// A plan that goes by what lies where only in being more or less reluctant to move it.
-/// @param limit  Where such a plan costs more, the result may be empty.
+/// @param limit  Cost above which the result may be empty.
 PlanAtALook plan_reluctantly(const PlanRules& rules,
                              const LayerLoads& layer,
                              const LayerTrials& trials,

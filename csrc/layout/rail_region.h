@@ -40,8 +40,8 @@ struct RailRegion {
   int64_t areas_in = 0;
   int64_t bytes = 0;
 
-  /// @param area_bytes  for each remote node and direction, a multiple of 64
-  /// @param set_bytes   of the sets of a rank
+  /// @param area_bytes  bytes of an area, one for each remote node and direction; a multiple of 64
+  /// @param set_bytes   bytes of the sets of a rank
   MOE_HOST_DEVICE static RailRegion make(int num_nodes,
                                          int num_ranks,
                                          int num_experts,
@@ -121,7 +121,7 @@ struct RailRecord {
   int64_t weights_offset = 0;
   int64_t bytes = 0;
 
-  /// @param num_topk  of the rank that sends
+  /// @param num_topk  choices of a token on the rank that sends
   MOE_HOST_DEVICE static RailRecord make(RowLayout layout,
                                          int num_ranks,
                                          int64_t num_topk,
@@ -162,7 +162,7 @@ struct RailReply {
   struct Header {
     int32_t num_slots;
     int32_t num_rows;
-    int32_t place;  ///< of the reply
+    int32_t place;  ///< place of the reply
     int32_t weight_bytes;
   };
   static constexpr int64_t kHeaderBytes = sizeof(Header);
@@ -176,9 +176,9 @@ struct RailReply {
   int64_t replies_offset = 0;  ///< in an area
   int64_t num_windows = 0;     ///< 0 where an area is too small for one
 
-  /// @param num_slots     of a token, the most of any rank
-  /// @param pulled_bytes  of the weights that are pulled with a row, all of them
-  /// @param weight_bytes  of a weight that is applied, at most: with node_reduction it travels
+  /// @param num_slots     slots of a token, the most of any rank
+  /// @param pulled_bytes  bytes of the weights that are pulled with a row, all of them
+  /// @param weight_bytes  most bytes of a weight that is applied: with node_reduction it travels
   MOE_HOST_DEVICE static RailReply make(const RailRegion& region,
                                         int64_t tokens_per_chunk,
                                         int64_t num_slots,
@@ -209,7 +209,7 @@ struct RailReply {
   MOE_HOST_DEVICE int64_t reply_bytes(int64_t num_rows, int64_t num_requested) const {
     return num_rows * row_stride + num_requested * weights_stride;
   }
-  /// @param weight_bytes  of each weight in this request
+  /// @param weight_bytes  bytes of each weight in this request
   MOE_HOST_DEVICE static int64_t request_bytes(int64_t num_requested, int64_t weight_bytes = 0) {
     return kHeaderBytes + num_requested * (8 + weight_bytes);
   }
@@ -217,9 +217,9 @@ struct RailReply {
 
 /// The largest operation of a buffer across nodes: its memory between nodes cannot grow later.
 struct LargestOperation {
-  int64_t num_max_tokens = 0;  ///< of one rank; -1 where unknown
+  int64_t num_max_tokens = 0;  ///< most tokens of one rank; -1 where unknown
   int64_t num_max_topk = 0;    ///< 0 where unknown
-  int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 where unknown
+  int64_t max_row_bytes = 0;   ///< most bytes of a row with its scale factors; 0 where unknown
   /// A node sends sums of rows to the others, one for a token.
   bool node_reduction = false;
   /// Experts with several slots at most, where RANK_MAJOR balances them.
@@ -228,7 +228,7 @@ struct LargestOperation {
 
 /// The rail region of a buffer on every rank. An area holds all rows of a dispatch, or the requests
 /// of a combine and some replies.
-/// @param depth  Of the ring of a buffer.
+/// @param depth  Entries of the ring of a buffer.
 /// @throws InvalidArgument  something about the largest operation is unknown.
 ///
 /// Example: 16 ranks, 8 a node, 256 experts, depth 4, 4096 tokens, top-8, rows of 14336 + 896

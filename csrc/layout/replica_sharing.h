@@ -17,7 +17,7 @@ struct ReplicaSharing {
   ReplicaTable table;
   int32_t num_experts;
   int32_t num_slots;
-  int32_t num_local_ranks;   ///< of a node, consecutive ones
+  int32_t num_local_ranks;   ///< ranks of a node, consecutive ones
   const uint8_t* is_masked;  ///< [num_ranks]
   int64_t* slot_rows;        ///< [num_slots], zero
   /// [num_ranks, num_experts]: the choices of every rank; used up.

@@ -82,7 +82,7 @@ class Sharing {
   CountMatrix& counts_;
   int num_ranks_;
   std::vector<uint8_t> is_masked_;
-  std::vector<int64_t> rows_;     ///< of every slot
+  std::vector<int64_t> rows_;     ///< rows of every slot
   std::vector<int32_t> logical_;  ///< [num_ranks, num_experts]
   ReplicaSharing<HostMemory> sharing_;
 };

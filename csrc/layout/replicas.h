@@ -16,7 +16,7 @@ namespace moe::layout {
 /// Example: 2 ranks have expert 0 in slots 0 and 1. Rank 0 chooses it 5 times, rank 1 never: slots
 /// 0 and 1 get 3 and 2 rows, rank 0's first three choices and the others.
 struct Replicas {
-  int num_local_ranks = 1;  ///< of a node, consecutive ones
+  int num_local_ranks = 1;  ///< ranks of a node, consecutive ones
   ReplicaSlots slots;
   std::vector<int32_t> shared_experts;  ///< those with several slots, ascending
   std::vector<int32_t> set_of_expert;   ///< [num_experts], see TokenSetMap
@@ -40,7 +40,7 @@ inline int num_ids(const Replicas* replicas, const Placement& placement) {
 void share_rows(const Replicas& replicas, const Placement& placement, CountMatrix* counts);
 
 /// The slots of one rank's choices, in order of tokens.
-/// @param counts  What share_rows() made of this rank's counts.
+/// @param counts  Counts of this rank as share_rows() has made them.
 std::vector<int64_t> choose_slots(const int64_t* topk_idx,
                                   int64_t num_choices,
                                   const Replicas& replicas,

@@ -87,16 +87,16 @@ struct OperationArguments {
   int32_t operation = 0;
   int32_t layout = 0;
   int32_t expert_alignment = 0;
-  int32_t dtype = 0;         ///< of the rows as the caller has them
+  int32_t dtype = 0;         ///< type of the rows as the caller has them
   int64_t row_bytes = 0;     ///< on the wire; 0 when no rows move
   int32_t weight_bytes = 0;  ///< per weight that travels with rows or is pulled; 0 for none
   int32_t quantization = 0;  ///< code of the format and its scale factors, 0 for none
   int32_t num_scales = 0;    ///< scale factors that travel with a row
-  int32_t scale_bytes = 0;   ///< of one
+  int32_t scale_bytes = 0;   ///< bytes of a scale factor
   int32_t on_overflow = 0;
   int32_t gradients = 0;         ///< GradientWord
   int64_t expert_capacity = -1;  ///< most rows of one expert; -1 for no limit
-  uint64_t plan_hash = 0;        ///< of the handle, see ops::PlanHeader; 0 without one
+  uint64_t plan_hash = 0;        ///< hash of the handle's plan, see ops::PlanHeader; 0 without one
 
   /// Calls @p say with the name and value of every further option that says something, for the
   /// text in which ranks disagree: the words of moe_comm/ep/options.py.

@@ -12,7 +12,7 @@ namespace moe::layout {
 struct StridedBytes {
   static constexpr int kMaxDims = 8;
 
-  int64_t bytes = 0;      ///< of all runs
+  int64_t bytes = 0;      ///< bytes of all runs
   int64_t run_bytes = 0;  ///< adjacent; `bytes` when there are no dimensions
   int32_t num_dims = 0;
   int64_t sizes[kMaxDims] = {};    ///< outermost first, each > 1
@@ -36,8 +36,8 @@ struct StridedBytes {
   bool may_overlap() const;
 };
 
-/// @param sizes    Of every dimension, outermost first.
-/// @param strides  In elements, each >= 0.
+/// @param sizes    Size of every dimension, outermost first.
+/// @param strides  Stride of every dimension in elements, each >= 0.
 /// @throws InvalidArgument  more than kMaxDims dimensions are left when adjacent ones are merged.
 StridedBytes make_strided(const int64_t* sizes,
                           const int64_t* strides,

@@ -217,7 +217,7 @@ class Binding {
   const Placement& placement_;
   const int32_t* counts_;
   std::vector<uint64_t> bound_;     ///< [num_ranks, num_words]
-  std::span<const int32_t> slots_;  ///< of the expert
+  std::span<const int32_t> slots_;  ///< slots of the expert
   size_t at_ = 0;                   ///< the slot that choices go to, and how many it still has
   int64_t left_ = 0;
 };

@@ -22,7 +22,7 @@ namespace moe::layout {
 struct TokenSetMap {
   int64_t num_ranks = 0;
   int64_t num_shared = 0;
-  int64_t num_words = 0;  ///< of a set
+  int64_t num_words = 0;  ///< words of a set
 
   static TokenSetMap make(const Replicas& replicas, const Placement& placement, int64_t num_tokens);
   MOE_HOST_DEVICE static int64_t words_of(int64_t num_tokens) { return (num_tokens + 63) / 64; }
@@ -74,7 +74,8 @@ int64_t count_choices(const int64_t* topk_idx,
 
 /// Says in one rank's counts how many of its tokens are bound for every rank. Sets may be anything.
 /// @param sets    See TokenSetMap; of a size that may be.
-/// @param counts  What share_rows() made of this rank's counts; those of ranks are overwritten.
+/// @param counts  Counts of this rank as share_rows() has made them; those of ranks are
+///   overwritten.
 /// @return whether the sets can be of the choices that were counted.
 bool count_tokens(const std::vector<uint64_t>& sets,
                   const TokenSetMap& map,

@@ -26,9 +26,10 @@ struct WireFormat {
   std::string_view dtype;    ///< torch's name of what the elements are stored as
   int32_t element_bits = 8;  ///< a byte, of which a row has whole ones, holds 8 / element_bits
   int32_t block = 0;         ///< channels that share a scale factor; the last block may be shorter
-  float least_amax = 0;      ///< what a smaller greatest magnitude of a block counts as
-  bool packs_exponents = false;            ///< kUe8m0: four to an int32, block 0 lowest
-  std::vector<ScaleFormat> scale_formats;  ///< that go with it, the default first
+  float least_amax = 0;      ///< least value that the greatest magnitude of a block counts as
+  bool packs_exponents = false;  ///< kUe8m0: four to an int32, block 0 lowest
+  /// Formats of scale factors that go with it, the default first.
+  std::vector<ScaleFormat> scale_formats;
 
   int64_t row_bytes(int64_t hidden) const { return (hidden * element_bits + 7) / 8; }
   bool is_packed(ScaleFormat scale) const {
