@@ -28,7 +28,7 @@ Version built_version();
 
 /// Loads NVSHMEM's host library; nothing of it is needed before. Once a process: later calls name
 /// the same file. Initializes nothing and needs no driver.
-/// @param path  Of libnvshmem_host.so.3, or its name alone for the system's search.
+/// @param path  Path of libnvshmem_host.so.3, or its name alone for the system's search.
 /// @throws NvshmemError  it is not there, or is of another version than kernels were linked with:
 ///   host and device code of NVSHMEM share data whose shape is theirs alone.
 Version load_host_library(const std::string& path);

@@ -21,7 +21,7 @@ class RegionPool {
   std::string describe(int64_t wanted_bytes) const;
 
   /// The region that every rank takes, or kNone where all have to make one.
-  /// @param said  By rank, what describe() gave there.
+  /// @param said  Text that describe() gave on each rank, by rank.
   /// @throws InvalidArgument  ranks want different numbers of bytes, or have made different
   ///   regions.
   static int choose(const std::vector<std::string>& said);
