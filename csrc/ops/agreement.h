@@ -21,7 +21,7 @@ struct RowMessage {
   const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
   Offer offer;
   Offer weights_offer;              ///< or of sets of tokens, see layout::Row
-  const std::byte* sets = nullptr;  ///< what is offered there
+  const std::byte* sets = nullptr;  ///< sets that are offered there
   layout::RowStatus status = layout::RowStatus::kOk;
   std::string message;  ///< status not kOk: what is wrong, with both values
   uint64_t needed_bytes = 0;
@@ -39,8 +39,8 @@ struct RankProblem {
 /// Text for check_same_config() of what ranks must configure alike, by name.
 std::string config_text(const std::vector<std::pair<std::string, std::string>>& config);
 
-/// @param noun          Of what is configured.
-/// @param payloads      [num_ranks], what every rank says: config_text() behind @p header_bytes, ""
+/// @param noun          Name of what is configured.
+/// @param payloads      Text of every rank, [num_ranks]: config_text() behind @p header_bytes, ""
 ///   of ranks that are excluded.
 /// @throws InvalidArgument  "ranks configure the buffer differently: hidden is 64 on rank 0 and 32
 ///   on rank 1".

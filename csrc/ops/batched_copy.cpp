@@ -31,8 +31,8 @@ int64_t default_slot_bytes(int num_ranks, int num_slots) {
 /// Introduction of a rank's end when it is made.
 struct Introduction {
   Offer workspace;
-  uint64_t needed_bytes;  ///< that its heap cannot hold; what is wrong follows. 0 where it can,
-                          ///< then its configuration follows
+  uint64_t needed_bytes;  ///< bytes that its heap cannot hold; what is wrong follows. 0 where it
+                          ///< can, then its configuration follows
   uint64_t available_bytes;
 };
 

@@ -46,7 +46,7 @@ class BufferBase : public group::Recoverable {
   bool become_destroyed() { return !is_destroyed_.exchange(true); }
   /// Tells peers, and gives the control area back once they all did. Where there is none, or that
   /// of the peers is not known, nobody hears anything.
-  /// @param windows      Of the control area.
+  /// @param windows      Windows of the control area.
   /// @param closed_word  closed_word(owner, rank): the word of @p rank in the area of @p owner, one
   ///   of which is this rank; null where nobody writes there.
   template <typename ClosedWord>

@@ -39,7 +39,7 @@ struct RemainingOperation {
   uint64_t epoch = 0;
   bool is_epoch_known = true;
   layout::Phase step = layout::Phase::kData;
-  std::vector<std::shared_ptr<Window>> offered;  ///< what peers may still touch
+  std::vector<std::shared_ptr<Window>> offered;  ///< windows that peers may still touch
 };
 
 /// Common part of every operation of a buffer, on every engine: its epoch, its trace, and an end
@@ -144,7 +144,7 @@ class BufferOperation {
   BufferBase& buffer_;
   bool is_open_ = true;
   bool is_epoch_known_ = true;
-  std::vector<group::TraceRecord> early_records_;  ///< of before the epoch was known
+  std::vector<group::TraceRecord> early_records_;  ///< records from before the epoch was known
   const char* phase_ = "prepare";
 };
 

@@ -22,14 +22,14 @@ struct CombineOptions {
 struct CombineParams : CombineOptions {
   const std::byte* x = nullptr;    ///< [M, row_bytes]; null to pull weights only
   bool has_rows = false;           ///< whether rows move; x may be null when M is 0
-  DType dtype = DType::kBFloat16;  ///< of x
+  DType dtype = DType::kBFloat16;  ///< type of x
   int64_t hidden = 0;
   const std::byte* weights = nullptr;  ///< [num_tokens, num_topk], applied while adding, or null
-  int32_t weight_bytes = 0;            ///< of `weights`: 4, 8, or 0
+  int32_t weight_bytes = 0;            ///< bytes of a weight in `weights`: 4, 8, or 0
   const std::byte* row_weights = nullptr;   ///< [M] or [M, num_recv_topk], pulled
   int32_t row_weight_bytes = 0;             ///< 4, 8, or 0 when none are pulled
   std::byte* out = nullptr;                 ///< [num_tokens, row_bytes], or null
-  std::shared_ptr<const PlanHeader> plan;   ///< of the endpoint's own kind
+  std::shared_ptr<const PlanHeader> plan;   ///< plan of the endpoint's own kind
   std::shared_ptr<const void> caller_mark;  ///< as in DispatchParams
 };
 

@@ -55,7 +55,7 @@ struct SumsWindow {
 SumsWindow sums_window(const CombineParams& params);
 
 /// Says where sums and pulled weights lie.
-/// @param base  Of the memory that sums_window() lays out; null where it has no bytes.
+/// @param base  Address of the memory that sums_window() lays out; null where it has no bytes.
 void point_into_sums(const CombineParams& params, std::byte* base, CombineOutcome* outcome);
 
 }  // namespace moe::ops

@@ -93,8 +93,8 @@ class CombineSteps {
   Exchange& exchange_;
   int64_t row_bytes_;
   SumsWindow sums_window_;
-  std::vector<std::shared_ptr<Window>> copied_in_;  ///< what peers pull from
-  std::shared_ptr<Window> window_;                  ///< of sums and pulled weights
+  std::vector<std::shared_ptr<Window>> copied_in_;  ///< windows that peers pull from
+  std::shared_ptr<Window> window_;                  ///< window of sums and pulled weights
   CombineOutcome outcome_;
 
  private:

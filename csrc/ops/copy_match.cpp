@@ -218,7 +218,7 @@ void CopyRun::route_outgoing(PreparedCopies& prepared, const std::vector<uint32_
 }
 
 /// Fills in what goes through slots: bytes that several peers receive once, to all of them.
-/// @param sends  In the order of PreparedCopies::by_address().
+/// @param sends  Sends through slots, in the order of PreparedCopies::by_address().
 void CopyRun::route_slots(PreparedCopies& prepared,
                           const std::vector<uint32_t>& entry_of,
                           const std::vector<uint32_t>& sends) {

@@ -15,7 +15,7 @@ constexpr int64_t kDirectPartBytes = int64_t{1} << 20;
 
 /// A stream through slots: of this rank to those that read them, or of a peer to this rank.
 struct CopyRun::Channel {
-  const std::vector<int>& peers;  ///< that read them; or the one that fills them
+  const std::vector<int>& peers;  ///< peers that read them; or the one that fills them
   bool is_outgoing;
   const CopyStream& stream;
   layout::CopySlots slots;
@@ -29,7 +29,7 @@ struct CopyRun::Channel {
 /// Part that is copied between two looks around: a slot of a channel, or of the direct stream.
 struct CopyRun::Part {
   Channel* channel = nullptr;  ///< null for a part of the direct stream
-  int64_t idx = 0;             ///< of the slot in its stream, or of the part
+  int64_t idx = 0;             ///< number of the slot in its stream, or of the part
 };
 
 std::vector<CopyRun::Channel> CopyRun::open_channels(const PreparedCopies::Route& route) {

@@ -93,7 +93,7 @@ class CopyRun : public BufferOperation {
   std::vector<layout::CopyRow> rows_;         ///< [num_ranks], private copies
   /// [num_ranks], slots that peers fill for this rank.
   std::vector<std::vector<layout::OfferedSlots>> offered_here_;
-  std::vector<const Window*> own_slots_;  ///< of each outgoing stream
+  std::vector<const Window*> own_slots_;  ///< windows with the slots of each outgoing stream
 };
 
 }  // namespace moe::ops

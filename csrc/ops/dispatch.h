@@ -57,8 +57,8 @@ struct DispatchParams : DispatchOptions {
   bool is_quantized_here = false;
   cpu::RowQuantization row_quantization;
   int64_t num_scales = 0;             ///< per row, as they travel
-  int32_t scale_bytes = 0;            ///< of one
-  const std::byte* scales = nullptr;  ///< of rows that are quantized already
+  int32_t scale_bytes = 0;            ///< bytes of a scale factor
+  const std::byte* scales = nullptr;  ///< scale factors of rows that are quantized already
   int64_t scale_row_stride = 0;       ///< bytes from a row's scale factors to the next row's
   int64_t scale_step = 0;             ///< bytes from a scale factor to the next
 
@@ -93,7 +93,7 @@ struct DispatchOutcome {
   layout::ScaleMap scale_map;
   int32_t gradients = 0;                   ///< layout::GradientWord: what the ranks say, united
   std::vector<int64_t> waited_ns;          ///< [num_ranks]; DeferredJoin::waited_ns() comes on top
-  std::shared_ptr<const PlanHeader> plan;  ///< of the endpoint's own kind
+  std::shared_ptr<const PlanHeader> plan;  ///< plan of the endpoint's own kind
   /// Waits for the words of the ranks where the caller is a stream and the host has not heard them.
   /// Null where it has heard.
   std::shared_ptr<DeferredJoin> verdict;

@@ -30,9 +30,10 @@ std::vector<layout::ReceiveWindow> lay_out_windows(const layout::CountMatrix& co
 
 /// Findings of every rank in the counts of an uncached dispatch.
 struct JudgedCounts {
-  std::exception_ptr overflow;  ///< what every rank throws, and then nothing of the rest; else null
+  /// Error that every rank throws, and then nothing of the rest; else null.
+  std::exception_ptr overflow;
   layout::CountMatrix kept;
-  AskedRows asked;  ///< of this rank
+  AskedRows asked;  ///< rows of this rank
 };
 
 JudgedCounts judge_counts(layout::CountMatrix asked,
@@ -51,7 +52,7 @@ std::vector<int> find_short_ranks(const std::vector<layout::ReceiveWindow>& wind
                                   const group::Group& group);
 
 /// Error that every rank throws where a second offer is too small, else null.
-/// @param seconds  Of @p short_ranks, in their order.
+/// @param seconds  Second offers of @p short_ranks, in their order.
 std::exception_ptr find_shortage(const std::vector<int>& short_ranks,
                                  const std::vector<layout::SecondOffer>& seconds,
                                  const std::vector<layout::ReceiveWindow>& windows,

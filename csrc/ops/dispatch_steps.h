@@ -84,8 +84,8 @@ class DispatchSteps {
   layout::Arrangement arrangement_;
   DispatchOutcome outcome_;
   std::shared_ptr<const Plan> plan_;
-  std::shared_ptr<Window> window_;  ///< of this rank; null where it receives nothing
-  std::vector<Offer> offers_;       ///< of every rank; a second offer replaces the first
+  std::shared_ptr<Window> window_;  ///< window of this rank; null where it receives nothing
+  std::vector<Offer> offers_;       ///< offers of every rank; a second offer replaces the first
   std::vector<layout::ReceiveWindow> windows_;
 
  private:

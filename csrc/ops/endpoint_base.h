@@ -22,20 +22,20 @@ namespace moe::ops {
 
 struct EndpointConfig {
   int num_experts = 0;
-  int64_t num_max_tokens = 0;  ///< of one rank; 0 for any
+  int64_t num_max_tokens = 0;  ///< most tokens of one rank; 0 for any
   int64_t num_max_topk = 0;    ///< choices of a token; 0 for any
-  int64_t max_row_bytes = 0;   ///< of a row with its scale factors; 0 for any
+  int64_t max_row_bytes = 0;   ///< most bytes of a row with its scale factors; 0 for any
   int64_t hidden = 0;          ///< elements of a row; 0 for any
-  int32_t row_type = 0;        ///< of an element, see dlpack_type(); 0 for any
+  int32_t row_type = 0;        ///< type of an element, see dlpack_type(); 0 for any
   std::vector<int32_t> expert_rank;
-  int depth = 0;                    ///< of the ring
-  int num_low_latency_windows = 2;  ///< of a device; see WindowRing
+  int depth = 0;                    ///< depth of the ring
+  int num_low_latency_windows = 2;  ///< windows of a device; see WindowRing
   /// Rows are added on the node they lie on before they cross; see docs/nodes.md.
   bool node_reduction = false;
   /// The same on the rank they lie on; see docs/gpu.md. Of ranks of one node.
   bool rank_reduction = false;
   bool balances_replicas = false;  ///< choices may be of logical experts, see balance_replicas()
-  std::string isa;               ///< of row kernels on the CPU; empty for the best of this machine
+  std::string isa;  ///< name of the row kernels on the CPU; empty for the best of this machine
   std::shared_ptr<Rail> rail;    ///< between nodes; null for the communicator's own sockets
   bool checks_messages = false;  ///< between nodes; see layout::MessageId
   /// Everything that must be equal on every rank, as (name, value); compared when it is made.
@@ -146,7 +146,7 @@ class EndpointBase : public BufferBase {
   EndpointBase(std::shared_ptr<group::Group> group, EndpointConfig config);
 
   /// Makes the control area, a ring of @p depth entries, and finds those of all peers. Collective.
-  /// @param extra  Of one size on every rank.
+  /// @param extra  Text to exchange, of one size on every rank.
   /// @return what every rank gave as @p extra, "" for excluded ranks.
   /// @throws InvalidArgument  configurations differ; names both values, on every rank.
   std::vector<std::string> connect(int depth,

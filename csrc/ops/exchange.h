@@ -47,7 +47,7 @@ class Exchange : public BufferOperation {
   static constexpr bool kMayDefer = false;
 
   /// See layout::count_tokens(): those of every rank, from the sets that it offered with its row.
-  /// @param own_sets  Of this rank.
+  /// @param own_sets  Sets of this rank.
   void count_tokens(const std::vector<uint64_t>& own_sets,
                     const layout::Replicas& replicas,
                     Rows* rows);
@@ -129,7 +129,7 @@ class Exchange : public BufferOperation {
   }
 
   void await_reuse();
-  size_t count_bytes() const;  ///< of a row of the count matrix
+  size_t count_bytes() const;  ///< bytes of a row of the count matrix
   void check_closed();
   void exchange_rejection(const RowMessage& row) override;
   /// Shows peers that this rank waits for a flag of @p peer_rank.
@@ -145,9 +145,9 @@ class Exchange : public BufferOperation {
   template <typename IsMissing>
   group::WaitLadder ladder_for(const IsMissing& is_missing);
   /// Waits for what a peer that has entered does in the operation of @p epoch, until @p ready().
-  /// @param shown_phase  Of the flag, for peers that ask whom this rank waits for.
+  /// @param shown_phase  Phase of the flag, for peers that ask whom this rank waits for.
   /// @param has_moved  Whether the peer has shown progress since it was asked last.
-  /// @param limit_ns   How long it may show none.
+  /// @param limit_ns   Returns how long it may show none.
   template <typename Ready, typename HasMoved, typename Limit>
   void await_part(int peer_rank,
                   layout::Phase shown_phase,

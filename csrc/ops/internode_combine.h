@@ -27,7 +27,8 @@ struct Addition {
   int64_t hidden = 0;
   /// [num_tokens, num_topk], of the type rows are added in; null where none are applied.
   const std::byte* weights = nullptr;
-  int64_t weight_bytes = 0;  ///< that travel with a request: 0 for rank-major, where none can be
+  /// Bytes of the weight that travels with a request: 0 for rank-major, where none can be.
+  int64_t weight_bytes = 0;
 };
 
 /// Part of one combine that crosses nodes, for one rank.
@@ -44,8 +45,8 @@ struct Addition {
 /// adds them into a row of the chunk.
 class InternodeCombine {
  public:
-  /// @param bases     Of the ranks of this node; outlives this.
-  /// @param addition  With EpConfig.node_reduction, where rows are pulled.
+  /// @param bases     Addresses on the ranks of this node; outlives this.
+  /// @param addition  Sums to make with EpConfig.node_reduction, if rows are pulled.
   InternodeCombine(Endpoint& endpoint,
                    const Plan& plan,
                    Exchange& exchange,
@@ -86,11 +87,12 @@ class InternodeCombine {
   struct NodeRequest {
     int64_t num_requested = 0;
     layout::PullChunks chunks;
-    std::vector<int64_t> first_request;  ///< of every sum, then the end; empty without an Addition
-    int64_t num_asked_chunks = 0;        ///< whose transfers have been started
-    int64_t num_here = 0;                ///< rows that have arrived
-    int64_t num_passed = 0;              ///< rows of tokens that were handed on
-    int64_t num_passed_chunks = 0;       ///< no longer kept
+    /// First request of every sum, then the end; empty without an Addition.
+    std::vector<int64_t> first_request;
+    int64_t num_asked_chunks = 0;   ///< chunks whose transfers have been started
+    int64_t num_here = 0;           ///< rows that have arrived
+    int64_t num_passed = 0;         ///< rows of tokens that were handed on
+    int64_t num_passed_chunks = 0;  ///< no longer kept
     std::deque<Chunk> kept;
   };
   /// Rows on this node that the rail's rank on another node wants.
@@ -157,7 +159,7 @@ class InternodeCombine {
   const layout::PulledRow pulled_;
   const PullBases& bases_;
   const std::optional<Addition> addition_;
-  std::vector<Requested> requested_;  ///< of every slot on another node
+  std::vector<Requested> requested_;  ///< request and row of every slot on another node
   std::vector<NodeRequest> wanted_;   ///< by node
   std::vector<PendingRows> pending_;  ///< other nodes that take part
   int64_t num_passed_tokens_ = 0;

@@ -38,7 +38,7 @@ class InternodeDispatch {
   struct Departure {
     int node_idx = 0;
     std::vector<int64_t> tokens;
-    size_t next = 0;  ///< of tokens
+    size_t next = 0;  ///< next of `tokens`
     std::deque<Relay::Transfer> in_flight;
   };
   /// Rows of a rank of another node for this one.
@@ -93,7 +93,7 @@ class InternodeDispatch {
   layout::InternodeRow own_row_;
   int64_t rows_per_chunk_;
   std::vector<int64_t> num_window_rows_;  ///< [num_ranks]
-  std::vector<int64_t> local_slots_;      ///< of the plan, without those of other nodes
+  std::vector<int64_t> local_slots_;      ///< slots of the plan, without those of other nodes
   RowWriter local_writer_;
   int64_t next_local_ = 0;
   bool is_written_ = false;

@@ -17,7 +17,7 @@ class PieceChecksums {
 
   /// Checksums of all pieces, in their order. One that some of @p sent has hashed where it lies, as
   /// it was sent, is not read again.
-  /// @param num_threads  That read, the caller included.
+  /// @param num_threads  Threads that read, the caller included.
   std::vector<uint64_t> compute(const std::vector<std::shared_ptr<PreparedCopies>>& sent,
                                 int num_threads) const;
 
@@ -41,8 +41,8 @@ class PieceChecksums {
   std::vector<uint64_t> of_blocks(int64_t block_bytes, const uint64_t* sums) const;
 
   /// Copies blocks of pieces [@p first, @p end), one behind the other, to @p packed or from there.
-  /// @param wanted  Which, of the blocks of these pieces in order.
-  /// @param packed_bytes  Of all of them. @throws InvalidArgument
+  /// @param wanted  Mask of the blocks of these pieces, in order.
+  /// @param packed_bytes  Bytes of all of them. @throws InvalidArgument
   void move_blocks(size_t first,
                    size_t end,
                    int64_t block_bytes,
@@ -63,7 +63,7 @@ class PieceChecksums {
 
   std::vector<CopyItem> pieces_;
   std::shared_ptr<void> owner_;
-  int64_t bytes_ = 0;  ///< of all pieces
+  int64_t bytes_ = 0;  ///< bytes of all pieces
 };
 
 }  // namespace moe::ops

@@ -26,9 +26,9 @@ struct PlanHeader {
   int64_t num_topk = 0;           ///< choices per token of this rank
   int64_t num_recv_topk = 0;      ///< the most of any rank
   int64_t num_slots = 0;          ///< slots per token, see layout::assign_slots
-  layout::CountMatrix counts;     ///< what was kept; equal on every rank
-  layout::ReceivedRows received;  ///< what this rank receives
-  AskedRows asked;                ///< what it would receive if nothing were dropped
+  layout::CountMatrix counts;     ///< rows that were kept; equal on every rank
+  layout::ReceivedRows received;  ///< rows that this rank receives
+  AskedRows asked;                ///< rows that it would receive if nothing were dropped
   /// Equal on every rank for one dispatch: of its counts, or of its epoch where handles come before
   /// those.
   uint64_t hash = 0;

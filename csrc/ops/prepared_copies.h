@@ -56,7 +56,7 @@ class PreparedCopies {
   const std::vector<uint32_t>& by_address() const { return by_address_; }
 
   /// Makes the table of receives in @p memory. @throws CapacityError
-  /// @param number  Of this table among all of its rank.
+  /// @param number  Number of this table among all of its rank.
   void make_table(SymmetricMemory& memory, uint64_t number);
   /// Returns whether there is a table, which knows all of @p memory that is shared by now.
   bool has_table(const SymmetricMemory& memory) const {
@@ -101,14 +101,14 @@ class PreparedCopies {
 
   /// Bytes that go through the same slots, to one peer or to several.
   struct SlotStream {
-    std::vector<int> peers;  ///< that receive them, ascending; or the one that sends them
+    std::vector<int> peers;  ///< peers that receive them, ascending; or the one that sends them
     CopyStream stream;
-    int64_t num_entries = 0;  ///< of each receiver
+    int64_t num_entries = 0;  ///< entries of each receiver
   };
 
   /// Moves of a run, worked out from this rank's items and its peers' tables.
   struct Route {
-    std::vector<uint64_t> numbers;  ///< of every rank's prepared copies; empty for no route
+    std::vector<uint64_t> numbers;  ///< numbers of every rank's prepared copies; empty for no route
     std::vector<std::vector<uint32_t>> order;  ///< [num_ranks], see ReceiveTable
     std::deque<layout::StridedBytes> peer_shapes;
     CopyStream direct;  ///< in place at peers, and within this rank

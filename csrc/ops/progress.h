@@ -65,7 +65,7 @@ class Pending {
  private:
   std::mutex mutex_;
   std::condition_variable end_;
-  std::atomic<bool> is_complete_ = false;  ///< what is below it changes no more
+  std::atomic<bool> is_complete_ = false;  ///< whether what is below it changes no more
   std::optional<Outcome> outcome_;
   std::exception_ptr error_;
 };

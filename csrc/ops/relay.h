@@ -34,7 +34,7 @@ class Relay {
   /// Sends this rank's row, an image of Row::stride() bytes, and asks for those of the rail. Of one
   /// operation the first messages. A row that offers sets of tokens is followed by them; the ranks
   /// of a node find them on the one that relays the row, which offers them in its place.
-  /// @param sets  What the row offers, or null.
+  /// @param sets  Sets that the row offers, or null.
   void exchange_row(const std::byte* image, const std::byte* sets);
   /// Before that: checks sets that arrive against their row, before any rank of this node sees it.
   void check_sets_by(const layout::Replicas& replicas) { replicas_ = &replicas; }
@@ -79,7 +79,7 @@ class Relay {
     Transfer transfer;
     Rail::Buffer buffer;
     bool is_row;        ///< else a second offer
-    Rail::Buffer sets;  ///< what moves then: of the row in `buffer`; or null
+    Rail::Buffer sets;  ///< sets of the row in `buffer`, which move then; or null
   };
   struct Outgoing {
     int node_idx;

@@ -36,7 +36,8 @@ struct SlotTable {
 /// Windows that rows arrive in, [num_ranks] each, and whether expert ids travel with them.
 struct RowTargets {
   const std::vector<layout::ReceiveWindow>& windows;
-  const std::vector<std::byte*>& bases;  ///< of the windows; null where this rank writes no row
+  /// Addresses of the windows; null where this rank writes no row.
+  const std::vector<std::byte*>& bases;
   bool with_topk_idx;
 };
 
@@ -61,8 +62,9 @@ class RowWriter {
   struct Scratch {
     std::vector<std::byte*> places;
     std::vector<std::byte> scales;
-    std::optional<cpu::ScaleRowStage> scale_rows;        ///< of large calls
-    std::optional<cpu::ScaleColumnStage> scale_columns;  ///< of large calls, if column-major
+    std::optional<cpu::ScaleRowStage> scale_rows;  ///< scale factors of large calls
+    /// Scale factors of large calls, if column-major.
+    std::optional<cpu::ScaleColumnStage> scale_columns;
   };
 
   void write_tokens(int64_t begin, int64_t end, bool is_first, cpu::StoreMode mode);
