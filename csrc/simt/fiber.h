@@ -90,7 +90,7 @@ class StackPool {
   size_t stack_bytes_;
   size_t page_bytes_;
   std::vector<Slab> slabs_;
-  int num_taken_ = 0;  ///< of the last slab
+  int num_taken_ = 0;  ///< stacks taken of the last slab
 };
 
 }  // namespace moe::simt

@@ -40,8 +40,8 @@ class Stream {
 };
 
 constexpr int kWarpSize = 32;
-constexpr int kMaxThreads = 1024;            ///< of a block
-constexpr int kMaxSharedBytes = 227 * 1024;  ///< of a block
+constexpr int kMaxThreads = 1024;            ///< threads of a block
+constexpr int kMaxSharedBytes = 227 * 1024;  ///< bytes of a block
 
 enum class WarpOperation : uint8_t { kNone, kSync, kShuffle, kBallot, kMatch };
 
@@ -51,7 +51,7 @@ struct Warp {
   struct Value {
     uint64_t words[2];
   };
-  WarpOperation operation = WarpOperation::kNone;  ///< of the rendezvous that runs
+  WarpOperation operation = WarpOperation::kNone;  ///< operation of the rendezvous that runs
   uint32_t present = 0;                            ///< lanes that wait
   uint32_t returned = 0;                           ///< lanes whose kernel has ended
   int fibers[kWarpSize];

@@ -166,7 +166,7 @@ class Scheduler {
   uint64_t num_switches_ = 0;
   bool is_cancelling_ = false;
   std::exception_ptr error_;
-  void* exception_globals_ = nullptr;  ///< of the OS thread in run()
+  void* exception_globals_ = nullptr;  ///< exception globals of the OS thread in run()
 };
 
 }  // namespace moe::simt

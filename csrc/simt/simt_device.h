@@ -23,8 +23,8 @@ class SimtDevice final : public runtime::Device {
  public:
   static constexpr int kNumSms = 4;
 
-  /// @param rank_idx  for reports of what kernels do wrong; -1 where there is one rank only.
-  /// @param number  of the device among those that ranks are placed on
+  /// @param rank_idx  rank for reports of what kernels do wrong; -1 if there is one rank only.
+  /// @param number  number of the device among those that ranks are placed on
   explicit SimtDevice(int rank_idx = -1,
                       Caller caller = Caller::kHost,
                       int num_sms = kNumSms,
