@@ -125,8 +125,8 @@ def _code_for(architectures: str, major: int, minor: int) -> Literal["machine co
             PTX, of which `-real` keeps the former and `-virtual` the latter: machine code runs on devices
             of the same major number, PTX on all later ones. `a` at the end is for one compute capability
             only, `f` for those of its family. Any other word counts as machine code that runs.
-        major: Of the device's compute capability.
-        minor: The same.
+        major: Major number of the device's compute capability.
+        minor: Minor number of the same.
     """
     capability = 10 * major + minor
     found: Literal["PTX"] | None = None

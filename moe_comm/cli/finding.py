@@ -10,10 +10,10 @@ class Finding:
     """One thing that is here or not.
 
     Args:
-        name: What was looked for.
+        name: Name of what was looked for.
         is_present: Whether it is here and works.
-        detail: What was found.
-        remedy: What it would be good for and how to get it; empty when present.
+        detail: Text of what was found.
+        remedy: Use of what is missing, and how to get it; empty when present.
         is_required: Whether the default backend needs it.
     """
 

@@ -20,7 +20,7 @@ def check_plot(path: Path | None) -> None:
     """Check before the work whose result it shows that a plot can be drawn into a file.
 
     Args:
-        path: Of the file; None where no plot was asked for.
+        path: Path of the file; None if no plot was asked for.
 
     Raises:
         ValueError: It cannot be written, has another ending than `.png`, `.svg` or `.pdf`, or matplotlib
@@ -63,11 +63,11 @@ def write_matrix(
 
     Args:
         path: File to write.
-        values: By (rank of the row, rank of the column); pairs without one stay empty.
-        title: Above it.
+        values: Values by (rank of the row, rank of the column); pairs without one stay empty.
+        title: Title above the plot.
         row_label: Meaning of rows.
         column_label: Meaning of columns.
-        unit: Of the values.
+        unit: Unit of the values.
     """
     rows, columns = (sorted({pair[end] for pair in values}) for end in (0, 1))
     cells = [[values.get((row, column), float("nan")) for column in columns] for row in rows]

@@ -19,11 +19,11 @@ class PhaseSummary:
     """One phase of one operation on one rank: its own work, or its waiting for one peer.
 
     Args:
-        operation: Such as `"dispatch"`.
-        phase: Such as `"rows"`.
-        rank: That spent the time.
+        operation: Name of the operation, such as `"dispatch"`.
+        phase: Name of the phase, such as `"rows"`.
+        rank: Rank that spent the time.
         peer: Rank waited for, -1 for the rank's own work.
-        count: How often.
+        count: Number of times.
         total_us: Sum.
         p50_us: Median.
         max_us: Longest.

@@ -41,7 +41,8 @@ class BenchCase:
         dtype: Key of `DTYPES`.
         layout: Order of received rows.
         quantization: Rows are quantized while they are dispatched; None: they travel as they are.
-        api: Of `APIS`. "native": `EpBuffer`. "hybrid_ep": `moe_comm.fused_a2a`, routing map in.
+        api: Interface that is timed, of `APIS`. "native": `EpBuffer`. "hybrid_ep":
+            `moe_comm.fused_a2a`, routing map in.
         with_weights: Weights travel with the rows; always with "hybrid_ep".
         expert_alignment: Rows per local expert are padded to a multiple of this.
         skew: Exponent s of expert popularity: the i-th most popular expert is drawn with probability
@@ -52,14 +53,15 @@ class BenchCase:
             (`EpConfig.node_reduction`); None where it does not.
         rank_reduction: Combine adds rows on their rank first (`EpConfig.rank_reduction`).
         check_messages: Messages between nodes carry checksums (`Communicator`).
-        batch_idx: Which batch of the routing: of a trace, the tokens behind those of as many batches.
-        placement: Of experts in slots, replicas included; None: each expert lies on one rank. What is
-            compared with, and with the same bits, is the case without.
-        replica_rule: Which replica takes a row, where there is a placement.
+        batch_idx: Index of the batch of the routing; of a trace, it has the tokens behind those of
+            that many batches.
+        placement: Placement of experts in slots, replicas included; None: each expert lies on one
+            rank. The case without one is what it is compared with, and with the same bits.
+        replica_rule: Rule by which a replica takes a row, if there is a placement.
         versus_given: A case with a placement is compared with the same slots handed in as ids.
         are_slots_given: The slots that `replica_rule` makes of choices are handed in as ids.
         ffn_hidden: Elements between the two matrices of an expert, where experts are timed.
-        seed: Of data and routing.
+        seed: Seed of data and routing.
     """
 
     num_ranks: int
@@ -320,7 +322,7 @@ def make_x(case: BenchCase, rank_idx: int, out: torch.Tensor | None = None) -> t
 
     Args:
         case: The case.
-        rank_idx: Whose rows.
+        rank_idx: Rank whose rows are made.
         out: `[num_tokens, hidden]` to fill, or None.
 
     Returns:

@@ -39,10 +39,10 @@ def plot_times(
     """Bars of time, ours beside every peer's, on a logarithmic axis.
 
     Args:
-        axes: Of matplotlib.
+        axes: Axes of matplotlib.
         rows: A group of bars each.
-        name: Of our bars.
-        labels: Of the groups.
+        name: Name of our bars.
+        labels: Labels of the groups.
         unit: Microseconds in it, its name, and digits behind the point.
     """
     size, unit_name, digits = unit

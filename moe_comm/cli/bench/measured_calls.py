@@ -56,8 +56,8 @@ class NativeExchange:
     """`EpBuffer.dispatch` and `EpBuffer.combine`.
 
     Args:
-        communicator: Of the ranks.
-        case: Of api "native".
+        communicator: Communicator of the ranks.
+        case: Case of api "native".
         rank_idx: This rank.
         x: `[num_tokens, hidden]`.
     """
@@ -112,7 +112,7 @@ class HybridEpExchange:
 
     Args:
         groups: Holds the communicator that these functions use.
-        case: Of api "hybrid_ep".
+        case: Case of api "hybrid_ep".
         rank_idx: This rank.
         x: `[num_tokens, hidden]`.
     """

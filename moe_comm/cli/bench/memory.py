@@ -18,7 +18,7 @@ class WindowMemory:
 
     Args:
         resident_bytes: Bytes of every segment (by inode) that are in memory.
-        huge_page_bytes: Of those, in 2 MiB pages, over all segments.
+        huge_page_bytes: Bytes of them in 2 MiB pages, over all segments.
     """
 
     resident_bytes: dict[int, int]
@@ -73,12 +73,12 @@ class PeakMemory:
     """Bytes that a block of code took besides what was there, at its peak; a context manager.
 
     Args:
-        communicator: Whose heap is looked at; None for no heap.
+        communicator: Communicator whose heap is looked at; None for no heap.
 
     Attributes:
-        heap_bytes: Of this rank's heap.
-        private_bytes: Of this process (what is left at the end, where the kernel does not let it reset
-            its highest mark), without shared memory: pages of a heap that were touched for
+        heap_bytes: Bytes of this rank's heap.
+        private_bytes: Bytes of this process (those left at the end, if the kernel does not let it
+            reset its highest mark), without shared memory: pages of a heap that were touched for
             the first time, this rank's or a peer's, do not count.
     """
 

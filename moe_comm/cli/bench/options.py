@@ -17,10 +17,10 @@ class RankOptions:
     """Options of every benchmark.
 
     Args:
-        peers: Of `known_peers`.
+        peers: Peers to measure, of `known_peers`.
         num_repeats: Clean pairs to collect, and rounds with peers.
-        num_threads: Of the communicator; None for its own choice.
-        with_huge_pages: Of the communicator.
+        num_threads: Threads of the communicator; None for its own choice.
+        with_huge_pages: Whether the communicator uses huge pages.
         is_pinned: Every rank is bound to one core, peers too.
     """
 
@@ -48,11 +48,11 @@ class BenchOptions(RankOptions):
     """Options of a measurement of dispatch and combine.
 
     Args:
-        backend: Of the communicator.
-        operations: Of `OPERATIONS`; empty for what suits the size.
-        num_sms: Of the communicator, for a GPU; None for its own choice.
+        backend: Backend of the communicator.
+        operations: Operations to measure, of `OPERATIONS`; empty for what suits the size.
+        num_sms: Multiprocessors that the communicator uses, for a GPU; None for its own choice.
         num_local_ranks: Ranks of a node, which this machine holds several of; None for one node.
-        rail: Between nodes, of the communicator.
+        rail: Rail of the communicator, between nodes.
         mode: Ranks are "processes", or "threads" of one process: on one GPU, whose kernels run side by
             side only if they are of one process (or under MPS).
     """

@@ -71,8 +71,8 @@ def take_apart(
 
     Args:
         calls: Start and end of every call, in order.
-        native_ns: Of the native call of each, as `timed_native_calls` has them.
-        records: Of all of them and of nothing else.
+        native_ns: Nanoseconds of the native call of each, as `timed_native_calls` has them.
+        records: Records of all of them and of nothing else.
 
     Raises:
         RuntimeError: There are not as many of each.

@@ -177,7 +177,7 @@ class RankProcesses(WorkerProcesses):
     Args:
         case: The case.
         options: How ranks run.
-        worker: What every rank is.
+        worker: Class of the worker of every rank.
 
     Raises:
         WorkerError: A rank could not start.
@@ -193,8 +193,8 @@ class RankProcesses(WorkerProcesses):
         """Call a method that compares results with the reference's, on every rank.
 
         Args:
-            method: Of the worker; returns None, or what is wrong.
-            arguments: Its own.
+            method: Name of a method of the worker, which returns None, or what is wrong.
+            arguments: Arguments of the method.
 
         Raises:
             WorkerError: A result is wrong, and a wrong operation has no speed.

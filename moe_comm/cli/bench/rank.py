@@ -42,7 +42,7 @@ class RankWorker:
         folder: Files for rendezvous and barrier.
         rank_idx: This rank.
         is_pinned: It is bound to one core.
-        group: Of ranks that are threads; None for a process, which makes a process group.
+        group: Group of ranks that are threads; None for a process, which makes a process group.
     """
 
     device = torch.device("cpu")

@@ -25,9 +25,9 @@ def place_replicas(
     """The case of a later batch, with a placement planned from up to `NUM_EARLIER_BATCHES` before it.
 
     Args:
-        case: Of the first batch, without a placement.
+        case: Case of the first batch, without a placement.
         num_replicas: Slots of every rank beyond those that experts without replicas take.
-        replica_rule: As in `BenchCase`.
+        replica_rule: Rule, as in `BenchCase`.
         versus_given: As in `BenchCase`.
 
     Raises:

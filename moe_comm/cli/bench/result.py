@@ -20,7 +20,7 @@ class MeasuredRow:
         p95_us: 95th percentile of the same.
         op_us: Median time from the first rank's start to the last rank's end, over clean pairs; GB/s comes
             from it.
-        bytes: Over all ranks, by formula.
+        bytes: Bytes over all ranks, by formula.
         gbs: `bytes / op_us`.
         roof_gbs: Median bandwidth of the plain loops timed around the operation; None without a roof.
         fraction_of_roof: Median over clean pairs.
@@ -67,7 +67,7 @@ class BenchRow(MeasuredRow):
             `"dispatch+experts+combine"`, `"dispatch+combine"` (latency, back to back),
             `"differentiable_overhead"`, `"memory"`, or `"rows"` (how many come to each rank).
         case: The case.
-        backend: That ran it.
+        backend: Backend that ran it.
     """
 
     op: str

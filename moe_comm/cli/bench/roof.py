@@ -25,7 +25,7 @@ class Roof:
 
     Args:
         kernels: `moe_comm._host.kernels`.
-        traffic: Of this rank.
+        traffic: Traffic of this rank.
         x: `[num_tokens, hidden]`.
         rows: `[M, hidden]` in the heap, scratch.
         sums: `[num_tokens, hidden]` in the heap, scratch.
@@ -101,7 +101,7 @@ class DeviceRoof:
     """The GPU's own copy moving as many bytes as an operation reads and writes, half of them each way.
 
     Args:
-        traffic: Of this rank.
+        traffic: Traffic of this rank.
         source: `[M, hidden]` on the GPU, read only.
         target: `[M, hidden]` in its heap, scratch.
     """

@@ -56,8 +56,9 @@ class Side:
         """Compare a dispatch and both combines with the oracle, then prepare the timed calls.
 
         Args:
-            scratch: Whose expert outputs to share where they have the same shape: they are large.
-            barrier: Of the ranks.
+            scratch: Side whose expert outputs are shared if they have the same shape, as they are
+                large; or None.
+            barrier: Barrier of the ranks.
 
         Returns:
             None, or what is wrong.

@@ -64,9 +64,9 @@ def time_columns(wall_us: Sequence[float], op_us: float, num_bytes: int | None) 
     """Columns of a row that times give: `p50_us`, `p95_us`, `op_us`; with bytes `bytes` and `gbs`.
 
     Args:
-        wall_us: Of all ranks and repeats.
+        wall_us: Wall times of all ranks and repeats.
         op_us: Median time of the operation.
-        num_bytes: That it moves; None where they are not counted.
+        num_bytes: Bytes that it moves; None if they are not counted.
     """
     columns: dict[str, Any] = {
         "p50_us": percentile(wall_us, 0.5),

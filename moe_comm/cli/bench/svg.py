@@ -23,13 +23,13 @@ class Palette:
     """Colors of one version.
 
     Args:
-        name: Of the version, and in the name of its file.
-        text: Of what is read first.
-        muted: Of the rest, lines included.
-        track: Of what a share is a share of.
-        roof: Of shares of the roof.
-        peers: By peer.
-        parts: By part of a call (`moe_comm.cli.bench.parts.PARTS`).
+        name: Name of the version, also in the name of its file.
+        text: Color of what is read first.
+        muted: Color of the rest, lines included.
+        track: Color of the whole that a share is a part of.
+        roof: Color of shares of the roof.
+        peers: Colors by peer.
+        parts: Colors by part of a call (`moe_comm.cli.bench.parts.PARTS`).
     """
 
     name: str

@@ -49,8 +49,8 @@ def draw_sweep(rows: Sequence[BenchRow], environment: str, palette: Palette) -> 
     """The plot as the text of an SVG file; the page shows through its background.
 
     Args:
-        rows: Of a sweep; those of sizes are drawn.
-        environment: On one line.
+        rows: Rows of a sweep; those of sizes are drawn.
+        environment: Environment on one line.
         palette: Its colors.
     """
     sizes = [row for row in rows if row.op == "sweep"]

@@ -62,8 +62,8 @@ class SweepWorker(Worker):
         """Make what is timed of one size, and compare it with the oracle.
 
         Args:
-            case: As the first, with other tokens.
-            numbers_of_threads: To compare with the communicator's own choice.
+            case: Case like the first, with other tokens.
+            numbers_of_threads: Numbers of threads to compare with the communicator's own choice.
 
         Returns:
             None, or what is wrong.

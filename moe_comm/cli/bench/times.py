@@ -26,10 +26,10 @@ class SideTimes:
     """One side, one entry per round.
 
     Args:
-        op_us: From the first rank's start to the last rank's end.
-        wall_us: Of every rank; num_ranks entries per round.
-        pairs: With the roofs around it; none where there is no roof.
-        is_clean: Whether the round counts: always where there is no roof.
+        op_us: Time from the first rank's start to the last rank's end.
+        wall_us: Wall time of every rank; num_ranks entries per round.
+        pairs: Operations with the roofs around them; none if there is no roof.
+        is_clean: Whether the round counts: always if there is no roof.
     """
 
     op_us: list[float] = dataclasses.field(default_factory=list)
@@ -65,8 +65,8 @@ class Rounds:
     """Sides of an operation, and peers, timed in turns.
 
     Args:
-        sides: What is measured, then what it is compared with.
-        peer_wall_us: Of every rank, by peer.
+        sides: Times of the side that is measured, then of what it is compared with.
+        peer_wall_us: Wall times of every rank, by peer.
         ratios: A peer's time over the first side's, round by round, by peer.
         num_clean: Rounds that count for all sides.
     """
@@ -86,7 +86,7 @@ class Rounds:
         """Warm up, then time rounds until so many are clean, and rounds with peers.
 
         Args:
-            num_repeats: Of either.
+            num_repeats: Clean rounds, and rounds with peers.
             sample: Times a side once, on all ranks.
             run_peers: Times every peer once: intervals of all ranks, by peer.
             on_progress: Called with "clean / wanted" after every round.
@@ -133,9 +133,9 @@ def summarize_roof(pairs: Sequence[Pair], num_bytes: int, roof_bytes: int) -> di
     """Columns `roof_gbs`, `fraction_of_roof` and `roof_state` of a row, and details for JSON.
 
     Args:
-        pairs: Of all rounds.
-        num_bytes: Of the operation, over all ranks.
-        roof_bytes: Of the roof; the loops move whole lines, so that it may differ a little.
+        pairs: Pairs of all rounds.
+        num_bytes: Bytes of the operation, over all ranks.
+        roof_bytes: Bytes of the roof; the loops move whole lines, so that it may differ a little.
     """
     clean = [pair for pair in pairs if pair.is_clean]
     summary: dict[str, Any] = {

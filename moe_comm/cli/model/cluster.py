@@ -10,11 +10,11 @@ class Machine:
     """One GPU and its links, as their makers state them.
 
     Args:
-        hbm_gbs: Device memory, reads and writes together, 1e9 bytes a second.
-        nvlink_gbs: To peers of the node, one way.
-        nic_gbs: To other nodes, one way, of the NIC that belongs to the GPU.
-        nvlink_latency_us: From a store to its sight at a peer.
-        nic_latency_us: From a put to its sight on another node.
+        hbm_gbs: Bandwidth of device memory, reads and writes together, 1e9 bytes a second.
+        nvlink_gbs: Bandwidth to peers of the node, one way.
+        nic_gbs: Bandwidth to other nodes, one way, of the NIC that belongs to the GPU.
+        nvlink_latency_us: Time from a store to its sight at a peer.
+        nic_latency_us: Time from a put to its sight on another node.
         launch_us: Host and device time around one operation that moves nothing.
     """
 
@@ -31,7 +31,7 @@ class Cluster:
     """Nodes of equal size.
 
     Args:
-        machine: Of every rank.
+        machine: Machine of every rank.
         num_nodes: Domains that NVLink does not cross.
         num_local_ranks: Ranks per node.
 

@@ -55,9 +55,10 @@ def draw_traffic(
     """Traffic of tokens that choose K distinct experts, drawn by their popularity.
 
     Args:
-        workload: With `max_nodes`, a token is kept to the nodes whose best experts score highest.
-        cluster: Experts are spread evenly over its ranks, in order.
-        movement: Of the operation that the traffic is for.
+        workload: Layer; with `max_nodes`, a token is kept to the nodes whose best experts score
+            highest.
+        cluster: Cluster; experts are spread evenly over its ranks, in order.
+        movement: Movement of the operation that the traffic is for.
         skew: Exponent of the popularity; 0 for uniform routing.
         seed: Equal seeds draw equal traffic.
     """

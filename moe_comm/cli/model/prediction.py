@@ -16,10 +16,10 @@ class OperationPrediction:
 
     Args:
         operation: "dispatch" or "combine".
-        mean_bytes: Of one rank, by formula, under uniform routing.
-        bound_us: The longest of memory, NVLink and NIC at their stated speed; no latency.
-        bound_by: Which of them.
-        simulated: With the routing that was drawn.
+        mean_bytes: Bytes of one rank by formula, under uniform routing.
+        bound_us: Time of the slowest of memory, NVLink and NIC at their stated speed; no latency.
+        bound_by: Name of the slowest.
+        simulated: Simulation with the routing that was drawn.
     """
 
     operation: str

@@ -26,11 +26,11 @@ class SimulatedOperation:
     """Result of a simulation.
 
     Args:
-        time_us: Until the last rank has all its rows, the exchange of count rows included.
-        rows_us: Of that, the exchange of count rows.
-        median_rank_us: Half of the ranks had theirs by then.
-        nic_bytes: Out of the rank that sends most to other nodes.
-        nvlink_bytes: Out of the rank that sends most over NVLink.
+        time_us: Time until the last rank has all its rows, the exchange of count rows included.
+        rows_us: Part of it for the exchange of count rows.
+        median_rank_us: Time by which half of the ranks had theirs.
+        nic_bytes: Bytes out of the rank that sends most to other nodes.
+        nvlink_bytes: Bytes out of the rank that sends most over NVLink.
         nic_busy: Part of the time that the busiest NIC, out or in, was in use.
         nvlink_busy: The same of NVLink.
         memory_busy: The same of device memory.
@@ -93,7 +93,7 @@ def simulate(
         cluster: Links.
         is_combine: Combine instead of dispatch.
         num_chunks: Pieces into which what a rank sends to a node is cut, >= 1.
-        count_row_bytes: That arrive at every rank before rows move.
+        count_row_bytes: Bytes of count rows that arrive at every rank before rows move.
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks must be >= 1, got {num_chunks}")

@@ -19,7 +19,7 @@ class Movement:
     """Movement of rows by one operation.
 
     Args:
-        element_bytes: Of an element on the wire, scale factors included.
+        element_bytes: Bytes of an element on the wire, scale factors included.
         is_once_per_node: A row crosses the NIC once per node that has experts of its token (combine:
             nodes add their rows first); else once per choice.
         is_once_per_rank: The same of NVLink and ranks.
@@ -39,11 +39,11 @@ class Workload:
         hidden: H.
         num_topk: K, distinct experts.
         num_experts: E, spread evenly.
-        source_bytes: Of an element as the caller has it.
-        dispatch: By default bf16, once per node, and over NVLink straight into every final slot, as between
-            nodes. Within one node rows go once per rank.
-        combine: By default bf16, every row of every choice, so that one order of addition holds on
-            every layout.
+        source_bytes: Bytes of an element as the caller has it.
+        dispatch: Movement in dispatch; by default bf16, once per node, and over NVLink straight
+            into every final slot, as between nodes. Within one node rows go once per rank.
+        combine: Movement in combine; by default bf16, every row of every choice, so that one order
+            of addition holds on every layout.
         max_nodes: Most nodes that the experts of one token lie on; None for any number.
 
     Raises:
@@ -122,10 +122,10 @@ class Bytes:
     """Bytes that one rank moves on average, one way, under uniform routing.
 
     Args:
-        memory: Through its device memory: what it reads and what is written for it.
-        nvlink: Out to peers of its node: its own rows and those it fans out for other nodes.
-        nic: Out to other nodes.
-        count_rows: Of all count rows that arrive here.
+        memory: Bytes through its device memory: what it reads and what is written for it.
+        nvlink: Bytes out to peers of its node: its own rows and those it fans out for other nodes.
+        nic: Bytes out to other nodes.
+        count_rows: Bytes of all count rows that arrive here.
     """
 
     memory: float

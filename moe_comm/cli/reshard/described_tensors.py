@@ -335,8 +335,8 @@ class TensorList:
     """Equal tensors without a model around them, divided among ranks as experts are.
 
     Args:
-        num_tensors: Of all ranks.
-        size: Of each tensor.
+        num_tensors: Number of tensors of all ranks.
+        size: Elements of each tensor.
 
     Raises:
         ValueError: A number is not positive.

@@ -25,10 +25,11 @@ class TensorKind:
     """Tensors of a checkpoint whose names differ in numbers alone.
 
     Args:
-        name: With "*" for numbers.
-        shape: Of a whole tensor; of a side that does not say it, of a rank's part.
-        names: Of all of them.
-        places: Of the source and the destination: ranks by what a rank's own model calls the place.
+        name: Name with "*" for numbers.
+        shape: Shape of a whole tensor, or of a rank's part if a side does not say it.
+        names: Names of all of them.
+        places: Ranks of the source and of the destination, by what a rank's own model calls the
+            place.
     """
 
     name: str
@@ -115,11 +116,11 @@ class Explanation:
         source: As the command line names it.
         destination: The same.
         is_disjoint: Whether the destination has ranks of its own.
-        kinds: What lies where.
+        kinds: Kinds of tensors, and where they lie.
         missing: Names that no source has.
         extra: Names that no destination takes.
-        differing: Of tensors that are no views of each other, the shapes of both sides.
-        traffic: Of all destination ranks; None where there is no plan.
+        differing: Shapes of both sides for tensors that are no views of each other.
+        traffic: Traffic of all destination ranks; None if there is no plan.
         are_pairs_verified: Whether both ends of every piece were compared.
     """
 

@@ -53,9 +53,9 @@ def roster(
     Args:
         shape: The model.
         parallelism: Its layout.
-        rank: In [0, parallelism.num_ranks).
-        rank_offset: Where this model's ranks begin in the wider group.
-        dtype: Of parameters.
+        rank: Rank in [0, parallelism.num_ranks).
+        rank_offset: First rank of this model in the wider group.
+        dtype: Type of parameters.
 
     Returns:
         Metadata equal to what is extracted from `build_module` of the same arguments.
@@ -107,9 +107,9 @@ class ShapedModel(torch.nn.Module):
     Args:
         shape: The model.
         parallelism: Its layout.
-        rank: In [0, parallelism.num_ranks).
-        dtype: Of parameters.
-        rank_offset: Where this model's ranks begin in the wider group.
+        rank: Rank in [0, parallelism.num_ranks).
+        dtype: Type of parameters.
+        rank_offset: First rank of this model in the wider group.
         device: "meta" makes no memory.
     """
 

@@ -39,8 +39,9 @@ class RankPart(NamedTuple):
     """Part of a side that one rank holds.
 
     Args:
-        metadata: As ranks tell each other.
-        own_names: By name in the whole model, what the rank's own model calls where that lies.
+        metadata: Metadata as ranks tell each other.
+        own_names: Name that the rank's own model has for the place of a tensor, by name in the
+            whole model.
     """
 
     metadata: RankMetadata
@@ -61,7 +62,7 @@ class ModelSide:
             number, and `layout` where that is given.
         layout: Such as "tp2.ep4"; for transformers what is left over is FSDP.
         num_ranks: Ranks of this side.
-        dtype: Of a model of transformers; None for that of its configuration.
+        dtype: Type of a model of transformers; None for that of its configuration.
 
     Raises:
         ValueError: The layout is none, or does not divide the ranks.
@@ -84,7 +85,7 @@ class ModelSide:
 
         Args:
             rank_offset: The first rank of this side among all.
-            checkpoint: What a loader would get; None where that is not known.
+            checkpoint: Tensors that a loader would get; None if they are not known.
             is_written: Whether it is the destination.
 
         Raises:

@@ -32,10 +32,10 @@ class WorldReport:
 
     Args:
         case: Model and layouts.
-        traffic: Of the ranks that were planned.
+        traffic: Traffic of the ranks that were planned.
         planned_ranks: Destination ranks whose plans were made and verified.
         are_pairs_verified: Whether both ends of every piece were compared.
-        links: For predicted times.
+        links: Links for predicted times.
         slot_bytes: Most bytes that a pair moves in a step.
         plan_s: Seconds for metadata and plans.
     """

@@ -20,9 +20,9 @@ class Traffic:
     """Sums over the plans of receiving ranks.
 
     Args:
-        num_ranks: Of the group.
-        bytes_per_pair: By (source rank, destination rank); equal ranks: copies within one.
-        pieces_per_rank: By destination rank.
+        num_ranks: Ranks of the group.
+        bytes_per_pair: Bytes by (source rank, destination rank); equal ranks: copies within one.
+        pieces_per_rank: Pieces by destination rank.
     """
 
     num_ranks: int

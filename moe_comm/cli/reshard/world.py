@@ -27,9 +27,10 @@ class PlanningCase:
         shape: The model, or a list of tensors.
         source: Layout of the ranks 0, 1, ... that hold it.
         destination: Layout of the ranks that take it.
-        is_disjoint: The destination's ranks come after the source's; otherwise they begin at 0 too.
-        source_dtype: Of the source's parameters.
-        destination_dtype: Of the destination's.
+        is_disjoint: Whether the destination's ranks come after the source's; else they begin at 0
+            too.
+        source_dtype: Type of the source's parameters.
+        destination_dtype: Type of the destination's parameters.
     """
 
     shape: MoEShape | TensorList

@@ -28,7 +28,7 @@ class CheckpointCase:
         shape: Sizes of the model.
         source: Layout that is saved.
         target: Layout that is loaded, on the same ranks.
-        folder: Where files are written; exists, and is empty.
+        folder: Folder that files are written to; exists, and is empty.
 
     Raises:
         ValueError: A layout is not tensor parallel times expert parallel on all ranks.
@@ -111,10 +111,10 @@ def known_values(name: str, whole: Shape, start: Shape, sizes: Shape) -> torch.T
     """Bits of a box of a tensor, int16 of `sizes`; of a matrix or a stack of matrices, up to 2**31 elements.
 
     Args:
-        name: Of the tensor.
-        whole: Its shape.
-        start: Of the box.
-        sizes: Of the box.
+        name: Name of the tensor.
+        whole: Shape of the tensor.
+        start: Start of the box.
+        sizes: Sizes of the box.
     """
     found = torch.empty(sizes, dtype=torch.int16)
     rows, columns = (

@@ -149,7 +149,7 @@ def run_pretrained(
     """Check both ways against each other, then time them in turns, in new processes each time.
 
     Args:
-        folder: Where the checkpoint is written.
+        folder: Folder that the checkpoint is written to.
         shape: Sizes of the model.
         num_repeats: Rounds.
         on_progress: Called with a short text after every step.

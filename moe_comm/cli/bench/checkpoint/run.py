@@ -78,7 +78,7 @@ def run_checkpoint(
 
     Args:
         case: The case.
-        peers: Of `TORCH` and `STATE`.
+        peers: Peers to measure, of `TORCH` and `STATE`.
         num_repeats: Rounds.
         on_progress: Called with a short text after every step.
 

@@ -80,8 +80,8 @@ class CheckpointWorker(RankWorker):
         """Load once what was saved, and time it.
 
         Args:
-            way: By which it was saved.
-            is_cold: Nothing of the files is in memory.
+            way: Way in which it was saved.
+            is_cold: Whether nothing of the files is in memory.
         """
         place = self.case.folder / way
         if is_cold and self.rank_idx == 0:

@@ -22,9 +22,9 @@ class MpiPeer:
     """`num_ranks` processes under one mpiexec.
 
     Args:
-        launcher: What starts them.
+        launcher: Launcher that starts them.
         case: The case.
-        folder: For the control file, the barrier and the log; belongs to the caller.
+        folder: Folder for the control file, the barrier and the log; belongs to the caller.
         is_pinned: Every rank is bound to one core.
 
     Raises:

@@ -38,7 +38,7 @@ class MpiLauncher:
     Args:
         path: The program.
         library: A key of `LIBRARIES`.
-        version: Of the library that mpi4py loads, "MPICH 5.0.2".
+        version: Version of the library that mpi4py loads, "MPICH 5.0.2".
     """
 
     path: Path

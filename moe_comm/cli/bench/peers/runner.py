@@ -24,7 +24,7 @@ class PipelineRunner:
         case: The case.
         rank_idx: This rank.
         transport: The all-to-all.
-        barrier: Of the ranks of this pipeline.
+        barrier: Barrier of the ranks of this pipeline.
         x: `[num_tokens, hidden]`, or None to make it.
     """
 
