@@ -73,7 +73,7 @@ def in_a_sentence(command: str) -> Iterator[None]:
     """Around what a command does: whatever keeps it from its work is said without a stack.
 
     Args:
-        command: Such as `"bench"`.
+        command: Name of the command, such as `"bench"`.
     """
     try:
         yield

@@ -176,7 +176,7 @@ class RankProcesses(WorkerProcesses):
 
     Args:
         case: The case.
-        options: How ranks run.
+        options: Options of the ranks.
         worker: Class of the worker of every rank.
 
     Raises:

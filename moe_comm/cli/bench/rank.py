@@ -41,7 +41,7 @@ class RankWorker:
         num_ranks: Ranks.
         folder: Files for rendezvous and barrier.
         rank_idx: This rank.
-        is_pinned: It is bound to one core.
+        is_pinned: Whether it is bound to one core.
         group: Group of ranks that are threads; None for a process, which makes a process group.
     """
 

@@ -28,7 +28,7 @@ def place_replicas(
         case: Case of the first batch, without a placement.
         num_replicas: Slots of every rank beyond those that experts without replicas take.
         replica_rule: Rule, as in `BenchCase`.
-        versus_given: As in `BenchCase`.
+        versus_given: Whether to compare as in `BenchCase`.
 
     Raises:
         ValueError: A trace has no two batches.

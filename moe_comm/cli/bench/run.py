@@ -202,7 +202,7 @@ class CaseRun:
 
     Args:
         case: The case.
-        options: How to measure.
+        options: Options of the measurement.
         on_progress: Called with a short text after every round.
 
     Raises:

@@ -33,7 +33,7 @@ class Side:
     Args:
         case: The case.
         rank_idx: This rank.
-        exchange: Its calls.
+        exchange: Exchange that is called.
         x: `[num_tokens, hidden]`.
     """
 

@@ -83,9 +83,9 @@ class Pair:
     """One timed operation between two roofs.
 
     Args:
-        op_us: The operation.
-        roof_before_us: The same bytes moved by a plain loop, right before.
-        roof_after_us: The same, right after.
+        op_us: Time of the operation.
+        roof_before_us: Time of a plain loop that moves the same bytes, right before.
+        roof_after_us: Time of the same loop, right after.
     """
 
     op_us: float

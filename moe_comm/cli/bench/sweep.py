@@ -69,7 +69,7 @@ def run_sweep(
     """Check and measure every size of `SWEEP_TOKENS`, then the fixed cost.
 
     Args:
-        case: Its number of tokens is not looked at.
+        case: Case whose number of tokens is not looked at.
         options: See `check_sweep`.
         on_progress: Called with a short text after every round.
 

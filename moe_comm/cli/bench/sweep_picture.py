@@ -51,7 +51,7 @@ def draw_sweep(rows: Sequence[BenchRow], environment: str, palette: Palette) -> 
     Args:
         rows: Rows of a sweep; those of sizes are drawn.
         environment: Environment on one line.
-        palette: Its colors.
+        palette: Colors of the plot.
     """
     sizes = [row for row in rows if row.op == "sweep"]
     notes = (

@@ -32,7 +32,7 @@ class Worker(RankWorker):
 
     Args:
         case: The case.
-        options: How to run it.
+        options: Options of the run.
         folder: As in `RankWorker`, like the next two.
         rank_idx: See there.
         group: See there.

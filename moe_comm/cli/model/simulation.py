@@ -32,8 +32,8 @@ class SimulatedOperation:
         nic_bytes: Bytes out of the rank that sends most to other nodes.
         nvlink_bytes: Bytes out of the rank that sends most over NVLink.
         nic_busy: Part of the time that the busiest NIC, out or in, was in use.
-        nvlink_busy: The same of NVLink.
-        memory_busy: The same of device memory.
+        nvlink_busy: Part of the time that the busiest NVLink was in use.
+        memory_busy: Part of the time that the busiest device memory was in use.
         num_events: Chunks that were moved.
     """
 

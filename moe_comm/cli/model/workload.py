@@ -20,9 +20,9 @@ class Movement:
 
     Args:
         element_bytes: Bytes of an element on the wire, scale factors included.
-        is_once_per_node: A row crosses the NIC once per node that has experts of its token (combine:
-            nodes add their rows first); else once per choice.
-        is_once_per_rank: The same of NVLink and ranks.
+        is_once_per_node: Whether a row crosses the NIC once per node that has experts of its token
+            (combine: nodes add their rows first); else once per choice.
+        is_once_per_rank: Whether the same holds of NVLink and ranks.
     """
 
     element_bytes: float

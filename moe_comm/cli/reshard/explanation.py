@@ -113,8 +113,8 @@ class Explanation:
     """Tensors that would move between two models, and tensors that would not.
 
     Args:
-        source: As the command line names it.
-        destination: The same.
+        source: Source as the command line names it.
+        destination: Destination as the command line names it.
         is_disjoint: Whether the destination has ranks of its own.
         kinds: Kinds of tensors, and where they lie.
         missing: Names that no source has.

@@ -52,7 +52,7 @@ def roster(
 
     Args:
         shape: The model.
-        parallelism: Its layout.
+        parallelism: Layout of the model.
         rank: Rank in [0, parallelism.num_ranks).
         rank_offset: First rank of this model in the wider group.
         dtype: Type of parameters.
@@ -106,7 +106,7 @@ class ShapedModel(torch.nn.Module):
 
     Args:
         shape: The model.
-        parallelism: Its layout.
+        parallelism: Layout of the model.
         rank: Rank in [0, parallelism.num_ranks).
         dtype: Type of parameters.
         rank_offset: First rank of this model in the wider group.

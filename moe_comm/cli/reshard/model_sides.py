@@ -60,7 +60,7 @@ class ModelSide:
         text: A folder with a configuration of transformers, its owner/name on the hub, or a class
             of transformers; or `module:name`, of what makes a rank's part, called with the rank, their
             number, and `layout` where that is given.
-        layout: Such as "tp2.ep4"; for transformers what is left over is FSDP.
+        layout: Name of the layout, such as "tp2.ep4"; for transformers what is left over is FSDP.
         num_ranks: Ranks of this side.
         dtype: Type of a model of transformers; None for that of its configuration.
 

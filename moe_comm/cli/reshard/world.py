@@ -82,7 +82,7 @@ class Planner:
 
     Args:
         by_rank: `(source, destination)` of each rank.
-        strict: As of `build_plan_from_rank_metadata`.
+        strict: Whether plans are strict, as in `build_plan_from_rank_metadata`.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class CheckpointRow(MeasuredRow):
     Args:
         op: "save", "load" (files are in memory), "load cold" or "from_pretrained".
         way: `FILES` or `STATE`.
-        case: As JSON writes it.
+        case: Case as JSON writes it.
         peak_bytes: Memory that the operation took at its peak, the largest of the ranks', by way.
         pairs: Every single measurement; their roofs are plain files, right before and right after.
     """

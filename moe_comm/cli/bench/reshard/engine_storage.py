@@ -59,7 +59,7 @@ class FullTensorsByName:
     Each is received into memory of its own and copied, as an engine's loader does.
 
     Args:
-        case: Its layouts cut no tensor.
+        case: Case whose layouts cut no tensor.
         rank: This rank.
     """
 

@@ -52,7 +52,7 @@ def run_case(
 
     Args:
         case: The case.
-        options: How to measure.
+        options: Options of the measurement.
         on_progress: Called with a short text after every round.
 
     Raises:

@@ -57,7 +57,7 @@ class ReshardWorker(RankWorker):
 
     Args:
         case: The case.
-        options: How to run it.
+        options: Options of the run.
         folder: Files for rendezvous and barrier.
         rank_idx: This rank.
     """
