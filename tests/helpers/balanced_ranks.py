@@ -155,9 +155,9 @@ def train(
     Args:
         comm: The ranks.
         num_spare: Empty slots that each rank begins with; 0 for no balancer.
-        num_steps: To take.
-        keeps_owners: Experts stay where they are, and the optimizer steps those alone.
-        step_bytes: Of the balancer.
+        num_steps: Number of steps to take.
+        keeps_owners: Whether experts stay where they are, and the optimizer steps those alone.
+        step_bytes: Bytes of a step of the balancer, as in `ExpertBalancer`.
     """
     placement = start_placement(comm.num_ranks, num_spare)
     layer = Layer.of(comm, placement if num_spare else None)

@@ -40,12 +40,13 @@ class DrawnSide:
     """One side of a refit, on every rank.
 
     Args:
-        rng: Draws the layout.
-        shapes: Of the tensors of the checkpoint, by name.
+        rng: Random numbers that draw the layout.
+        shapes: Shapes of the tensors of the checkpoint, by name.
         num_ranks: Ranks.
-        dtype: Of what they hold.
-        finer: As which shapes to see them, by name; the shapes themselves where None.
-        grains: By name, of each dimension, of how many indices a part is a multiple.
+        dtype: Type of the elements that ranks hold.
+        finer: Shapes to see the tensors as, by name; None for `shapes`.
+        grains: Number of indices that a part is a multiple of, by name, for each dimension; None
+            for 1.
     """
 
     def __init__(

@@ -203,7 +203,7 @@ def ended_anywhere(
     A writer of which a call is refused raises `CheckpointError`, if anything.
 
     Args:
-        folder: Has a folder `first`.
+        folder: Folder that has a folder `first`.
         write: Writes into a copy of that.
         end: Is called in the place of a call.
 
@@ -237,9 +237,9 @@ def saves_ended_anywhere(
     """End a save at every call that changes the disk, in turn; and the next one is as if it had not been.
 
     Args:
-        folder: Has a folder `first`, whose latest version is "before".
+        folder: Folder that has a folder `first`, whose latest version is "before".
         wholes: Tensors of that version, of the one whose save is ended, and of the next.
-        options: Of a save over a version.
+        options: Options of a save over a version.
         end: Is called in the place of that call.
 
     Returns:

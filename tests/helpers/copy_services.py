@@ -111,8 +111,8 @@ class Task:
     """One transfer, known to all ranks.
 
     Args:
-        src_layout: "plain", "transposed", "strided" or "inside": how the sender's tensor lies.
-        dst_layout: The same of the receiver's.
+        src_layout: Layout of the sender's tensor: "plain", "transposed", "strided" or "inside".
+        dst_layout: Layout of the receiver's tensor, likewise.
         dst_shape: Shape at the receiver, of as many elements; None for the same.
     """
 

@@ -57,7 +57,7 @@ class Inputs:
     """Inputs of one rank.
 
     Args:
-        case: What all ranks share.
+        case: Case that all ranks share.
         x: bfloat16 `[num_tokens, hidden]`.
         topk_idx: int64 `[num_tokens, num_topk]`.
         topk_weights: float32 `[num_tokens, num_topk]`.
@@ -305,11 +305,11 @@ def compare(
     """Time every operation of both sides in turns; on every rank.
 
     Args:
-        context: Of the rank, a process.
-        case: Of `RANK_MAJOR` or `LOW_LATENCY` rows of bfloat16.
+        context: Context of the rank, a process.
+        case: Case of `RANK_MAJOR` or `LOW_LATENCY` rows of bfloat16.
         device_type: "cuda": each rank on a GPU, in turn; or "cpu".
         num_rounds: Medians are over these.
-        num_calls: Of an operation in a round.
+        num_calls: Calls of an operation in a round.
 
     Returns:
         By operation: the microseconds of ours, of each interface of DeepEP, and of a copy of as many bytes

@@ -23,19 +23,19 @@ class DispatcherCase:
     """One batch on every rank.
 
     Args:
-        name: For test ids.
-        num_tokens: Of every rank.
+        name: Name for test ids.
+        num_tokens: Number of tokens of every rank.
         hidden: Elements of a token.
-        num_experts: Over all ranks.
+        num_experts: Number of experts over all ranks.
         num_topk: Choices per token.
-        dtype: Of tokens and experts.
+        dtype: Type of tokens and experts.
         routing: "random"; "masked": a third of the choices is -1, and all of the first token;
             "one expert": the last, by the first choice of every token, others -1.
-        expert_alignment: Of grouped rows.
-        quantization: Of dispatched rows; scale factors float32.
-        num_rows_per_expert: What is beyond is dropped.
-        capacity_factor: Of the rows of every rank; what is beyond is dropped.
-        with_backward: Gradients are compared too.
+        expert_alignment: Multiple that an expert's grouped rows are padded to.
+        quantization: Format of dispatched rows; scale factors float32.
+        num_rows_per_expert: Most rows of an expert; what is beyond is dropped.
+        capacity_factor: Capacity factor of the rows of every rank; what is beyond is dropped.
+        with_backward: Whether gradients are compared too.
     """
 
     name: str

@@ -31,11 +31,11 @@ class DispatcherTarget:
     """A dispatcher and how to run a layer around it.
 
     Args:
-        name: For messages and test ids.
+        name: Name for messages and test ids.
         run: `run(buffers, case, tokens)` makes the dispatcher for `buffers.group`, dispatches `tokens`,
             applies `expert_output` and combines; returns `[T, hidden]`, differentiable where "backward"
             is a feature. At the top of an importable module.
-        features: What it offers beyond the plain forward: "backward", "fp8" (FP8_BLOCK128), "rows per
+        features: Features beyond the plain forward: "backward", "fp8" (FP8_BLOCK128), "rows per
             expert" and "rows" (the two limits of a capacity).
         num_roundings: Roundings to the dtype of the case on the way of a row that are not the experts',
             1 where all is added in float32.

@@ -25,9 +25,10 @@ class FreshPython:
     """A program that runs in a process of its own, with the face of `subprocess.Popen`.
 
     Args:
-        command: What would follow `python`: "-c" and code, "-m" and a module, or a file; then arguments.
-        cwd: Where it runs.
-        merges_errors: Standard error comes with standard output.
+        command: Arguments that would follow `python`: "-c" and code, "-m" and a module, or a file;
+            then those of the program.
+        cwd: Folder that it runs in; None for this process's.
+        merges_errors: Whether standard error comes with standard output.
     """
 
     def __init__(self, *command: str, cwd: Path | None = None, merges_errors: bool = False) -> None:

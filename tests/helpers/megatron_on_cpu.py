@@ -96,12 +96,12 @@ def make_config(
     """A `TransformerConfig` of Megatron with one MoE layer.
 
     Args:
-        num_experts: Over all EP ranks.
+        num_experts: Number of experts over all EP ranks.
         num_topk: Experts of a token.
         num_ranks: TP times EP ranks.
         tp_size: TP ranks of an expert.
         hidden: Elements of a token.
-        options: Of `TransformerConfig`.
+        options: Options of `TransformerConfig`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -194,9 +194,9 @@ def run_layer(dispatcher: Any, experts: Experts, routed: Routed) -> dict[str, to
     """The six calls of a token dispatcher forward, and backward. Collective.
 
     Args:
-        dispatcher: Of Megatron or of this package.
-        experts: Of this rank.
-        routed: What this rank brings.
+        dispatcher: Dispatcher of Megatron or of this package.
+        experts: Experts of this rank.
+        routed: Tokens that this rank brings, with their routing.
 
     Returns:
         "y", "tokens_per_expert", "grad_x", "grad_probs" and "grad_weight".

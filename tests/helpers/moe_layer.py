@@ -132,9 +132,9 @@ def expert_scale(
 
     Args:
         rows: `[M, hidden]`, the dispatched rows.
-        result: Of the dispatch; its weights are applied where there are some.
-        buffer: That dispatched.
-        layout: Of the rows.
+        result: Result of the dispatch; its weights are applied if there are some.
+        buffer: Buffer that dispatched.
+        layout: Layout of the rows.
         scale: `[num_experts]`, by global id.
     """
     local = scale[buffer.expert_rank == buffer.communicator.rank_idx]

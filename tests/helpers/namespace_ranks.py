@@ -36,10 +36,10 @@ class Job:
     Args:
         num_ranks: Ranks.
         num_hosts: Namespaces; equally many ranks in each.
-        address: Of rank 0.
-        rail: Of the communicator.
+        address: Address of rank 0.
+        rail: Rail of the communicator.
         task: "conform" or "until_error".
-        stall_timeout_s: Of the communicator.
+        stall_timeout_s: Stall timeout of the communicator, in seconds.
     """
 
     num_ranks: int
@@ -56,11 +56,11 @@ class Outcome:
     """Observations of a rank.
 
     Args:
-        faults: What was wrong, in words.
+        faults: Descriptions of what was wrong.
         error: Name of the exception class that ended an operation.
-        message: Its text.
-        ranks: Whom it names.
-        raised_at: CLOCK_MONOTONIC of that.
+        message: Text of the exception.
+        ranks: Ranks that it names.
+        raised_at: CLOCK_MONOTONIC when it was raised.
         left_at: CLOCK_MONOTONIC after everything was destroyed.
     """
 

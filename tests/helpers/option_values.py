@@ -15,8 +15,9 @@ class Values:
     Args:
         good: Two values or more that a call takes; where ranks must say the same, no two are the same.
         bad: Values that no call takes.
-        words: Where ranks must say the same: of each good value, what their disagreement quotes.
-        moves_rows: No two good values bring the same rows. Else all do.
+        words: Words that the ranks' disagreement quotes, of each good value; if ranks must say
+            the same.
+        moves_rows: Whether no two good values bring the same rows. Else all do.
     """
 
     good: tuple[Any, ...]

@@ -177,7 +177,7 @@ class Program:
     """A process that does it: forked from a server that has imported torch and nothing of a world.
 
     Args:
-        said: As of `run`.
+        said: Arguments of `run`.
     """
 
     def __init__(self, **said: Any) -> None:

@@ -35,12 +35,12 @@ def make_batches(
     """Batches of all ranks; small integers and powers of two, so that every sum is exact.
 
     Args:
-        num_tokens: Of every rank.
-        num_experts: Over all ranks.
+        num_tokens: Number of tokens of every rank.
+        num_experts: Number of experts over all ranks.
         num_topk: Experts of a token; None for any number, 0 included.
         hidden: Elements of a row.
-        dtype: Of x.
-        seed: Of the random numbers.
+        dtype: Type of x.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     batches = []

@@ -43,9 +43,10 @@ def sample(
     case has together. The same cases always give the same sample.
 
     Args:
-        attributes: Of every case, its values by name.
+        attributes: Attributes of every case: values by name.
         strength: 1 or 2.
-        costs: Of every case, > 0: of two that add as much, the cheaper one is taken. None: all equal.
+        costs: Cost of every case, > 0: of two that add as much, the cheaper one is taken. None: all
+            equal.
     """
     wanted = [_parts(case, strength) for case in attributes]
     weights = [1.0] * len(wanted) if costs is None else costs

@@ -33,7 +33,7 @@ class SglangServer:
 
     Args:
         model: A folder that has the configuration of a model.
-        tp_size: Of tensor parallelism, without expert parallelism.
+        tp_size: Ranks of tensor parallelism, without expert parallelism.
     """
 
     def __init__(self, model: Path, tp_size: int) -> None:

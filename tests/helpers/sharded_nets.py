@@ -25,11 +25,11 @@ class ShardedNet(torch.nn.Module):
     """One rank's part.
 
     Args:
-        parallelism: Of the model.
-        rank: Among the model's ranks.
-        shapes: Of the parameters.
-        dtype: Of the parameters.
-        rank_offset: Where the model's ranks begin in the group of the refit.
+        parallelism: Parallelism of the model.
+        rank: Rank among the model's ranks.
+        shapes: Shapes of the parameters.
+        dtype: Type of the parameters.
+        rank_offset: First rank of the model in the group of the refit.
         buffers: Persistent buffers, replicated: shape and dtype by name.
     """
 

@@ -30,8 +30,8 @@ class Staging:
     Made before kernels run: page-locking may wait for them, too.
 
     Args:
-        device: Of the tensors on the other side; memory is page-locked for a GPU alone.
-        num_bytes: Of a part, a multiple of 16.
+        device: Device of the tensors on the other side; memory is page-locked for a GPU alone.
+        num_bytes: Bytes of a part, a multiple of 16.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = NUM_BYTES) -> None:

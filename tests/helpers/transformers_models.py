@@ -177,11 +177,11 @@ def step_and_text(
     """Loss, whole gradients and the text that greedy generation continues with. Collective.
 
     Args:
-        model: On these ranks, or alone.
-        batches: Whose losses are averaged: that of this rank, or alone those of all ranks.
-        own: The batch of this rank; generates one token more than the batch before, so that ranks end
-            at different times.
-        run: What is called for the loss; None for the model.
+        model: Model on these ranks, or alone.
+        batches: Batches whose losses are averaged: that of this rank, or alone those of all ranks.
+        own: Index of this rank's batch; generates one token more than the batch before, so that
+            ranks end at different times.
+        run: Function that is called for the loss; None for the model.
     """
     run = model if run is None else run
     model.train()

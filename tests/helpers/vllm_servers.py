@@ -61,12 +61,12 @@ class Server:
     """A running server.
 
     Args:
-        process: Leads a process group of its own.
-        port: It listens on.
-        log: What all its processes say.
+        process: Process that leads a process group of its own.
+        port: Port that it listens on.
+        log: File with what all its processes say.
 
     Attributes:
-        url: Where it listens.
+        url: Address that it listens on.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -62,13 +62,14 @@ class Entry:
     """A collective call.
 
     Args:
-        function: Whose signature is read.
+        function: Function whose signature is read.
         right: Arguments by name that are right on every rank.
         check: Raises where the result of the right call is wrong; unless given, where the bits of its
             tensors are not those of the first result.
         left_out: Parameters that are not tried, and changes, as "name: what", that choose another
             buffer than the peers': those are found late. "unbound": calls that Python rejects.
-        finish: What makes a result complete; unless given, its event or hook is waited for.
+        finish: Function that makes a result complete; unless given, its event or hook is waited
+            for.
     """
 
     function: Callable[..., Any]
@@ -198,9 +199,9 @@ def try_all(
         entries: Makes the calls, by name. Collective.
         rank_idx: This rank.
         num_ranks: Ranks of the default process group.
-        communicators: Those that an error may have left aborted.
+        communicators: Returns communicators that an error may have left aborted.
         only: Cases that have this in their name, for whoever looks for one.
-        step: Of so many changes, in their order, one is tried.
+        step: Number of successive changes of which one is tried.
     """
     found: list[str] = []
     made = entries()

@@ -47,9 +47,9 @@ def init_dist(
     as for DeepEP; where they are not set, ranks are on this machine.
 
     Args:
-        local_rank: Of this node's ranks.
+        local_rank: Rank among this node's ranks.
         num_local_ranks: Ranks of every node.
-        seed: For `init_seed`.
+        seed: Seed for `init_seed`.
 
     Returns:
         Rank, number of ranks, and a group of all of them.

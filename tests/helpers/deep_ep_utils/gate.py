@@ -21,9 +21,9 @@ def get_unbalanced_scores(
         num_experts: E, a multiple of `num_ranks`.
         num_ranks: R.
         num_topk: K.
-        ratio: At least 1.
-        precise: All other ranks get equally many, and every token goes to equally many ranks, which is
-            not how routers choose. Else experts of rank 0 are merely liked better.
+        ratio: Ratio of the tokens, at least 1.
+        precise: Whether all other ranks get equally many, and every token goes to equally many
+            ranks, which is not how routers choose. Else experts of rank 0 are merely liked better.
 
     Returns:
         float32 `[N, E]`.

@@ -23,7 +23,7 @@ def bench(
         num_warmups: Calls that are not timed.
         num_tests: Calls that are; of several the first does not count.
         post_fn: Called after each of these, not timed.
-        flush_l2: Of GPUs, no effect.
+        flush_l2: Argument for GPUs, no effect.
     """
     for _ in range(num_warmups):
         fn()
@@ -53,14 +53,14 @@ def bench_kineto(
 
     Args:
         fn: Called `num_tests` times.
-        kernel_names: Says how many times are returned: a tuple of them, or one.
+        kernel_names: Names, which say how many times are returned: a tuple of them, or one.
         num_tests: Timed calls; of several the first does not count.
-        suppress_kineto_output: Of the profiler, no effect.
+        suppress_kineto_output: Argument for the profiler, no effect.
         trace_path: None: there is no profile to write.
-        flush_l2: Of GPUs, no effect.
-        barrier_comm_profiling: Ranks meet before every call.
+        flush_l2: Argument for GPUs, no effect.
+        barrier_comm_profiling: Whether ranks meet before every call.
         num_kernels_per_period: If more than 1, a list of so many equal times stands for every name.
-        barrier: Where they meet; None leaves them apart.
+        barrier: Function in which they meet; None leaves them apart.
 
     Raises:
         NotImplementedError: There is a `trace_path`.
