@@ -36,7 +36,7 @@ struct CUstream_st final : moe::simt::Stream {
   bool is_blocking;  ///< waits for the default stream, and is waited for
   std::unique_ptr<moe::simt::WorkerStream> worker;
   std::mutex names_mutex;
-  std::map<uint64_t, std::string> names;  ///< of kernels, by the number of the work
+  std::map<uint64_t, std::string> names;  ///< names of kernels, by the number of the work
 };
 
 struct CUevent_st {
@@ -107,7 +107,7 @@ struct Context {
 };
 
 struct State {
-  std::mutex mutex;  ///< of all that follows; never held while anything waits
+  std::mutex mutex;  ///< guards all that follows; never held while anything waits
   Machine machine;
   std::vector<int> visible;  ///< numbers of devices of the machine
   std::vector<Context> contexts;
@@ -118,7 +118,7 @@ struct State {
   std::map<const void*, Foreign> foreign;
   std::vector<OpenCapture> captures;
   std::set<std::pair<int, int>> peers;
-  std::set<const runtime::Baton*> ended_events;  ///< what graphs have of them
+  std::set<const runtime::Baton*> ended_events;  ///< records that graphs still have of them
   std::vector<std::string> violations;
   std::map<std::string, int> waits;
   std::atomic<int64_t> dawdle_ms{0};

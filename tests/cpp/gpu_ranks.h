@@ -260,7 +260,7 @@ class Pipe {
 
 /// Ranks of one process are threads, each with one of the devices that the process sees.
 struct RankProcess {
-  std::string mask;  ///< of devices
+  std::string mask;  ///< mask of devices
   int num_ranks = 1;
 };
 

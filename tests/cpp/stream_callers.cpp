@@ -114,7 +114,8 @@ struct Caller {
 
 /// Memory that peers may write to goes to nobody else before the next operation, also where the
 /// result is dropped once its receive has been started.
-/// @param starts  that receive is started by whoever asks for the end; else by the result's end
+/// @param starts  whether that receive is started by whoever asks for the end; else by the result's
+///   end
 void abort_while_receiving(bool starts) {
   std::latch all_have_sent(2);
   std::latch all_have_looked(2);
