@@ -12,14 +12,14 @@ namespace moe::ops {
 
 class DeferredJoin;
 
-/// Part of a plan that the host knows, wherever its slots lie. Immutable once made, but that what
-/// follows from counts may come later.
 /// Rows that all ranks ask of one, before a limit or a mask drops any of them.
 struct AskedRows {
-  int64_t num_rows = 0;                         ///< to drop nothing, padding included
+  int64_t num_rows = 0;                         ///< rows if nothing is dropped, with padding
   std::vector<int64_t> num_choices_per_expert;  ///< [num_local_experts]
 };
 
+/// Part of a plan that the host knows, wherever its slots lie. Immutable once made, except that
+/// what follows from counts may come later.
 struct PlanHeader {
   layout::Arrangement arrangement;
   int64_t num_tokens = 0;
