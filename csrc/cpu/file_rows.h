@@ -10,7 +10,7 @@ struct FileRows {
   int64_t offset = 0;  ///< start of the first run, in bytes
   int64_t num_runs = 0;
   int64_t run_bytes = 0;  ///< > 0
-  int64_t step = 0;       ///< from one to the next; run_bytes or more
+  int64_t step = 0;       ///< distance from one to the next; run_bytes or more
 
   /// Behind the last run.
   int64_t stop() const {
@@ -21,7 +21,7 @@ struct FileRows {
 /// When runs are read with what lies between them, as that takes less than a call for each.
 struct RowLimits {
   int64_t cached_bytes = 0;   ///< read at a time: what stays in a core's own cache
-  int64_t max_gap_bytes = 0;  ///< between two runs
+  int64_t max_gap_bytes = 0;  ///< most bytes between two runs
 };
 
 /// Reads runs, one behind the other, to @p memory. Many that are read with their gaps are stored

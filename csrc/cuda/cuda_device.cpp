@@ -13,7 +13,7 @@ namespace moe::cuda {
 namespace {
 
 constexpr int kMostDevices = 64;
-constexpr int kOtherStreams = 1;  ///< in which memory is zeroed
+constexpr int kOtherStreams = 1;  ///< streams in which memory is zeroed
 
 /// Streams of every device that its ranks, which are threads of a process, use there: those that
 /// this module has made, and one from which each rank calls.

@@ -15,7 +15,7 @@ namespace moe::cuda {
 /// lie, 2 MiB for a communicator's abort word, until the process ends.
 ///
 /// @param memory  Address in a shared mapping.
-/// @param owner   As long as it lives, @p memory is the same.
+/// @param owner   Object that keeps @p memory the same as long as it lives.
 /// @throws CudaError
 const std::byte* map_host_memory(const void* memory,
                                  int64_t bytes,

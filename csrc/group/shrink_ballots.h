@@ -44,8 +44,8 @@ class ShrinkBallots {
   struct Arguments {
     std::vector<int> failed_ranks;  ///< ranks that this rank reports
     std::string call = "shrink";    ///< function that the caller called: "shrink" or "grow"
-    std::string agreed;             ///< its arguments that have to be equal on every survivor
-    std::string problem;            ///< problem with the call of this rank; "" for none
+    std::string agreed;   ///< arguments of the call that have to be equal on every survivor
+    std::string problem;  ///< problem with the call of this rank; "" for none
     bool needs_majority = true;
   };
 
@@ -136,7 +136,7 @@ class ShrinkBallots {
   const Membership& ranks_;
   std::atomic<bool> is_unfinished_{false};
   mutable sync::Mutex mutex_;
-  uint32_t attempt_ = 0;               ///< those before it ended by a refusal
+  uint32_t attempt_ = 0;  ///< number of this attempt; those before it ended by a refusal
   std::vector<Statement> statements_;  ///< by rank; this rank's own is what it says itself
   std::string reported_;               ///< by rank, whether the caller takes it for failed
   bool needs_majority_ = true;

@@ -17,9 +17,10 @@ struct WaitSite {
   layout::Operation operation = layout::Operation::kNone;
   layout::Phase phase = layout::Phase::kIdle;
   int64_t epoch = -1;          ///< epoch of the buffer, or the number of the call
-  uint64_t buffer_number = 0;  ///< or what stands for one in EntryTable
+  uint64_t buffer_number = 0;  ///< number of the buffer, or what stands for one in EntryTable
   const InterruptCheck* interrupt_check = nullptr;
-  const char* call = "a collective call of the communicator";  ///< where it is no operation
+  /// Name of the call, if it is no operation.
+  const char* call = "a collective call of the communicator";
 
   /// "dispatch of buffer 3, epoch 7"
   std::string name() const {

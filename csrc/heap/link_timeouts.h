@@ -8,10 +8,10 @@ namespace moe::heap {
 
 /// Shorter silences come of loaded machines and of links that drop packets.
 constexpr double kLeastLinkTimeoutS = 2.0;
-constexpr int kLinkLooks = 8;             ///< at a connection, within its limit
-constexpr double kMostLookS = 5.0;        ///< between two of them
-constexpr int kLinkQuestions = 4;         ///< to the machine of an idle peer, within its limit
-constexpr double kMostKeepaliveS = 30.0;  ///< between two of them
+constexpr int kLinkLooks = 8;       ///< looks at a connection, within its limit
+constexpr double kMostLookS = 5.0;  ///< seconds between two of them
+constexpr int kLinkQuestions = 4;   ///< questions to the machine of an idle peer, within its limit
+constexpr double kMostKeepaliveS = 30.0;  ///< seconds between two of them
 
 /// A peer that is stopped may not read its last messages: leaving waits no longer than this for it
 /// to take any. One that is slow gets all of them.

@@ -31,7 +31,7 @@ constexpr double kLongestTimeout = 1e9;  // seconds that fit the clock
 /// A socket whose Hello has not arrived whole.
 struct Greeting {
   OwnedFd socket;
-  int rank_idx = -1;  ///< whom this rank dialled; -1 for a caller who has not said
+  int rank_idx = -1;  ///< rank that this rank dialled; -1 for a caller who has not said
   Hello hello;
   size_t num_bytes = 0;
 };

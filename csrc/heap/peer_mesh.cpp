@@ -176,7 +176,7 @@ class SocketMesh final : public PeerMesh,
   bool is_stopped_ = false;
   std::atomic<bool> is_stopping_{false};
   std::atomic<std::thread::id> service_id_{};
-  std::atomic<uint64_t> num_rounds_{0};  ///< in which the service thread read from every peer
+  std::atomic<uint64_t> num_rounds_{0};  ///< rounds in which the service thread read every peer
   OwnedFd epoll_;
   OwnedFd wake_fd_;
   std::unique_ptr<std::thread> service_;

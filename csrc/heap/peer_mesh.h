@@ -19,7 +19,7 @@ namespace moe::heap {
 struct AnnouncedMemory {
   uint32_t segment_idx = 0;
   uint64_t bytes = 0;
-  std::string description;      ///< how to open it
+  std::string description;      ///< text that says how to open it
   std::shared_ptr<OwnedFd> fd;  ///< null where the owner passed none
 };
 

@@ -20,14 +20,14 @@ struct HeapOptions {
 struct HeapStats {
   uint64_t segment_bytes = 0;      ///< sum over this rank's segments
   uint64_t resident_bytes = 0;     ///< those of them that trim() has not returned
-  uint64_t live_bytes = 0;         ///< in windows that somebody holds
+  uint64_t live_bytes = 0;         ///< bytes in windows that somebody holds
   uint64_t quarantined_bytes = 0;  ///< kept aside after an abort
   uint64_t peak_live_bytes = 0;
   uint64_t num_segments = 0;
   uint64_t num_windows = 0;
   uint64_t num_allocations = 0;  ///< since the heap was made
   uint64_t num_growths = 0;      ///< segments added inside allocate(), not by reserve()
-  uint64_t huge_page_bytes = 0;  ///< in 2 MiB pages, verified in smaps when asked
+  uint64_t huge_page_bytes = 0;  ///< bytes in 2 MiB pages, verified in smaps when asked
   uint64_t peer_segment_bytes = 0;
 };
 

@@ -179,7 +179,7 @@ class TokenRows {
   int64_t row_bytes_;
   int group_ = 0;
   uint32_t here_ = 0;  ///< bits of the lane that knows the row and of those that know later ones
-  uint32_t left_ = 0;  ///< those of later ones
+  uint32_t left_ = 0;  ///< bits of later ones
   uint64_t row_ = 0;
   Scalar weight_ = 0;
 };
@@ -194,8 +194,8 @@ struct LaneUnits {
   MOE_DEVICE void load(const std::byte* piece, int num_units) {
     load_by(piece, num_units, [](const Unit* from) { return device::load(from); });
   }
-  /// @param piece      in shared memory
-  /// @param num_units  where none or less: there are none
+  /// @param piece      piece of a row in shared memory
+  /// @param num_units  number of units; 0 or less for none
   MOE_DEVICE void load_shared(const std::byte* piece, int num_units) {
     load_by(piece, num_units, [](const Unit* from) { return device::load_shared(from); });
   }

@@ -17,7 +17,7 @@ struct Counted {
   Choices choices;
   const int32_t* expert_rank;  ///< Buffer::expert_rank; null where tokens of ranks do not count
   int32_t num_experts;         ///< columns of counts
-  int32_t num_ids;             ///< at most as many
+  int32_t num_ids;             ///< ids, at most as many
   int32_t num_ranks;
 
   MOE_DEVICE bool is_id(int64_t expert_idx) const {
@@ -28,7 +28,7 @@ struct Counted {
 /// Successive tokens that one block counts, and what Choices has of them.
 struct Chunk {
   const int64_t* asked_idx;  ///< [num_tokens, num_topk]
-  int64_t* topk_idx;         ///< the same: their copy
+  int64_t* topk_idx;         ///< copy of these
   int32_t* places;           ///< [num_tokens, num_slots]
   int32_t num_tokens;
 
@@ -44,7 +44,7 @@ struct Chunk {
 };
 
 /// Those of 32 ranks from @p first on that own an expert chosen by a token, a bit for each.
-/// @param chosen  its choices
+/// @param chosen  choices of the token, [num_topk]
 MOE_DEVICE uint32_t bound_ranks(const Counted& counted, const int64_t* chosen, int first) {
   uint32_t bound = 0;
   for (int k = 0; k < counted.choices.num_topk; ++k) {

@@ -27,8 +27,8 @@ struct DispatchParams {
   /// Uncached. Else only num_tokens, num_topk, num_slots and is_by_rank count, and topk_idx where
   /// weights travel by rank.
   Choices choices;
-  Replicas replicas;  ///< as the exchange was told, uncached
-  TokenSets sets;     ///< the same
+  Replicas replicas;  ///< replicas as the exchange was told, uncached
+  TokenSets sets;     ///< sets as the exchange was told, uncached
 
   const std::byte* x = nullptr;  ///< device [num_tokens, source_row_bytes]
   int64_t source_row_bytes = 0;

@@ -25,7 +25,7 @@ struct WarpMemory {
   MOE_DEVICE device::MBarrier* barriers() const {
     return reinterpret_cast<device::MBarrier*>(base + shape.barriers_offset);
   }
-  /// @param set_idx  which of num_stages tokens
+  /// @param set_idx  index of a token among num_stages
   MOE_DEVICE int64_t* slots(int set_idx, int num_slots) const {
     return reinterpret_cast<int64_t*>(base + shape.slots_offset) + set_idx * num_slots;
   }

@@ -80,7 +80,7 @@ MOE_DEVICE bool finish_rows(const Buffer& buffer, const Tables& tables, int32_t*
 /// pulled by everybody (combine), for what follows in the stream, and for this block. Other blocks
 /// of the kernel may wait for the same.
 /// @param scratch  shared, a word per warp
-/// @param counts_waits  in WaitTotals, by one block
+/// @param counts_waits  whether waits are counted in WaitTotals, by one block
 /// @return the same on every thread: false when the kernel is to leave.
 MOE_DEVICE bool await_done(const Buffer& buffer,
                            const Tables& tables,

@@ -42,7 +42,7 @@ class NodeSums {
  public:
   using Scalar = typename Number::Scalar;
 
-  /// @param request  as it came
+  /// @param request  request as it came
   /// @param shared   shared memory of the warp; what TokenSources found is lost
   MOE_DEVICE NodeSums(const CombineParams& params,
                       const Rails& rails,

@@ -35,8 +35,8 @@ MOE_DEVICE T load_struct(const T* from) {
 
 /// Copies words by all threads of a block, several at a time under way. They are counted in 32
 /// bits: callers divide by what a rank has of them.
-/// @param from      from(i), address of word i
-/// @param to        to(i)
+/// @param from      from(i) returns the address of word i
+/// @param to        to(i) returns the address that it is copied to
 /// @param is_there  is_there(i): where not, the word is 0
 template <typename Word, typename From, typename To, typename IsThere>
 MOE_DEVICE void block_copy(int num_words, const From& from, const To& to, const IsThere& is_there) {

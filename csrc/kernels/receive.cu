@@ -12,7 +12,8 @@ namespace moe::kernels {
 namespace {
 
 /// A block waits until the rows are here.
-/// @param counts_waits  by one block of the rank: its threads wait for the others
+/// @param counts_waits  whether waits are counted, by one block of the rank: its threads wait for
+///   the others
 /// @return the same on every thread: false where the kernel is to leave, or nothing moves.
 MOE_DEVICE bool await_rows(const ReceiveParams& params, bool counts_waits) {
   auto* const scratch = reinterpret_cast<int32_t*>(device::shared_memory());

@@ -58,7 +58,7 @@ struct CombineSharedMap {
 template <typename Walk, typename Rows>
 class StagedRows {
  public:
-  /// @param walk  at its beginning
+  /// @param walk  walk at its beginning
   MOE_DEVICE StagedRows(const Walk& walk, const Rows& rows, const RowPieces& pieces)
       : walk_(walk), rows_(rows), pieces_(pieces) {
     const CombineSharedMap map = CombineSharedMap::make(device::num_warps());

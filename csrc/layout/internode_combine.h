@@ -95,7 +95,7 @@ inline int64_t internode_reduction_bytes(const SumRequest& wanted,
 }
 
 /// Bytes of the checksums of those messages, where messages are checked.
-/// @param supplied  How what is wanted from its own node is cut.
+/// @param supplied  Cut of what is wanted from its own node.
 inline int64_t internode_pull_checksum_bytes(int64_t num_wanted_rows, const PullChunks& supplied) {
   return ((num_wanted_rows > 0 ? 1 : 0) + supplied.num_chunks()) * MessageId::kChecksumBytes;
 }

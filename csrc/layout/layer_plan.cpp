@@ -126,7 +126,7 @@ class LayerPlan {
     int32_t num_filled = 0;
     int32_t component = 0;          ///< equal where copies connect ranks
     int32_t last_expert = -1;       ///< last expert that has copies
-    int32_t last_node_expert = -1;  ///< likewise, of the node that begins with this rank
+    int32_t last_node_expert = -1;  ///< last such expert of the node that begins with this rank
   };
 
   static size_t at(int64_t idx) { return static_cast<size_t>(idx); }

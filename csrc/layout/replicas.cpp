@@ -99,7 +99,7 @@ namespace {
 struct SlotRun {
   int32_t slot;
   int32_t left;       ///< rows that the slot still gets
-  const int32_t* at;  ///< where that is among the expert's slots
+  const int32_t* at;  ///< place of that among the expert's slots
   const int32_t* last;
 };
 

@@ -18,7 +18,7 @@ namespace moe::layout {
 struct Replicas {
   int num_local_ranks = 1;  ///< ranks of a node, consecutive ones
   ReplicaSlots slots;
-  std::vector<int32_t> shared_experts;  ///< those with several slots, ascending
+  std::vector<int32_t> shared_experts;  ///< experts with several slots, ascending
   std::vector<int32_t> set_of_expert;   ///< [num_experts], see TokenSetMap
 
   /// @param slot_expert  [slots], -1 for an empty one; every expert has a slot.

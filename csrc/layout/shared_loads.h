@@ -50,7 +50,7 @@ class SharedLoads {
   std::vector<ScatterLoads> rank_loads_;
   std::vector<int32_t> group_of_;  ///< [num_experts], into begins_; -1: has no copies
   std::vector<int32_t> begins_;    ///< [groups + 1], into copies_
-  std::vector<Copy> copies_;       ///< those of an expert follow each other
+  std::vector<Copy> copies_;       ///< copies; those of an expert follow each other
 };
 
 }  // namespace moe::layout

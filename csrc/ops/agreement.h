@@ -20,7 +20,7 @@ struct RowMessage {
   int64_t num_tokens = 0;
   const int32_t* counts = nullptr;  ///< a row of the count matrix, uncached dispatch
   Offer offer;
-  Offer weights_offer;              ///< or of sets of tokens, see layout::Row
+  Offer weights_offer;              ///< offer of weights or of sets of tokens, see layout::Row
   const std::byte* sets = nullptr;  ///< sets that are offered there
   layout::RowStatus status = layout::RowStatus::kOk;
   std::string message;  ///< status not kOk: what is wrong, with both values

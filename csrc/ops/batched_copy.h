@@ -18,7 +18,7 @@ namespace moe::ops {
 
 struct BatchedCopyConfig {
   int64_t slot_bytes = 0;  ///< a multiple of 64; 0 for what suits the machine's cache
-  int num_slots = 0;       ///< for each that receives from a rank; 0 for the default
+  int num_slots = 0;       ///< slots for each that receives from a rank; 0 for the default
 };
 
 /// Bytes and times of one run, on this rank.
@@ -90,9 +90,9 @@ class BatchedCopy : public BufferBase {
   int64_t cache_bytes_;
   std::shared_ptr<Window> own_window_;
   std::vector<layout::CopyWorkspace> workspaces_;
-  std::map<std::vector<int>, std::shared_ptr<Window>> slots_;  ///< by who reads them
+  std::map<std::vector<int>, std::shared_ptr<Window>> slots_;  ///< windows by who reads them
   uint64_t last_table_number_ = 0;
-  std::atomic<std::thread::id> runner_{};  ///< who is in a run; nobody when default
+  std::atomic<std::thread::id> runner_{};  ///< thread that is in a run; none when default
   cpu::ThreadPool threads_;
 };
 

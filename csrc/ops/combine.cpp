@@ -399,8 +399,9 @@ class CombineOperation : public CombineSteps<CpuEngine, CombineOperation> {
 
   std::byte* sums_ = nullptr;
   PullBases bases_;
-  const std::byte* added_weights_ = nullptr;  ///< as params_.weights, of added_bytes() each
-  std::vector<double> wide_weights_;          ///< where those differ from params_.weights
+  /// Weights as params_.weights has them, of added_bytes() each.
+  const std::byte* added_weights_ = nullptr;
+  std::vector<double> wide_weights_;  ///< widened weights, if they differ from params_.weights
   std::optional<InternodeCombine> remote_;
 };
 

@@ -262,8 +262,10 @@ class DispatchSteps {
     }
   }
 
-  std::vector<int64_t> chosen_slots_;  ///< where there are replicas to choose from
-  std::string shortage_cause_;         ///< where this rank could not make its second offer
+  /// Slots that were chosen, if there are replicas to choose from.
+  std::vector<int64_t> chosen_slots_;
+  /// Reason why this rank could not make its second offer; "" for none.
+  std::string shortage_cause_;
 };
 
 }  // namespace moe::ops

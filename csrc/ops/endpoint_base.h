@@ -36,8 +36,9 @@ struct EndpointConfig {
   bool rank_reduction = false;
   bool balances_replicas = false;  ///< choices may be of logical experts, see balance_replicas()
   std::string isa;  ///< name of the row kernels on the CPU; empty for the best of this machine
-  std::shared_ptr<Rail> rail;    ///< between nodes; null for the communicator's own sockets
-  bool checks_messages = false;  ///< between nodes; see layout::MessageId
+  std::shared_ptr<Rail> rail;  ///< rail between nodes; null for the communicator's own sockets
+  /// Whether messages between nodes are checked; see layout::MessageId.
+  bool checks_messages = false;
   /// Everything that must be equal on every rank, as (name, value); compared when it is made.
   std::vector<std::pair<std::string, std::string>> agreed;
 };

@@ -32,7 +32,7 @@ PulledRow pulled_by(const Plan& plan, PulledRow pulled, int src_rank) {
 }
 
 /// Bytes of one message: rows, then the weights of the rows that were asked for.
-/// @param first_request  As in NodeRequest.
+/// @param first_request  First requests, as in NodeRequest.
 int64_t chunk_bytes(const PulledRow& pulled,
                     const PullChunks& chunks,
                     const std::vector<int64_t>& first_request,

@@ -81,7 +81,7 @@ class InternodeCombine {
   /// Place of a slot on another node in the request to it, and in what comes back.
   struct Requested {
     int64_t request_idx = 0;
-    int64_t row_idx = 0;  ///< the same, or that of the token's sum
+    int64_t row_idx = 0;  ///< request_idx, or the row of the token's sum
   };
   /// Rows of this rank's tokens on another node.
   struct NodeRequest {
@@ -102,7 +102,7 @@ class InternodeCombine {
     layout::PulledRow pulled;
     int64_t num_requested = 0;
     layout::PullChunks chunks;           ///< with an Addition known once the request is here
-    std::vector<int64_t> first_request;  ///< as in NodeRequest
+    std::vector<int64_t> first_request;  ///< requests as in NodeRequest
     int64_t num_sent_chunks = 0;
     Chunk request;  ///< slots, int64 [num_requested]; with an Addition a SumRequest
     bool is_request_here = false;

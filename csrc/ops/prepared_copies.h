@@ -113,7 +113,8 @@ class PreparedCopies {
     std::deque<layout::StridedBytes> peer_shapes;
     CopyStream direct;  ///< in place at peers, and within this rank
     std::vector<SlotStream> outgoing;
-    std::vector<SlotStream> incoming;  ///< those of a sender adjacent, in the order of its offers
+    /// Streams of peers; those of a sender adjacent, in the order of its offers.
+    std::vector<SlotStream> incoming;
     std::vector<uint8_t> writes_here;  ///< [num_ranks], in place
     int64_t direct_bytes = 0;
     int64_t slot_bytes = 0;

@@ -57,7 +57,7 @@ class Context {
 #else
   static void begin(Context* self);
 
-  void* stack_pointer_ = nullptr;  ///< where the registers are, while it does not run
+  void* stack_pointer_ = nullptr;  ///< place of the registers, while it does not run
 #endif
   Entry entry_ = nullptr;
   void* argument_ = nullptr;

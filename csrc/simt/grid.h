@@ -16,10 +16,10 @@ class Grid;
 
 /// A launch: what every thread of a grid runs.
 struct Kernel {
-  std::string name;            ///< for reports
-  device::Launch shape;        ///< its stream is not looked at
+  std::string name;            ///< name for reports
+  device::Launch shape;        ///< shape; its stream is not looked at
   std::function<void()> body;  ///< run once by every thread
-  int rank_idx = -1;           ///< for reports and the checker; -1 where there is one rank only
+  int rank_idx = -1;  ///< rank for reports and the checker; -1 where there is one rank only
   /// Called by its threads in device::await_prerequisites() and launch_dependents(), where the
   /// stream starts kernels that are dependent before the one ahead has ended.
   std::function<void()> await_prerequisites = nullptr;

@@ -26,11 +26,11 @@ namespace py = pybind11;
 struct ListedChoices {
   int64_t num_topk = 1;            ///< the most of a token
   std::vector<int64_t> topk_idx;   ///< [num_tokens, num_topk], ascending, then -1
-  std::vector<std::byte> weights;  ///< likewise, 0 at a -1; empty for none
+  std::vector<std::byte> weights;  ///< weights of these, 0 at a -1; empty for none
 };
 
 /// @param map    bool `[num_tokens, num_experts]`
-/// @param probs       Likewise, of any type; empty for none
+/// @param probs       number for each place of @p map, of any type; empty for none
 /// @param least_topk  Columns of the list at least
 ListedChoices list_choices(const TensorView& map, const TensorView& probs, int64_t least_topk = 1);
 

@@ -50,7 +50,7 @@ class Signature {
  private:
   struct Argument {
     std::string name;
-    std::string value;  ///< its default behind "=", or ""
+    std::string value;  ///< default behind "=", or ""
   };
 
   static pybind11::object literal(const std::string& text) {

@@ -39,9 +39,9 @@ std::optional<bool> is_negated_behind(pybind11::handle tensor);
 /// addresses. A tensor whose bytes are the same there has the storage, the offset, the shape, the
 /// strides, the dtype, the device and the lazy signs that it had.
 struct TensorFields {
-  size_t begin;  ///< in the tensor, of the address of its storage, the first of these fields
-  size_t end;    ///< in the tensor, behind its dispatch keys, the last of them
-  size_t data;   ///< in the storage, of the address of its bytes
+  size_t begin;  ///< offset in the tensor of the address of its storage, the first of these fields
+  size_t end;    ///< offset in the tensor behind its dispatch keys, the last of them
+  size_t data;   ///< offset in the storage of the address of its bytes
 };
 
 /// Nothing on a torch that keeps them elsewhere.
