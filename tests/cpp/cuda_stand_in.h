@@ -33,9 +33,10 @@ struct Machine {
   int num_devices = 2;
   int driver_version = 0;  ///< 0 for that of the headers
   bool has_virtual_memory = true;
-  bool graphs_wait = true;        ///< who makes a graph or uploads it, as its first launch does
-  bool loses_p2p_writes = false;  ///< copies to a peer's memory, without an error
-  bool loses_p2p_reads = false;   ///< the same from it
+  /// Whether making a graph or uploading it waits, as its first launch does.
+  bool graphs_wait = true;
+  bool loses_p2p_writes = false;  ///< whether copies to a peer's memory are lost, without an error
+  bool loses_p2p_reads = false;   ///< whether copies from one are, likewise
   bool has_p2p = true;            ///< whether a process gets access to memory of another's
   std::string refused;            ///< a call by name that is not supported
   bool is_eager = false;          ///< CUDA_MODULE_LOADING=EAGER

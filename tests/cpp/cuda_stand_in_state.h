@@ -42,7 +42,8 @@ struct CUstream_st final : moe::simt::Stream {
 struct CUevent_st {
   int device_idx = 0;
   std::mutex mutex;
-  std::shared_ptr<moe::runtime::Event> captured;  ///< where it was recorded in a capture, else null
+  /// Record in a capture, if there was one; else null.
+  std::shared_ptr<moe::runtime::Event> captured;
   /// Its last record elsewhere, and those that runs of graphs make.
   std::shared_ptr<moe::simt::StreamBaton> records = std::make_shared<moe::simt::StreamBaton>();
 };
@@ -69,13 +70,13 @@ struct Memory {
   enum Kind { kDevice, kHost, kRegistered } kind = kDevice;
   size_t bytes = 0;
   int fd = -1;
-  std::set<int> devices;    ///< whose kernels reach it; host memory all
+  std::set<int> devices;    ///< devices whose kernels reach it; host memory all
   bool is_of_peer = false;  ///< opened by this process, not made
 };
 
 struct Reserved {
   size_t bytes = 0;
-  std::map<CUdeviceptr, size_t> mapped;  ///< by address, bytes
+  std::map<CUdeviceptr, size_t> mapped;  ///< bytes by address
 
   bool has_mapped(CUdeviceptr address, size_t wanted) const {
     return std::any_of(mapped.begin(), mapped.end(), [&](const auto& part) {

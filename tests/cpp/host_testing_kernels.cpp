@@ -137,7 +137,7 @@ void copy(const std::string& isa, const py::buffer& src, const py::buffer& dst, 
 }
 
 /// @param lanes  kChecksumLanes numbers of 8 bytes, which become those that have taken @p src.
-/// @param dst    As long as @p src, or none.
+/// @param dst    Buffer as long as @p src, or none.
 void absorb_copy(const std::string& isa,
                  const py::buffer& src,
                  const std::optional<py::buffer>& dst,
