@@ -22,7 +22,7 @@ class RowArrivals {
 
  private:
   group::WaitSite site_;
-  std::optional<group::ArrivalWatch> watch_;  ///< of the first rank that has not come
+  std::optional<group::ArrivalWatch> watch_;  ///< watch of the first rank that has not come
 };
 
 /// Aborts and throws because a kernel that waited for a peer ran into the limit.

@@ -18,9 +18,9 @@ namespace {
 // Sizes that are made room for where the configuration leaves them open.
 constexpr int64_t kUsualTokens = 4096;
 constexpr int64_t kUsualTopk = 8;
-constexpr int64_t kPlansAtOnce = 2;  ///< for each operation in flight: handles live longer
+constexpr int64_t kPlansAtOnce = 2;  ///< plans for each operation in flight: handles live longer
 constexpr int64_t kHostBytesAtOnce = 64 << 10;
-constexpr int64_t kPageBytes = 4096;  ///< to which memory is rounded up
+constexpr int64_t kPageBytes = 4096;  ///< bytes that memory is rounded up to
 
 }  // namespace
 

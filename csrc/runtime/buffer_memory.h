@@ -67,9 +67,9 @@ class BufferMemory {
   CallOrder& order_;
   Device& device_;
   SegmentBases& segments_;
-  std::shared_ptr<const void> reserved_;  ///< for plans and tables of operations
-  WindowRing windows_;                    ///< of low-latency rows
-  kernels::TokenSets sets_;               ///< where balanced replicas take rows by rank
+  std::shared_ptr<const void> reserved_;  ///< memory for plans and tables of operations
+  WindowRing windows_;                    ///< windows of low-latency rows
+  kernels::TokenSets sets_;               ///< sets where balanced replicas take rows by rank
   std::shared_ptr<std::byte> scratch_;
   int64_t scratch_bytes_ = 0;
   CapturedMemory captured_;

@@ -45,7 +45,8 @@ class StreamJoin : public ops::DeferredJoin {
 /// Mark of the caller's stream as an operation of the progress thread was called.
 struct CallerMark {
   std::shared_ptr<Event> end;
-  std::shared_ptr<DeferredAgreement> verdict;  ///< of another buffer's operation before it, or null
+  /// Verdict of another buffer's operation before it, or null.
+  std::shared_ptr<DeferredAgreement> verdict;
 };
 
 std::shared_ptr<Stream> make_stream(Device& device) {

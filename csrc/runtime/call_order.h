@@ -75,7 +75,7 @@ class CallOrder {
   std::shared_ptr<Stream> stream_;
   /// True where the stream may be captured and has to be asked; else it is not captured.
   mutable std::atomic<bool> may_be_captured_;
-  std::shared_ptr<Baton> baton_;                         ///< of operations beside graphs
+  std::shared_ptr<Baton> baton_;                         ///< baton of operations beside graphs
   mutable std::shared_ptr<Stream> caller_;               ///< null until it is first needed
   std::vector<std::shared_ptr<Stream>> former_callers_;  ///< each once
   size_t num_captured_ = 0;

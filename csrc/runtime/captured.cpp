@@ -52,8 +52,8 @@ class Capture {
   std::shared_ptr<std::byte> allocate(int64_t bytes, CapturedKind kind = kCapturedScratch) {
     return hold(endpoint_.buffer_memory().take_captured(kind, bytes));
   }
-  /// @param layout  Of the dispatch whose rows go there, or of that whose rows a combine brings
-  /// back.
+  /// @param layout  Layout of the dispatch whose rows go there, or of that whose rows a combine
+  ///   brings back.
   std::shared_ptr<Window> allocate_window(int64_t bytes, RowLayout layout) {
     const auto size = static_cast<uint64_t>(bytes);
     return hold(layout == RowLayout::kLowLatency

@@ -55,7 +55,7 @@ Offer find_own_rows(const DeviceEndpoint& endpoint, const ops::CombineParams& pa
 }
 
 /// Adds the rows that lie here, and has the combine pull the sums of the others.
-/// @param kernel  of the combine
+/// @param kernel  parameters of the combine
 void launch_rank_sums(DeviceEndpoint& endpoint,
                       const ops::CombineParams& params,
                       std::byte* requests,

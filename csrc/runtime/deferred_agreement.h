@@ -28,8 +28,8 @@ struct UnheardOperation {
   const ControlMemory& control;
   std::shared_ptr<DeferredAgreement> former;  ///< before it in the buffer, until it is judged
   layout::Operation operation = layout::Operation::kNone;
-  uint64_t number = 0;               ///< of the operation, on this rank
-  uint64_t first_epoch = 0;          ///< of the operation, where no graphs were there; else 0
+  uint64_t number = 0;               ///< number of the operation, on this rank
+  uint64_t first_epoch = 0;          ///< epoch of the operation, if no graphs were there; else 0
   const Mailbox* mailbox = nullptr;  ///< the endpoint's
   uint64_t ticket = 0;
   /// Waits for the rows, and ends the operation as every rank does: once.
@@ -97,7 +97,7 @@ class DeferredAgreement final : public ops::DeferredJoin {
   const int64_t start_ns_;
   const pid_t process_id_;
   UnheardOperation left_;
-  RowArrivals arrivals_;  ///< of the thread that is busy
+  RowArrivals arrivals_;  ///< arrivals of the thread that is busy
 
   mutable std::mutex mutex_;  ///< not held while somebody waits: handlers of signals may come here
   std::condition_variable changed_;

@@ -86,7 +86,7 @@ class Device {
   virtual bool is_shared() const = 0;
 
   virtual int num_sms() const = 0;
-  virtual size_t max_shared_bytes() const = 0;  ///< of a block, dynamic
+  virtual size_t max_shared_bytes() const = 0;  ///< most bytes of a block, dynamic
   /// Tells how kernels were compiled: with them they have dependent launches, too.
   virtual bool has_bulk_copies() const = 0;
 

@@ -93,7 +93,7 @@ class DeviceCombine : public ops::CombineSteps<DeviceEngine, DeviceCombine> {
     std::shared_ptr<const ops::PlanHeader> plan;
   };
 
-  std::byte* requests_ = nullptr;  ///< where rows are added on their rank first
+  std::byte* requests_ = nullptr;  ///< requests, if rows are added on their rank first
 };
 
 }  // namespace

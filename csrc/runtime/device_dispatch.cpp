@@ -206,7 +206,7 @@ class DeviceDispatch : public ops::DispatchSteps<DeviceEngine, DeviceDispatch> {
   }
 
   DispatchLaunches launches_;
-  TakeCounts take_counts_;      ///< where counts come later
+  TakeCounts take_counts_;      ///< function that takes counts, if they come later
   bool are_rows_sent_ = false;  ///< unless the exchange has found that rows may not move
   bool is_moving_ = false;
   bool are_counts_late_ = false;  ///< the plan's, which come behind the verdict

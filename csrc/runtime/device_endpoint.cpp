@@ -33,7 +33,7 @@ std::shared_ptr<Device> activated(std::shared_ptr<Device> device) {
 struct DeviceEndpoint::Announcement {
   Offer offers[2];  ///< its control area, and memory that operations may use
   Device::Identity device;
-  uint64_t needed_bytes = 0;  ///< of low-latency windows, where they do not fit; else 0
+  uint64_t needed_bytes = 0;  ///< bytes of low-latency windows, if they do not fit; else 0
   uint64_t available_bytes = 0;
 };
 

@@ -72,8 +72,8 @@ class DeviceExchange : public ops::BufferOperation {
                                                    const kernels::OwnOffer& own);
 
   /// Every rank knows that this operation ends here, and so did the kernel.
-  /// @param status  what it has to have said.
-  /// @param cause   what was found wrong, for operations that are refused because of it
+  /// @param status  status that it has to have said.
+  /// @param cause   text of what was found wrong, for operations that are refused because of it
   void settle(kernels::OperationStatus status, std::string cause = "");
 
   /// Everything launched: results are there for the caller when this returns (where it is the
@@ -129,7 +129,7 @@ class DeviceExchange : public ops::BufferOperation {
   bool has_launched_ = false;
   bool hears_later_ = false;
   bool is_eager_ = false;              ///< peers may refuse this operation
-  std::exception_ptr deferred_error_;  ///< of an operation before
+  std::exception_ptr deferred_error_;  ///< error of an operation before
   group::GoneWatch gone_;
   RowArrivals arrivals_;
 };

@@ -73,7 +73,7 @@ struct DispatchTables {
 };
 
 /// Cuts the tokens of @p choices into chunks, in which an uncached dispatch counts them.
-/// @param tokens_per_chunk  At least so many.
+/// @param tokens_per_chunk  Least number of tokens of a chunk.
 void cut_chunks(int tokens_per_chunk, kernels::Choices* choices);
 
 /// Lays what counting takes at @p memory, null to measure it. @return its bytes.
@@ -90,7 +90,7 @@ int64_t chunk_bytes(const kernels::Buffer& buffer,
                     kernels::TokenSets sets);
 
 /// The plan of a dispatch from its count matrix and this rank's choices, as ops::Plan::make().
-/// @param stream  Of the buffer; it is drained.
+/// @param stream  Stream of the buffer; it is drained.
 std::shared_ptr<DevicePlan> import_plan(const kernels::Buffer& buffer,
                                         Device& device,
                                         Stream& stream,

@@ -27,7 +27,7 @@ class DispatchLaunches {
       : endpoint_(endpoint), params_(params), arrangement_(arrangement), contents_(contents) {}
 
   /// Uncached: memory for what the exchange counts.
-  /// @param allocate  Of so many bytes, device memory for counting that outlives the kernels.
+  /// @param allocate  allocate(bytes) returns device memory for counting that outlives the kernels.
   template <typename Allocate>
   void make_plan(const Allocate& allocate) {
     allocate_plan();
@@ -73,7 +73,7 @@ class DispatchLaunches {
   DeviceEndpoint& endpoint_;
   const ops::DispatchParams& params_;
   layout::Arrangement arrangement_;
-  Contents contents_;  ///< of memory that is made
+  Contents contents_;  ///< contents of memory that is made
   kernels::TokenSets sets_;
   std::shared_ptr<DevicePlan> made_plan_;
   DispatchTables tables_;

@@ -29,7 +29,7 @@ class Launcher {
   void set_internode(std::unique_ptr<Internode> internode) { internode_ = std::move(internode); }
 
   /// A launch of @p num_blocks.
-  /// @param usual_threads  of a block, where nothing else was asked for
+  /// @param usual_threads  threads of a block, if nothing else was asked for
   device::Launch launch(int num_blocks, int usual_threads = kUsualThreads) const;
   /// The same right behind another kernel of this buffer, before which the kernel may start: see
   /// device::Launch::is_dependent.

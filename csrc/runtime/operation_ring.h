@@ -17,7 +17,7 @@ namespace moe::runtime {
 /// An operation in which no row moved, as every rank found.
 struct RefusedOperation {
   uint64_t epoch = 0;  ///< 0 for none
-  std::string text;    ///< of what was found wrong, in it or the operation that it was refused for
+  std::string text;    ///< problem that was found, in it or the operation that it was refused for
 };
 
 /// Operations of one buffer in the order of their calls: their numbers, their mailboxes in turn,

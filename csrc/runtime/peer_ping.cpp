@@ -8,7 +8,7 @@
 namespace moe::runtime {
 namespace {
 
-constexpr int64_t kPlaceBytes = 64;  ///< of the row of a rank in every area
+constexpr int64_t kPlaceBytes = 64;  ///< bytes of the row of a rank in every area
 static_assert(kPlaceBytes <= static_cast<int64_t>(sizeof(layout::Row)));
 
 /// Never zero, and another one for each pair of ranks.

@@ -44,7 +44,7 @@ class StreamMarks {
 
   std::mutex mutex_;
   std::vector<std::weak_ptr<Stream>> streams_;
-  std::vector<std::shared_ptr<Event>> last_events_;  ///< of streams that have ended
+  std::vector<std::shared_ptr<Event>> last_events_;  ///< last events of streams that have ended
   std::shared_ptr<Mark> open_;                       ///< null for none
 };
 
