@@ -43,7 +43,7 @@ struct Chunk {
   }
 };
 
-/// Those of 32 ranks from @p first on that own an expert chosen by a token, a bit for each.
+/// Ranks, of the 32 from @p first on, that own an expert chosen by a token, a bit for each.
 /// @param chosen  choices of the token, [num_topk]
 MOE_DEVICE uint32_t bound_ranks(const Counted& counted, const int64_t* chosen, int first) {
   uint32_t bound = 0;

@@ -180,8 +180,8 @@ class RowMetadataWriter {
     write_scales(slots, params_.choices.num_slots, scales_, begin, end);
   }
 
-  /// Those bytes of the scale factors of a row, whole words, to where the row goes: whoever copies
-  /// it copies them, too.
+  /// Writes those bytes of the scale factors of a row, whole words, to where the row goes: whoever
+  /// copies it copies them, too.
   MOE_DEVICE void write_scales(
       const int64_t* slots, int num_slots, const std::byte* scales, int begin, int end) const {
 #pragma unroll 1

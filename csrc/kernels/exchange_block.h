@@ -325,7 +325,7 @@ class ExchangeBlock {
                                  peers_.own_node(),
                                  set_bytes(params_.choices.num_tokens, params_.choices.num_topk));
   }
-  /// Those that go with the row of this rank, where it is ok.
+  /// Sets that go with the row of this rank, if it is ok.
   MOE_DEVICE SentSets sent_sets() const {
     if constexpr (kHasReplicas && Peers::kSendsSets)
       if (has_sets() && device::load(&row()->status) == static_cast<int32_t>(RowStatus::kOk))

@@ -86,7 +86,7 @@ class StagedRows {
     }
   }
 
-  /// Waits for the next piece. @return where it lies until release().
+  /// Waits for the next piece. @return the place where it lies until release().
   MOE_DEVICE const std::byte* await() const {
     while (!device::try_wait(mbarrier(stage_idx_), parity_)) {
     }

@@ -38,7 +38,7 @@ class LeastNumber {
  public:
   explicit LeastNumber(size_t num_numbers)
       : num_leaves_(std::bit_ceil(num_numbers)), nodes_(2 * num_leaves_, none()) {}
-  /// What is above every number.
+  /// Number above every other.
   static Numbered none() { return {std::numeric_limits<double>::infinity(), 0}; }
 
   void set(Numbered number, int32_t idx) {

@@ -105,7 +105,7 @@ StridedBytes shape_of(const ReceiveEntry& entry, const ReceiveTable& table) {
 
 }  // namespace
 
-/// Works out what this rank sends. @return what is wrong, if anything is.
+/// Works out what this rank sends. @return the problem, if there is one.
 RankProblem CopyRun::match(PreparedCopies& prepared) {
   PreparedCopies::Route& route = prepared.route();
   std::vector<uint64_t> numbers;
@@ -129,7 +129,7 @@ RankProblem CopyRun::match(PreparedCopies& prepared) {
 }
 
 /// @param entry_of  Becomes the index of the entry that each send goes to, in its receiver's share.
-/// @return what is wrong between the sends of this rank and the receives of its peers.
+/// @return text of what is wrong between the sends of this rank and the receives of its peers.
 std::string CopyRun::compare_ends(const PreparedCopies& prepared, std::vector<uint32_t>* entry_of) {
   std::string problem;
   int64_t num_problems = 0;

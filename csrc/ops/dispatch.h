@@ -133,7 +133,7 @@ void point_into_window(const DispatchParams& params,
                        const layout::ReceiveWindow& window,
                        DispatchOutcome* outcome);
 
-/// Copies a finished window out of the heap when @p mode says so; @return what owns the result.
+/// Copies a finished window out of the heap when @p mode says so; @return the owner of the result.
 std::shared_ptr<void> copy_out_window(Endpoint& endpoint,
                                       std::shared_ptr<Window> window,
                                       uint64_t bytes,

@@ -133,8 +133,8 @@ class EndpointBase : public BufferBase {
   bool is_idle() const override { return progress_.is_idle(); }
   void restart(uint64_t next_epoch) override;
 
-  /// Whom this rank waits for in an operation, -1 when what it waits for has arrived or it does not
-  /// wait. From any thread.
+  /// Rank that this one waits for in an operation, -1 when what it waits for has arrived or it does
+  /// not wait. From any thread.
   int awaited_rank() const;
 
   /// Waits for operations in flight, aborting them where a peer keeps them from ending; then tells
@@ -148,7 +148,7 @@ class EndpointBase : public BufferBase {
 
   /// Makes the control area, a ring of @p depth entries, and finds those of all peers. Collective.
   /// @param extra  Text to exchange, of one size on every rank.
-  /// @return what every rank gave as @p extra, "" for excluded ranks.
+  /// @return the text that every rank gave as @p extra, "" for excluded ranks.
   /// @throws InvalidArgument  configurations differ; names both values, on every rank.
   std::vector<std::string> connect(int depth,
                                    const std::string& extra,

@@ -20,8 +20,8 @@ kernels::ExchangeParams combine_row(const DeviceEndpoint& endpoint,
 /// Bytes of the window that a rank offers where ops::adds_by_rank(): see layout::RankSumsMap.
 int64_t rank_sums_bytes(const ops::CombineParams& params);
 
-/// Launches what writes the requests of such a window, in front of the exchange. @return what
-/// peers are told of it.
+/// Launches what writes the requests of such a window, in front of the exchange. @return the
+/// offer that peers are told.
 Offer launch_requests(DeviceEndpoint& endpoint,
                       const ops::CombineParams& params,
                       const Window& window);

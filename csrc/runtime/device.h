@@ -121,7 +121,7 @@ class Device {
   /// is only 0, which stands for it: what waits there blocks, what was recorded there is complete.
   virtual std::shared_ptr<Stream> caller_stream(uintptr_t handle) = 0;
 
-  /// Those that were asked for by their numbers, of this rank.
+  /// Streams of this rank that were asked for by their numbers.
   virtual std::vector<std::shared_ptr<Stream>> caller_streams() = 0;
 
   /// Makes the device current on the calling thread.

@@ -15,8 +15,8 @@
 
 namespace moe::runtime {
 
-/// Takes the count matrix of rows that agree, of an epoch. @return what every rank finds wrong with
-/// it, or null.
+/// Takes the count matrix of rows that agree, of an epoch. @return the error that every rank finds
+/// in it, or null.
 using TakeCounts = std::function<std::exception_ptr(ops::Rows, uint64_t)>;
 
 /// One operation of one buffer whose kernels the host launches and whose rows it reads: its epoch,
@@ -82,7 +82,7 @@ class DeviceExchange : public ops::BufferOperation {
   std::shared_ptr<ops::DeferredJoin> finish();
 
   /// In place of finish(): ends when this rank's rows are sent, where the caller is the host, and
-  /// leaves it to the phase to receive. @return what is to be joined.
+  /// leaves it to the phase to receive. @return the end that is to be joined.
   std::shared_ptr<ops::DeferredJoin> receive_later(const kernels::ReceiveParams& params);
 
   /// Ends by an exception.

@@ -10,7 +10,7 @@ namespace moe::runtime {
 
 /// Looks whether ranks on several devices reach each other's control areas, before anything else is
 /// written there. Collective; what it leaves in this rank's area is to be zeroed.
-/// @return what is wrong, or "".
+/// @return text of what is wrong, or "".
 std::string ping_peers(group::Group& group,
                        Device& device,
                        Stream& stream,

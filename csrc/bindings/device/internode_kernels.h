@@ -9,7 +9,7 @@
 
 namespace moe::bindings {
 
-/// Those that this module is linked with; only for modules that are.
+/// Kernels that this module is linked with; only for modules that are.
 inline runtime::InternodeKernels internode_kernels() {
   return {&kernels::launch_internode_exchange,
           &kernels::launch_internode_offers,
