@@ -1,4 +1,4 @@
-"""From phase records to a Perfetto file and to who waited for whom."""
+"""Perfetto file of phase records, and who waited for whom."""
 
 from __future__ import annotations
 

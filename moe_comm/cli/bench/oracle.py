@@ -99,8 +99,8 @@ def source_rows(
     """Find the rows of every source rank on one receiver.
 
     Returns:
-        For every source rank: row in the receiver's window, token on the source, and label (expert id,
-        or receiving rank for RANK_MAJOR); int64, one entry per row that moves.
+        Row in the receiver's window, token on the source, and label (expert id, or receiving rank
+        for RANK_MAJOR) of every source rank; int64, one entry per row that moves.
     """
     rows = _rows_of(case, rank_idx)
     per_source = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moe_comm.ep.backends.host import HostBackend
 
 PARTS = ("python", "binding", "rows", "waiting", "copies")
-"""From the outside inwards: what is spent before the native call and after it; in the native call outside
+"""Names from the outside inwards: what is spent before the native call and after it; in the native call outside
 the exchange; in the exchange outside the copies, in saying and hearing who sends what where; in waiting for
 peers; in moving rows and adding them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FAST_ROOF_GBS = 40.0
-"""Between the two states in which the machines this was calibrated on are found."""
+"""Bandwidth between the two states in which the machines this was calibrated on are found."""
 ROOF_DISAGREEMENT = 0.20
 
 

@@ -1,4 +1,4 @@
-"""From clock readings to medians: what counts, what is dropped."""
+"""Medians of clock readings: what counts, what is dropped."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def differing_shapes(
 
 
 def _ranges(ranks: Iterable[int]) -> str:
-    """Such as "rank 3" and "ranks 0-3, 6"."""
+    """Text of ranks, such as "rank 3" and "ranks 0-3, 6"."""
     some = sorted(ranks)
     runs = [
         [rank for _, rank in group]

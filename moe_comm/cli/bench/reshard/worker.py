@@ -286,7 +286,7 @@ class ReshardWorker(RankWorker):
 
 
 def _touched(module: ShapedModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By name, a byte of every hundredth block of a source, and the rows that these bytes are in."""
+    """A byte of every hundredth block of a source, and the rows that these bytes are in, by name."""
     touched = {}
     next_byte = 0
     for name, tensor in named_refit_tensors(module):
