@@ -205,7 +205,7 @@ def ended_anywhere(
     Args:
         folder: Folder that has a folder `first`.
         write: Writes into a copy of that.
-        end: Is called in the place of a call.
+        end: Function that is called in place of a call.
 
     Yields:
         Each copy, in which the next one who writes is to leave nothing of what was ended.
@@ -240,10 +240,10 @@ def saves_ended_anywhere(
         folder: Folder that has a folder `first`, whose latest version is "before".
         wholes: Tensors of that version, of the one whose save is ended, and of the next.
         options: Options of a save over a version.
-        end: Is called in the place of that call.
+        end: Function that is called in place of that call.
 
     Returns:
-        How many such calls there are.
+        Number of such calls.
     """
     before, after, later = wholes
     found = []

@@ -177,7 +177,7 @@ def run_bad(context: RankContext, name: str, mistake: str) -> list[tuple[str, st
 
 
 def _submit_bad(service: CopyService, mistake: str, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """What is wrong, behind a pair of transfers that must not arrive although nothing is wrong with it."""
+    """Submit what is wrong, behind a pair of transfers that must not arrive although nothing is wrong with it."""
     good: list[End] = [(0, True, _src, 1, 4), (1, False, _dst, 0, 4)]
     ends = MISTAKES[mistake]
     for rank_idx, is_sent, make, peer, task_id in ends if mistake == ON_ONE_SIDE else good + ends:

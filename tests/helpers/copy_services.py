@@ -202,7 +202,7 @@ class Endpoints:
             base.fill_(POISON % 2 if task.dtype is torch.bool else POISON)
 
     def submit(self, service: CopyService, order: random.Random | None = None) -> None:
-        """In an order that nobody else has; or in that of the tasks and without ids."""
+        """Submit all in an order that nobody else has; or in that of the tasks and without ids."""
         calls: list[tuple[Callable[..., None], torch.Tensor, int, int]] = [
             *(
                 (service.submit_send, tensor, task.dst, task.task_id)

@@ -70,7 +70,7 @@ class Inputs:
 
     @staticmethod
     def make(case: BenchCase, rank_idx: int, device: torch.device) -> Inputs:
-        """Those of `moe-comm bench`."""
+        """Make the inputs of `moe-comm bench`."""
         return Inputs(
             case=case,
             x=make_x(case, rank_idx).to(device),
@@ -312,8 +312,8 @@ def compare(
         num_calls: Calls of an operation in a round.
 
     Returns:
-        By operation: the microseconds of ours, of each interface of DeepEP, and of a copy of as many bytes
-        on this rank's device; the slowest rank's where the caller takes the greatest. And `bytes`.
+        Microseconds of ours, of each interface of DeepEP, and of a copy of as many bytes on this rank's
+        device, by operation; the slowest rank's where the caller takes the greatest. And `bytes`.
     """
     is_on_gpu = device_type == "cuda"
     if is_on_gpu:

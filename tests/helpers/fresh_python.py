@@ -95,7 +95,7 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _server() -> socket.socket:
-    """To the server of this process, which ends with it."""
+    """Socket to the server of this process, which ends with it."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen(

@@ -113,7 +113,7 @@ class Network(abc.ABC):
 
     @abc.abstractmethod
     def drop_all(self, host_idx: int) -> None:
-        """From now on the switch drops what that host sends or is sent, and nobody is told."""
+        """Have the switch drop what that host sends or is sent from now on; nobody is told."""
 
     def unplug(self, host_idx: int) -> None:
         """Take the host's own link down: its kernel knows, the others' do not."""

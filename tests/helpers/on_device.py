@@ -72,11 +72,11 @@ class OnDevice(Backend):
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """From the host to the device; returns `target`."""
+        """Copy from the host to the device; returns `target`."""
         return self._staging.put(target, source)
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From the device to the host."""
+        """Copy from the device to the host."""
         return self._staging.fetch(tensor)
 
     def _to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ LAG_S = 0.001
 
 
 NUM_DEVICES = 2
-"""That ranks take in turn: of 3 ranks, two share one."""
+"""Number of devices that ranks take in turn: of 3 ranks, two share one."""
 
 
 class WaitsForStream(TorchDispatchMode):

@@ -10,7 +10,7 @@ import torch
 from moe_comm.resharding.describe.parallelism import Parallelism
 
 Shapes = Mapping[str, tuple[tuple[int, ...], int | None]]
-"""By name: the whole shape, and the dimension that is cut; None for a replicated parameter."""
+"""Whole shape, and the dimension that is cut, by name; None for a replicated parameter."""
 
 SHAPES: Shapes = {
     "embedding": ((24, 8), 0),
