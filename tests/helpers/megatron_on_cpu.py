@@ -43,7 +43,7 @@ def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _fork_nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    """Do nothing for attention, which forks a generator of CUDA around its dropout, even of probability 0."""
+    """Do nothing for attention, which asks for a generator of CUDA around its dropout, even of probability 0."""
     return contextlib.nullcontext()
 
 
