@@ -29,7 +29,8 @@ from moe_comm.resharding.hold.heap_parameters import (
     place_in_heap,
     share_in_place,
 )
-from moe_comm.resharding.hold.refit_world import RefitHost, RefitTarget, RefitWorld
+from moe_comm.resharding.hold.held_versions import RefitTarget
+from moe_comm.resharding.hold.refit_world import RefitHost, RefitWorld
 from moe_comm.resharding.hold.verification import RefitProof, verify_refit
 from moe_comm.resharding.move.stale import clear_stale, is_stale, mark_stale, stale_reason
 from moe_comm.resharding.plan.plan_check import format_plan, verify_plan, verify_plans

@@ -24,7 +24,8 @@ from moe_comm.resharding.clients.weight_sources import TrainerWeights, trainer_w
 from moe_comm.resharding.describe.checkpoint_views import CheckpointViews
 from moe_comm.resharding.describe.loader_views import TensorSpec
 from moe_comm.resharding.engines.vllm_cpu import VllmCpuModel
-from moe_comm.resharding.hold.refit_world import RefitWorld, Version
+from moe_comm.resharding.hold.held_versions import Version
+from moe_comm.resharding.hold.refit_world import RefitWorld
 
 __all__ = [
     "MoeCommInitInfo",

@@ -7,7 +7,7 @@ import dataclasses
 import datetime as dt
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,86 +32,14 @@ from moe_comm.resharding.copy_services.process_group import all_gather_bytes, fa
 from moe_comm.resharding.copy_services.symmetric_copy_service import SymmetricCopyService
 from moe_comm.resharding.hold.deltas import Changed, DeltaReport
 from moe_comm.resharding.hold.heap_parameters import SharedWeights, share_in_place
+from moe_comm.resharding.hold.held_versions import Held, HeldVersions, RefitTarget, Version
 from moe_comm.resharding.hold.refit import Refit
 from moe_comm.resharding.hold.refit_models import unwrap_models
-from moe_comm.resharding.move import stale
 
-Version: TypeAlias = "int | str"
-"""Version that a refit brings, as the trainers call it; of two ints the lower is the older."""
 Role = Literal["trainer", "engine"]
 _TRANSPORTS = ("auto", "symmetric", "gloo")
 _OPTIONS = ("transform", "verify", "strict", "deltas", "execution_batch_bytes")
 _CPU = torch.device("cpu")
-
-
-class RefitTarget(Protocol):
-    """Interface of an engine around a refit, by which it serves whole versions only.
-
-    Example:
-        # With a `VllmCpuModel`, after `engine.accept(checkpoint)`:
-        # world.prepare(CheckpointViews(engine.views, engine), Target())
-        class Target:
-            def begin(self, version):
-                engine.accept(checkpoint)      # nothing that is served is written from here on
-            def commit(self, version):
-                engine.moved()
-                engine.commit(str(version))
-            def abort(self):                   # raise where the version before is not served
-                if engine.version != before:
-                    raise RuntimeError(f"version {engine.version} has been handed over")
-    """
-
-    def begin(self, version: Version) -> None:
-        """Get ready to be written."""
-
-    def commit(self, version: Version) -> None:
-        """Serve what was written; every rank holds its part of it."""
-
-    def abort(self) -> None:
-        """Bring back the version from before `begin`, also after a `commit`; raise where it is lost."""
-
-
-class _InPlace:
-    """An engine that serves the storage which a refit writes: nothing brings the old version back.
-
-    It is marked stale meanwhile: a refit that has written everything takes the mark away, one that may
-    have written a part puts its own in the place.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model[0] if isinstance(model, list | tuple) else model
-        self._before: str | None = None
-        self._mark = ""
-
-    def begin(self, version: Version) -> None:
-        if self._model is not None:
-            self._before = stale.stale_reason(self._model)
-            self._mark = f"a refit to {version!r} has begun"
-            stale.mark_stale(self._model, self._mark, is_known=True)
-
-    def commit(self, version: Version) -> None:
-        if self._model is not None:  # one that nothing is sent to keeps its mark
-            stale.clear_stale(self._model)
-
-    def abort(self) -> None:
-        if self._model is None:
-            return
-        why = stale.stale_reason(self._model) or "it was written in place"
-        if why == self._mark:  # nothing was written
-            stale.clear_stale(self._model)
-            if self._before is None:
-                return
-            why = self._before
-        stale.mark_stale(self._model, why)
-        raise RuntimeError(why)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """Version that an engine holds; `problem` says why it is not whole, "" where it is."""
-
-    version: Version | None = None
-    problem: str = ""
 
 
 class _WorldRanks:
@@ -298,7 +226,7 @@ class RefitWorld:
             _check_version(version)
             if role != "engine":
                 raise ValueError(f"version is what an engine holds, got {version!r} of a {role}")
-        world._held = _Held(version)
+        world._held.own = Held(version)
         world._assemble(timeout_s)
         return world
 
@@ -342,15 +270,13 @@ class RefitWorld:
     def __init__(self) -> None:
         self._ranks = _WorldRanks()
         self._models: tuple[Any, Any] | None = None
-        self._hook: RefitTarget = _InPlace(None)
         self._options: dict[str, Any] = {}
         self._refit: Refit | None = None
         self._is_planned = False
         self._shares_memory = False
         self._shared: SharedWeights | None = None
         self._limits: dict[str, Any] = {}
-        self._held = _Held()
-        self._all_held: dict[int, _Held] = {}
+        self._held = HeldVersions()
         self._all_raise = False  # what ends the collective call that this rank is in
         self.generation = 0
 
@@ -435,7 +361,7 @@ class RefitWorld:
                 self._connect_heap(joining)
             else:
                 self._connect_sockets(joining)
-            self._hear(joining.all_gather((self._held.version, self._held.problem)))
+            self._hear(joining.all_gather(dataclasses.astuple(self._held.own)))
         self.generation = joining.generation
         self._is_planned = False
 
@@ -529,7 +455,7 @@ class RefitWorld:
                 if target is not None and not callable(getattr(target, name, None)):
                     raise TypeError(f"target must have {name}(), got {shown(target)}")
         self._models = (model, None) if self.role == "trainer" else (None, model)
-        self._hook = _InPlace(model) if target is None else target
+        self._held.take(target, model)
         self._options = options
         self._shares_memory = shares_memory
         self._unshare()
@@ -623,7 +549,7 @@ class RefitWorld:
         is_engine = self.role == "engine"
         with problem:
             if is_engine:
-                self._hook.begin(agreed)
+                self._held.target.begin(agreed)
         try:
             self._vote("begun", problem)
             with problem, self._naming_places():
@@ -632,7 +558,7 @@ class RefitWorld:
             self._vote("moved", problem)
         except BaseException as error:
             if is_engine:
-                self._abort(f"a refit to {agreed!r} failed: {error}", self._held)
+                self._abort(f"a refit to {agreed!r} failed: {error}", self._held.own)
             if self._all_raise:
                 self._gather_held()
             raise
@@ -690,12 +616,10 @@ class RefitWorld:
         raise_together(errors, problem.error)
 
     def _commit(self, version: Version) -> None:
-        before, problem = self._held, FirstError()
+        before, problem = self._held.own, FirstError()
         if self.role == "engine":
             with problem:
-                self._held = _Held(None, f"a commit of {version!r} has not ended")
-                self._hook.commit(version)
-                self._held = _Held(version)
+                self._held.commit(version)
         own = None if problem.error is None else text_of(problem.error)
         try:
             with self._naming_places():
@@ -708,77 +632,41 @@ class RefitWorld:
         self._all_raise = bool(failed)
         if failed and self.role == "engine":
             why = "; ".join(failed.values())
-            committed = self._held
+            committed = self._held.own
             self._abort(f"a commit of {version!r} failed: {why}", before, keeps=committed)
         self._gather_held()
         if failed:
             reasons = "; ".join(f"{self._name_of(rank)}: {why}" for rank, why in failed.items())
             raise RefitError(
-                f"version {version!r} was not committed by all: {reasons}. Held now: {self._held_text()}",
+                f"version {version!r} was not committed by all: {reasons}. Held now: {self._held.text()}",
                 ranks=tuple(failed),
             )
 
-    def _abort(self, why: str, before: _Held, keeps: _Held | None = None) -> None:
-        """Bring the old version back. Local.
-
-        Args:
-            why: Reason why it is brought back.
-            before: Version that is held then.
-            keeps: Version that is held where it cannot be brought back, if that is whole.
-        """
-        self._held = _Held(None, why)
+    def _abort(self, why: str, before: Held, keeps: Held | None = None) -> None:
         model = None if self._models is None else unwrap_models(None, self._models[1]).target
-        if model is not None:
-            stale.count_write(model)  # whatever brings the old version back
-        try:
-            self._hook.abort()
-            self._held = before
-        except Exception as error:  # noqa: BLE001 - the versions say it
-            is_whole = keeps is not None and not keeps.problem
-            self._held = keeps if is_whole and keeps else _Held(None, f"{why}; abort: {error}")
+        self._held.abort(why, before, model, keeps)
 
     def _gather_held(self) -> None:
         """Hear what engines hold. Collective, also on ranks that are about to raise."""
         self._all_raise, all_raise = False, self._all_raise
         with self._naming_places():
-            self._hear(self._ranks.all_gather((self._held.version, self._held.problem), "held"))
+            self._hear(self._ranks.all_gather(dataclasses.astuple(self._held.own), "held"))
         self._all_raise = all_raise
 
     def _hear(self, told: list[Any]) -> None:
         first = self._roles["trainer"]
-        self._all_held = {rank: _Held(*said) for rank, said in enumerate(told[first:])}
+        self._held.by_rank = {rank: Held(*said) for rank, said in enumerate(told[first:])}
 
     def versions(self) -> dict[int, Version | None]:
         """By rank of the engine, the version that it holds, as of the last collective call. Local.
 
         None for an engine that holds no whole version, or none of this world.
         """
-        return {
-            rank: None if held.problem else held.version for rank, held in self._all_held.items()
-        }
+        return self._held.whole()
 
     def stale_engines(self) -> dict[int, str]:
         """By rank, why an engine does not hold the newest version, as of the last collective call. Local."""
-        whole = [version for version in self.versions().values() if version is not None]
-        ints = [version for version in whole if isinstance(version, int)]
-        newest = max(ints) if ints else None
-        found = {}
-        for rank, held in self._all_held.items():
-            if held.problem:
-                found[rank] = f"it holds no whole version: {held.problem}"
-            elif held.version is None:
-                found[rank] = "it holds no version of this world"
-            elif newest is not None and held.version != newest:
-                found[rank] = f"it holds {held.version!r}, the newest is {newest!r}"
-            elif newest is None and len(set(whole)) > 1:
-                found[rank] = f"it holds {held.version!r}, and others hold others"
-        return found
-
-    def _held_text(self) -> str:
-        return ", ".join(
-            f"engine {rank} {held.problem or repr(held.version)}"
-            for rank, held in self._all_held.items()
-        )
+        return self._held.stale()
 
     def _agree_on_version(self, wishes: list[dict[str, Any]]) -> Version:
         """The version of a refit; the same on every rank, or all raise."""
@@ -809,7 +697,7 @@ class RefitWorld:
             problem.raise_own()
             raise ValueError(f"{call}: this rank has left the world; rejoin() brings it back")
         with self._naming_places():
-            said = (call, self._held.version, self._held.problem, wish)
+            said = (call, *dataclasses.astuple(self._held.own), wish)
             gathered = self._tell("meet", problem, said)
         raise_together([error for error, _ in gathered], problem.error)
         told = [its for _, its in gathered]
