@@ -378,7 +378,7 @@ std::shared_ptr<DeviceSegment> open_device_segment(const SegmentDescription& des
         concat(error.what(),
                " (memory of another GPU is reached by peer-to-peer access, P2P, which NVLink or "
                "PCIe and the driver must offer: nvidia-smi topo -p2p r tells; backend=\"host\" "
-               "needs none and moves rows through the host's memory)"),
+               "needs none)"),
         error.code());
   }
 }

@@ -22,7 +22,8 @@ TARGET = Target(name="host", make=make, connect=connect)
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
-    """Processes of ranks know the device for good, and no other test should."""
+    """Processes of ranks know the device for good, and from before their first backward: none is shared."""
+    close_workers()
     yield
     close_workers()
 
