@@ -13,12 +13,14 @@ import moe_comm
 from moe_comm.ep.backends.simt import Stream, use_stream
 from moe_comm.resharding.copy_services.batched_copy import BatchedCopy, CopyItem
 from moe_comm.resharding.nvshmem_copy_service import RemoteCopyService
-from tests.helpers.configs import ep_config
 
 NUM_RANKS = 3
 NUM_ROUNDS = 20
 NUM_STREAM_ROUNDS = 6
-CONFIG = ep_config(8, 3, 64, 64, dtype=torch.float32)
+# This is run by its path, and so finds no other helper.
+CONFIG = moe_comm.EpConfig(
+    num_experts=8, num_topk=3, hidden=64, num_max_tokens_per_rank=64, dtype=torch.float32
+)
 
 
 def exchange(
