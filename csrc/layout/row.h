@@ -99,7 +99,7 @@ struct OperationArguments {
   uint64_t plan_hash = 0;        ///< hash of the handle's plan, see ops::PlanHeader; 0 without one
 
   /// Calls @p say with the name and value of every further option that says something, for the
-  /// text in which ranks disagree: the words of moe_comm/ep/options.py.
+  /// text in which ranks disagree: the words of moe_comm/ep/call_options.py.
   template <typename Say>
   void say_options(const Say& say) const {
     if (on_overflow > 0 && on_overflow < 3)

@@ -11,7 +11,7 @@
 
 namespace moe::ops {
 
-/// The options of a combine: a CombineOptions of moe_comm/ep/options.py.
+/// The options of a combine: a CombineOptions of moe_comm/ep/call_options.py.
 struct CombineOptions {
   CopyOut copy_out = CopyOut::kAuto;
   bool is_async = false;  ///< as in DispatchOptions

@@ -21,7 +21,7 @@ inline constexpr int64_t kRowUnit = 16;
 /// Rule for copying results out of the heap.
 enum class CopyOut { kAuto, kAlways, kNever };
 
-/// The options of a dispatch: a DispatchOptions of moe_comm/ep/options.py but for how rows are
+/// The options of a dispatch: a DispatchOptions of moe_comm/ep/call_options.py but for how rows are
 /// quantized.
 struct DispatchOptions {
   layout::RowLayout layout = layout::RowLayout::kExpertMajor;

@@ -14,7 +14,7 @@
 #include "runtime/device.h"
 #include "runtime/device_watch.h"
 #include "runtime/internode.h"
-#include "runtime/launch_shape.h"
+#include "runtime/launch_defaults.h"
 #include "runtime/launcher.h"
 #include "runtime/operation_ring.h"
 #include "runtime/receive_phase.h"

@@ -7,7 +7,7 @@
 #include "runtime/call_order.h"
 #include "runtime/control_memory.h"
 #include "runtime/internode.h"
-#include "runtime/launch_shape.h"
+#include "runtime/launch_defaults.h"
 
 namespace moe::runtime {
 

@@ -20,8 +20,8 @@ from moe_comm.dispatcher.permuted import (
 from moe_comm.dispatcher.spare_slots import with_spare_slots
 from moe_comm.ep.autograd.gradient_agreement import combine_word, dispatch_word
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.call_options import check_alignment
 from moe_comm.ep.group_buffers import group_buffers
-from moe_comm.ep.options import check_alignment
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import Telling, keep, keeps_unbound
 from moe_comm.tensors.quantization import Quantization

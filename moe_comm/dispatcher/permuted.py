@@ -15,10 +15,10 @@ from moe_comm.ep.autograd import formulas, operators
 from moe_comm.ep.autograd.quantized_rows import QuantizedRows
 from moe_comm.ep.backends.base import Plan
 from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.ep.config import Capacity, Layout
-from moe_comm.ep.gradients import NEEDS_ANY
+from moe_comm.ep.gradient_word import NEEDS_ANY
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.routing_map import dense_of_topk, list_choices
 from moe_comm.peers.missed_calls import Telling
 from moe_comm.tensors.quantization import Quantization

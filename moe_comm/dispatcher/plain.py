@@ -12,10 +12,10 @@ import torch.distributed as dist
 from moe_comm.arguments import as_dense, check_kind, shown
 from moe_comm.ep.autograd import combine, dispatch
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.call_options import check_alignment
 from moe_comm.ep.config import Capacity
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.options import check_alignment
 from moe_comm.ep.routing_map import topk_of_routing_map
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import GATHER, Telling, keep, keeps_unbound

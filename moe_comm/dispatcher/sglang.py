@@ -32,10 +32,10 @@ from moe_comm.dispatcher.sglang_formats import (
     DispatchOutputFormat,
 )
 from moe_comm.ep.buffer import EpBuffer
+from moe_comm.ep.call_options import check_alignment
 from moe_comm.ep.config import Layout
 from moe_comm.ep.group_buffers import group_buffers
 from moe_comm.ep.handles import DispatchHandle
-from moe_comm.ep.options import check_alignment
 from moe_comm.ep.placement import EMPTY_SLOT, Placement, ReplicaRule
 from moe_comm.peers.bootstrap import Bootstrap
 from moe_comm.peers.missed_calls import Telling, keeps_unbound

@@ -17,10 +17,10 @@ from moe_comm.arguments import as_utf8, check_bool, check_kind, text_of
 from moe_comm.ep import validation
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan, PlanTensors
 from moe_comm.ep.backends.buffer_agreement import agree_on_backend
+from moe_comm.ep.call_options import CombineOptions, CopyOut, DispatchOptions, check_options
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.expert_loads import ExpertLoads
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult, WaitStatistics
-from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions, check_options
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.routing_map import list_choices
 from moe_comm.ep.slot_table import SlotTable
@@ -260,7 +260,7 @@ class EpBuffer(Destroyable):
                 less than one further window would stay free.
             async_op: Return at once. `result.event.wait()` before x is read or the input
                 overwritten; attributes of the result wait for their shape.
-            gradients: Bit mask, for callers with a backward of their own (`moe_comm.ep.gradients`): 0 runs
+            gradients: Bit mask, for callers with a backward of their own (`moe_comm.ep.gradient_word`): 0 runs
                 no backward; 1 can run one; + 2 needs the gradient of x; + 4 needs that of the weights.
                 `result.gradients` is the union over all ranks: if it needs any gradient, every rank
                 runs the backward.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from moe_comm.arguments import as_dense, check_resolved
+from moe_comm.ep.call_options import DispatchOptions
 from moe_comm.ep.config import Capacity, EpConfig, Layout
 from moe_comm.ep.handles import DispatchHandle
 from moe_comm.ep.limits import ROW_BYTES_MULTIPLE
-from moe_comm.ep.options import DispatchOptions
 from moe_comm.tensors.memory import check_memory
 from moe_comm.tensors.memory_overlap import shares_bytes
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization

@@ -20,9 +20,9 @@ from moe_comm.errors import PeerFailedError
 from moe_comm.peers import missed_calls
 from moe_comm.peers.agree import FirstError
 from moe_comm.peers.bootstrap import Bootstrap
+from moe_comm.peers.joining_ranks import InvitingRank, JoiningRank, JoiningRanks, open_store
 from moe_comm.peers.missed_calls import tells_peers
 from moe_comm.peers.peer_timeouts import CONNECT_TIMEOUT_S
-from moe_comm.peers.rendezvous import InvitingRank, JoiningRank, JoiningRanks, open_store
 from moe_comm.peers.survivors import (
     CommunicatorT,
     Decision,

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moe_comm.arguments import as_int, shown
 from moe_comm.errors import PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import first_line
+from moe_comm.peers.joining_ranks import host_store, open_store
 from moe_comm.peers.node_layout import own_machine
 from moe_comm.peers.plain_data import decode_plain, encode_plain
-from moe_comm.peers.rendezvous import host_store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

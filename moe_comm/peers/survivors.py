@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from moe_comm.errors import EvictedError, PeerFailedError, PeerTimeoutError
 from moe_comm.peers.agree import first_line
 from moe_comm.peers.gather_objects import gather_objects
-from moe_comm.peers.rendezvous import JoiningRanks
+from moe_comm.peers.joining_ranks import JoiningRanks
 
 if TYPE_CHECKING:
     from moe_comm import _host

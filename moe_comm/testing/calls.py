@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_comm.ep.backends.base import Backend, CombineOutput, DispatchOutput, Operation, Plan
-from moe_comm.ep.options import CombineOptions, CopyOut, DispatchOptions
+from moe_comm.ep.call_options import CombineOptions, CopyOut, DispatchOptions
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.testing.cases import Case, RankInput
 

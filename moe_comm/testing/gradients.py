@@ -10,7 +10,7 @@ import torch
 
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput
 from moe_comm.ep.config import Layout
-from moe_comm.ep.gradients import (
+from moe_comm.ep.gradient_word import (
     ENABLED,
     LEAVES_DISPATCH,
     NEEDS_ROWS,

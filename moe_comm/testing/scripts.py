@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from moe_comm.ep.backends.base import Backend, DispatchOutput, Plan
+from moe_comm.ep.call_options import CopyOut
 from moe_comm.ep.config import Layout
-from moe_comm.ep.options import CopyOut
 from moe_comm.ep.spec import Received
 from moe_comm.tensors.arithmetic import dot_rows, scale_rows
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, QUANTIZABLE_DTYPES

@@ -19,7 +19,7 @@ from moe_comm.ep.backends.base import (
 )
 from moe_comm.ep.backends.cuda import CudaBackend
 from moe_comm.ep.backends.nvshmem import NvshmemBackend
-from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.peers import cuda_devices
 from moe_comm.peers.bootstrap import bootstrap_for
 from tests.helpers.staging import Staging, warm_up_allocator

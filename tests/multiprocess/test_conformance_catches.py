@@ -12,9 +12,9 @@ import torch
 from moe_comm.ep import spec
 from moe_comm.ep.backends import reference
 from moe_comm.ep.backends.base import CombineOutput, DispatchOutput, Operation, Plan
+from moe_comm.ep.call_options import DispatchOptions
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.gradients import ENABLED
-from moe_comm.ep.options import DispatchOptions
+from moe_comm.ep.gradient_word import ENABLED
 from moe_comm.tensors.quantization import FP8_BLOCK128
 from moe_comm.testing import CHECKS, Case, ConformanceError, RankError, Target, check_case
 

@@ -19,7 +19,7 @@ from moe_comm import CommunicationError, Communicator, EpBuffer, EpConfig, Layou
 from moe_comm.compat import deep_ep
 from moe_comm.ep import group_buffers
 from moe_comm.ep.backends.deep_ep_transport import problem_with_deep_ep
-from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, Quantization
 from moe_comm.testing import RankContext, run_ranks
 from moe_comm.testing.case_list import CASES

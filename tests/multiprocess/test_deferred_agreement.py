@@ -29,7 +29,7 @@ from moe_comm import (
     PeerTimeoutError,
 )
 from moe_comm.ep.backends.simt import Stream, use_stream
-from moe_comm.ep.gradients import ENABLED, NEEDS_ROWS
+from moe_comm.ep.gradient_word import ENABLED, NEEDS_ROWS
 from moe_comm.testing import RankContext, RankError, run_ranks
 from tests.helpers.captured_graphs import Graph
 from tests.helpers.configs import ep_config

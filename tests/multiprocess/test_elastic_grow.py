@@ -18,8 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_comm import Communicator, PeerFailedError, PeerTimeoutError, _host
+from moe_comm.peers.joining_ranks import JoiningRank, JoiningRanks, assign_ranks, open_store
 from moe_comm.peers.plain_data import encode_plain
-from moe_comm.peers.rendezvous import JoiningRank, JoiningRanks, assign_ranks, open_store
 from moe_comm.peers.survivors import _refuse
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.failing_ranks import (

@@ -11,7 +11,7 @@ import torch
 
 from moe_comm import Communicator, DispatchResult, EpBuffer, EpConfig, Layout
 from moe_comm.ep.autograd.operators import zero_unfilled
-from moe_comm.ep.options import CombineOptions, DispatchOptions, describe_options
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions, describe_options
 from moe_comm.testing import RankContext, run_ranks
 from tests.helpers.option_values import VALUES
 

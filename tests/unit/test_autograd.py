@@ -13,8 +13,8 @@ import moe_comm
 from moe_comm import Communicator, EpBuffer, EpConfig, Layout
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.backends import BACKEND_CLASSES
-from moe_comm.ep.gradients import ENABLED, NEEDS_ANY, NEEDS_ROWS
-from moe_comm.ep.options import DispatchOptions, encode_dispatch
+from moe_comm.ep.call_options import DispatchOptions, encode_dispatch
+from moe_comm.ep.gradient_word import ENABLED, NEEDS_ANY, NEEDS_ROWS
 from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import (
     MoeLayer,

@@ -22,7 +22,7 @@ from moe_comm import (
     QuantizedRows,
 )
 from moe_comm.ep.autograd import operators
-from moe_comm.ep.options import DispatchOptions, encode_dispatch, encode_quantization
+from moe_comm.ep.call_options import DispatchOptions, encode_dispatch, encode_quantization
 from moe_comm.testing import case_list
 from tests.helpers.configs import ep_config
 from tests.helpers.moe_layer import assert_same_bits, filled, recorded_operations

@@ -10,8 +10,8 @@ import torch
 
 import moe_comm
 from moe_comm import MXFP8, Capacity, Communicator, EpBuffer, EpConfig, Layout
-from moe_comm.ep import options as described
-from moe_comm.ep.options import CombineOptions, DispatchOptions, Option, describe_options
+from moe_comm.ep import call_options as described
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions, Option, describe_options
 from tests.helpers.option_values import VALUES
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=32, num_max_tokens_per_rank=4)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import moe_comm
 from moe_comm import CommunicationError, Communicator, RankThreads
 from moe_comm.peers.gather_objects import decode_all, gather_objects
+from moe_comm.peers.joining_ranks import Invitation, InvitingRank, JoiningRank, open_store
 from moe_comm.peers.node_layout import Machine, RankPlace
 from moe_comm.peers.plain_data import decode_plain, encode_plain
-from moe_comm.peers.rendezvous import Invitation, InvitingRank, JoiningRank, open_store
 from moe_comm.resharding.describe.metadata import MeshLayout, MeshPlacement
 from moe_comm.resharding.plan.rank_metadata import decode_rank_metadata
 

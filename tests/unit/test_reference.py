@@ -13,8 +13,8 @@ from moe_comm import Communicator, EpBuffer
 from moe_comm.ep.backends import messages
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.backends.reference import ReferenceBackend
+from moe_comm.ep.call_options import DispatchOptions
 from moe_comm.ep.config import Capacity, EpConfig, Layout
-from moe_comm.ep.options import DispatchOptions
 from moe_comm.peers.bootstrap import RankThreads
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import FP8_BLOCK128, MXFP8, ScaleFormat

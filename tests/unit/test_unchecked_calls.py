@@ -25,7 +25,7 @@ from moe_comm import (
 )
 from moe_comm.dispatcher.routing_map import topk_of_routing_map
 from moe_comm.ep import validation
-from moe_comm.ep.options import DispatchOptions, check_options
+from moe_comm.ep.call_options import DispatchOptions, check_options
 from tests.helpers.described_tensors import needs_described_tensors
 
 CONFIG = EpConfig(num_experts=8, num_topk=2, hidden=16, num_max_tokens_per_rank=4)

@@ -10,8 +10,8 @@
 #include "ops/combine.h"
 #include "ops/dispatch.h"
 
-// The options of a call: a DispatchOptions or a CombineOptions of moe_comm/ep/options.py, read by
-// name. Rules are Python's alone. A call with options that have passed them before, which is
+// The options of a call: a DispatchOptions or a CombineOptions of moe_comm/ep/call_options.py, read
+// by name. Rules are Python's alone. A call with options that have passed them before, which is
 // nearly every call, is known by their values, and nobody reads them again.
 
 namespace moe::bindings {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from moe_comm.ep.call_options import DispatchOptions, check_options
 from moe_comm.ep.config import EpConfig, Layout
-from moe_comm.ep.options import DispatchOptions, check_options
 from moe_comm.ep.placement import Placement, ReplicaRule
 from moe_comm.ep.replica_spec import choose_slots
 from moe_comm.ep.routing_trace import load_routing_trace

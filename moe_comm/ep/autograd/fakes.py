@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from moe_comm.ep.call_options import decode_dispatch
 from moe_comm.ep.config import Layout
-from moe_comm.ep.options import decode_dispatch
 from moe_comm.tensors.quantization import scale_column_stride
 
 _GROW = 0

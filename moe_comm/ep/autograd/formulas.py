@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.ep.autograd import operators
 from moe_comm.ep.autograd.quantized_rows import wrap_rows
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
-from moe_comm.ep.gradients import (
+from moe_comm.ep.gradient_word import (
     LEAVES_DISPATCH,
     NEEDS_ANY,
     NEEDS_ROWS,

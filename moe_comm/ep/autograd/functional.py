@@ -14,9 +14,9 @@ from moe_comm.ep.autograd.gradient_agreement import combine_word, dispatch_word
 from moe_comm.ep.autograd.graph_forms import OperatorOutput, TensorHandle
 from moe_comm.ep.backends.base import DispatchOutput
 from moe_comm.ep.buffer import EpBuffer, rejects_unbound
+from moe_comm.ep.call_options import DispatchOptions, check_options, encode_dispatch
 from moe_comm.ep.config import Capacity, Layout
 from moe_comm.ep.handles import NO_LINK, DispatchHandle, DispatchResult
-from moe_comm.ep.options import DispatchOptions, check_options, encode_dispatch
 from moe_comm.peers.missed_calls import Telling, keep
 from moe_comm.tensors.quantization import Quantization
 from moe_comm.tensors.torch_hooks import needs_dispatcher

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import Node
 
-from moe_comm.ep.gradients import (
+from moe_comm.ep.gradient_word import (
     ENABLED,
     LEAVES_DISPATCH,
     NEEDS_ROWS,

@@ -22,9 +22,9 @@ from moe_comm.ep.autograd.dynamo import mark, untraced
 from moe_comm.ep.autograd.inductor import keep_program_order
 from moe_comm.ep.backends.base import PlanTensors
 from moe_comm.ep.buffer import EpBuffer, resolve_buffer
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions, decode_dispatch
 from moe_comm.ep.config import Layout
 from moe_comm.ep.handles import CombineResult, DispatchHandle, DispatchResult
-from moe_comm.ep.options import CombineOptions, DispatchOptions, decode_dispatch
 from moe_comm.ep.validation import SUMMABLE
 from moe_comm.tensors.memory import as_resolved
 
@@ -46,7 +46,7 @@ library: Any = torch.library.Library("moe_comm", "DEF")  # type: ignore[no-untyp
 
 # x_sf: scale factors of rows that are quantized already. sizes: num_ranks, num_experts,
 # num_local_experts, num_topk and num_max_tokens_per_rank (0 where not configured). options and
-# capacity: as encoded in options.py. gradients: what this rank says, as in ep/gradients.py.
+# capacity: as encoded in call_options.py. gradients: what this rank says, as in gradient_word.py.
 # anchor: not read; requires a gradient where no other input may.
 # -> x, topk_weights, link, topk_idx as received, num_tokens_per_expert, expert_offsets, then the
 #    handle: counts, slots, topk_idx as sent, meta. A tensor that does not exist has 0 elements.

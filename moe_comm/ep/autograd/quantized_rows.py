@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from moe_comm.ep.autograd.dynamo import taken_whole
 from moe_comm.ep.autograd.operators import library
-from moe_comm.ep.options import decode_quantization, encode_quantization
+from moe_comm.ep.call_options import decode_quantization, encode_quantization
 from moe_comm.tensors import quantized
 from moe_comm.tensors.quantization import Quantization
 

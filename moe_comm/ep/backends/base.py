@@ -13,8 +13,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.ep.config import EpConfig, Layout
-from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.placement import Placement
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization
@@ -227,7 +227,7 @@ class DispatchOutput(Ended):
             backend cannot tell.
         plan: Plan for the handle.
         status: See `DispatchResult.status`.
-        gradients: Word of all ranks on gradients, united; see `moe_comm.ep.gradients`.
+        gradients: Word of all ranks on gradients, united; see `moe_comm.ep.gradient_word`.
     """
 
     x: torch.Tensor

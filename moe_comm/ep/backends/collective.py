@@ -31,9 +31,9 @@ from moe_comm.ep.backends.collective_rows import NodeReduction, RowMover
 from moe_comm.ep.backends.collective_transport import CollectiveTransport, ProgressThread
 from moe_comm.ep.backends.expert_ranks import Placement, arrangement_of, replicas_of
 from moe_comm.ep.backends.rows import arrange_scales
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.ep.config import EpConfig, Layout
-from moe_comm.ep.gradients import clash, unite, with_applied_weights
-from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.gradient_word import clash, unite, with_applied_weights
 from moe_comm.peers.agree import agree, raise_unequal
 from moe_comm.tensors import arithmetic
 from moe_comm.tensors.quantization import Quantization

@@ -11,8 +11,8 @@ import hashlib
 import torch
 
 from moe_comm.ep.backends.base import PlanTensors
+from moe_comm.ep.call_options import DispatchOptions, describe_options
 from moe_comm.ep.config import EpConfig
-from moe_comm.ep.options import DispatchOptions, describe_options
 from moe_comm.tensors.quantization import Quantization
 
 

@@ -39,8 +39,8 @@ from moe_comm.ep.backends.native_outcomes import (
     NativePlan,
 )
 from moe_comm.ep.backends.native_scales import Scales, describe_scales, quantization_code
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.ep.config import EpConfig, Layout, default_expert_rank
-from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.tracing import PhaseRecord, check_trace_path, write_trace
 from moe_comm.tensors.quantization import QUANTIZABLE_DTYPES, Quantization

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from moe_comm.ep.options import CombineOptions, DispatchOptions
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 
 if TYPE_CHECKING:
     from moe_comm import _host

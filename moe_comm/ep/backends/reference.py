@@ -24,9 +24,9 @@ from moe_comm.ep.backends.base import (
 )
 from moe_comm.ep.backends.buffer_agreement import Peers, agree_on_config
 from moe_comm.ep.backends.rows import as_bytes
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions, describe_options
 from moe_comm.ep.config import Capacity, EpConfig, Layout, num_places_per_expert
-from moe_comm.ep.gradients import clash, unite, with_applied_weights
-from moe_comm.ep.options import CombineOptions, DispatchOptions, describe_options
+from moe_comm.ep.gradient_word import clash, unite, with_applied_weights
 from moe_comm.ep.placement import Placement
 from moe_comm.ep.replica_spec import choose_slots
 from moe_comm.errors import CapacityError

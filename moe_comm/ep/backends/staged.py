@@ -23,8 +23,8 @@ from moe_comm.ep.backends.base import (
     Plan,
 )
 from moe_comm.ep.backends.host import HostBackend
+from moe_comm.ep.call_options import CombineOptions, DispatchOptions
 from moe_comm.ep.config import EpConfig, Layout
-from moe_comm.ep.options import CombineOptions, DispatchOptions
 from moe_comm.errors import CapacityError
 from moe_comm.peers.accelerators import has_pinned_memory, is_capturing
 from moe_comm.peers.communicator import Communicator

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from moe_comm.arguments import as_int, check_bool, shown
 from moe_comm.ep.config import ON_OVERFLOW, Capacity, Layout, numbers_of
-from moe_comm.ep.gradients import check_word
+from moe_comm.ep.gradient_word import check_word
 from moe_comm.tensors.quantization import Quantization, QuantizationFormat, ScaleFormat
 
 CopyOut: TypeAlias = bool | Literal["auto"]
@@ -149,7 +149,7 @@ class DispatchOptions(NamedTuple):
             comes from them.
         copy_out: Whether results are copied out of the heap; "auto": the backend decides.
         async_op: Return before the operation has ended.
-        gradients: Bit mask of this rank, see `moe_comm.ep.gradients`. Ranks exchange it before rows
+        gradients: Bit mask of this rank, see `moe_comm.ep.gradient_word`. Ranks exchange it before rows
             move: the output has the union, and masks that contradict each other are a ValueError on
             every rank.
     """
