@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import chain, islice, pairwise
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_comm.resharding.describe.tensor_table import HeldObjects, TensorTable, any_has
@@ -103,6 +103,13 @@ def named_persistent_buffers(
                 yield (f"{path}.{name}" if path else name), owner, name, buffer
 
 
+def fsdp_modules(module: torch.nn.Module) -> Iterator[Any]:
+    """Modules of `fully_shard` in a module. There are none before torch's package of them was imported."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None:
+        yield from (each for each in module.modules() if isinstance(each, kind))
+
+
 def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then persistent buffers; one that several modules share comes once.
 
@@ -110,9 +117,8 @@ def named_refit_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
     forward without a backward, give them up first: the parts are what is kept and trained, and copies
     may be of another dtype.
     """
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
+    for each in fsdp_modules(module):
+        each.reshard()
     yield from module.named_parameters()
     for name, _, _, buffer in named_persistent_buffers(module):
         yield name, buffer

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Protocol
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_comm.arguments import shown
@@ -18,6 +17,7 @@ from moe_comm.peers.communicator import Communicator
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
     TensorSide,
+    fsdp_modules,
     get_refit_tensor_dict,
     local_tensor,
     named_refit_tensors,
@@ -82,7 +82,7 @@ def place_in_heap(module: torch.nn.Module, communicator: Communicator) -> int:
     heap_memory = communicator.empty(num_bytes, dtype=torch.uint8)
     for span in spans:
         _move(span, heap_memory)
-    if any(isinstance(each, FSDPModule) for each in module.modules()):
+    if any(True for _ in fsdp_modules(module)):
         # FSDP gathers from flat views of the parts, which it makes anew after a load, here of nothing.
         module.load_state_dict({}, strict=False)
     return num_bytes
