@@ -54,7 +54,7 @@ class CommunicationError(RuntimeError):
     Attributes:
         ranks: Ranks of the communicator that caused it.
         operation: Operation that ended, such as `"dispatch"`.
-        phase: What was waited for: `"rows"` (control rows), `"offers"` (a second window), `"data"` (rows, or
+        phase: Part of the operation that was waited for: `"rows"` (control rows), `"offers"` (a second window), `"data"` (rows, or
             done flags of peers), `"reuse"` (those of an earlier epoch), `"verdicts"` (of a batched copy);
             `"idle"` outside of these.
         epoch: Epoch of the buffer the operation belonged to, -1 outside an operation.
@@ -91,7 +91,7 @@ class EvictedError(CommunicationError):
     back with `Communicator.join`.
 
     Attributes:
-        ranks: Who declared it.
+        ranks: Ranks that declared it.
         epoch: Last epoch that the declarer had completed, of its first buffer; -1 where it is not
             known.
     """
@@ -127,7 +127,7 @@ class Overflow(NamedTuple):
     """A limit of a dispatch that more rows were asked for than it allows.
 
     Args:
-        rank_idx: Whose rows these are.
+        rank_idx: Rank that the rows are of.
         expert_idx: The expert that the limit is of; None where it is of all rows of the rank.
         num_needed: Rows that were asked for.
         num_available: Rows that there is room for.

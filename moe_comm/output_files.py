@@ -10,8 +10,8 @@ def check_output(option: str, path: Path | None) -> None:
     """Return whether a file can be written, before the work whose result it is to hold.
 
     Args:
-        option: What named the file, for messages, such as `"--json"`.
-        path: Of the file; None where none was asked for.
+        option: Option that named the file, for messages, such as `"--json"`.
+        path: Path of the file; None where none was asked for.
 
     Raises:
         ValueError: It is a folder, its folder is missing, or permission is denied.

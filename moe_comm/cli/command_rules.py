@@ -46,7 +46,7 @@ def sectioned(sections: dict[str, str]) -> type[typer.core.TyperCommand]:
     """Return a kind of command whose help lists its options in sections, the common ones first.
 
     Args:
-        sections: By heading, names of parameters with spaces between them. `Options` has all others.
+        sections: Names of parameters, with spaces between them, by heading. `Options` has all others.
     """
 
     class SectionedCommand(typer.core.TyperCommand):

@@ -28,7 +28,7 @@ BACKEND_CLASSES = {
 }
 
 
-# Of tensors that lie elsewhere than on the CPU.
+# Backends of tensors that lie elsewhere than on the CPU.
 _STAGED = {"host": "moe_comm.ep.backends.staged:StagedBackend"}
 
 
@@ -36,8 +36,8 @@ def load_backend(name: str, device: torch.device | None = None) -> type[Backend]
     """The class of a backend.
 
     Args:
-        name: Of the backend.
-        device: Of the tensors; None for the one that it is for.
+        name: Name of the backend.
+        device: Device of the tensors; None for the one that it is for.
 
     Raises:
         ValueError: There is no backend of that name.
