@@ -243,7 +243,7 @@ class Deltas:
         listing = self._listing
         if listing is None or listing.source.table is not table or not self._has_read_all:
             return None
-        return table.checksums_of_blocks(self._sums)
+        return table.sums.of_blocks(self._sums)
 
     def commit(self, delta: Delta) -> None:
         """Remember what the last `run` brought. Local."""
@@ -316,7 +316,7 @@ class Deltas:
                 changed[part.blocks] = False
             elif wanted is not None:
                 wanted[part.blocks] = True
-        sums = source.table.block_checksums(delta.num_threads, kept.copy(), wanted)
+        sums = source.table.sums.compute_blocks(delta.num_threads, sums=kept.copy(), wanted=wanted)
         self._sums, self._has_read_all = sums, wanted is None
         changed |= sums != kept
         return changed
@@ -349,7 +349,7 @@ class Deltas:
             return {}, lost
         sums = None
         if delta.is_checked:
-            sums = target.table.block_checksums(delta.num_threads)
+            sums = target.table.sums.compute_blocks(delta.num_threads)
         held = {}
         for peer, part in target.parts.items():
             signature, token = self._held.get(peer, (0, 0))
@@ -397,7 +397,7 @@ class Deltas:
             for src, message in received.items():
                 _unpack(message, target, target.parts[src], delta.num_threads)
             if received:
-                target.table.count_writes()
+                target.table.sums.count_writes()
 
         if delta.plan.recv_ops:
             write_beside(delta.modules[1], write, has_written=bool(received))
@@ -553,7 +553,7 @@ def _pack(message: torch.Tensor, end: _End, part: _Part, flags: _Flags, num_thre
     array = message.numpy()
     array[: len(bits)] = bits  # and whatever up to the end of the line
     body = array[_header_bytes(len(flags)) :]
-    end.table.move_blocks(part.pieces, flags, body, num_threads, is_packing=True)
+    end.table.sums.move_blocks(part.pieces, flags, body, num_threads, is_packing=True)
 
 
 def _unpack(message: torch.Tensor, end: _End, part: _Part, num_threads: int) -> None:
@@ -561,4 +561,4 @@ def _unpack(message: torch.Tensor, end: _End, part: _Part, num_threads: int) -> 
     array = message.numpy()
     flags = np.unpackbits(array, count=num_blocks).astype(np.bool_)
     body = array[_header_bytes(num_blocks) :]
-    end.table.move_blocks(part.pieces, flags, body, num_threads, is_packing=False)
+    end.table.sums.move_blocks(part.pieces, flags, body, num_threads, is_packing=False)

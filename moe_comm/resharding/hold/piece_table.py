@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_comm.resharding.copy_services.batched_copy import PreparedCopies
 from moe_comm.resharding.copy_services.changed_blocks import PieceChecksums
 from moe_comm.resharding.describe.module_tensors import (
     RefitSide,
@@ -43,43 +42,11 @@ class PieceTable:
         self.sizes = [tensor.nbytes for _, tensor in in_order]
         """Size of each piece, in bytes."""
         items = [(op.task_id or 0, tensor, op.peer_rank) for op, tensor in in_order]
-        self._native = PieceChecksums(items)
+        self.sums = PieceChecksums(items)
+        """Checksums of the pieces and of their blocks, in this order."""
         self._ids = np.array([task_id for task_id, _, _ in items], np.uint64)
         peers = np.array([peer_rank for _, _, peer_rank in items], np.int64)
         self._peers, self._first = np.unique(peers, return_index=True)
-
-    def checksums(self, sent: Sequence[PreparedCopies], num_threads: int) -> npt.NDArray[np.uint64]:
-        """The checksum of each piece; see `PieceChecksums.compute`."""
-        return self._native.compute(sent, num_threads)
-
-    def block_checksums(
-        self,
-        num_threads: int,
-        sums: npt.NDArray[np.uint64] | None = None,
-        wanted: npt.NDArray[np.bool_] | None = None,
-    ) -> npt.NDArray[np.uint64]:
-        """Those of the blocks of each piece; see `PieceChecksums.compute_blocks`."""
-        return self._native.compute_blocks(num_threads, sums=sums, wanted=wanted)
-
-    def checksums_of_blocks(self, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """The checksum of each piece, of those of its blocks."""
-        return self._native.of_blocks(sums)
-
-    def move_blocks(
-        self,
-        pieces: slice,
-        wanted: npt.NDArray[np.bool_],
-        packed: npt.NDArray[np.uint8],
-        num_threads: int,
-        *,
-        is_packing: bool,
-    ) -> None:
-        """Copy blocks out of pieces or into them; see `PieceChecksums.move_blocks`."""
-        self._native.move_blocks(pieces, wanted, packed, num_threads, is_packing=is_packing)
-
-    def count_writes(self) -> None:
-        """Have torch know that the pieces were written."""
-        self._native.count_writes()
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """For each peer, the positions of its first piece and of that behind its last."""

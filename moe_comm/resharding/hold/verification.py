@@ -209,11 +209,11 @@ def prove_refit(
             sent.others = _source_pieces(listed.others, sources(), hooks, sent.key_of)
         sent.table = listed.table
         known = None if hashed is None else hashed(listed.table)
-        sent.checksums = listed.table.checksums(copies, num_threads) if known is None else known
+        sent.checksums = listed.table.sums.compute(copies, num_threads) if known is None else known
         listed = list_pieces(plan, dst_module, hooks, is_source=False)
         received.others = _destination_pieces(listed.others, dst_module, hooks, received.key_of)
         received.table = listed.table
-        received.checksums = listed.table.checksums((), num_threads)
+        received.checksums = listed.table.sums.compute((), num_threads)
     gathered = agree(
         bootstrap.all_gather,
         first.take_line(),
